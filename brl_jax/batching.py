@@ -107,7 +107,10 @@ def generate_requests(
     at the same position.
     """
     check_model(model, variables)
-    require(not hasattr(model, "encode"), f"model must be a decoder alone, got {type(model).__name__}")
+    require(
+        not hasattr(model, "encode"),
+        f"model must be a decoder without an encoder, got {type(model).__name__}",
+    )
     for name, value in (("slots", slots), ("every", every), ("length", 1 if length is None else length)):
         require(is_int(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
     check_sampling(1, rng, temperature, top_k, top_p)

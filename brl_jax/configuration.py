@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from brl_jax.fields import complaint_about
 from brl_jax.layers import MECHANISMS, Mechanism
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
             raise ValueError(f"{path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
         kind = MECHANISMS[name]
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     unknown = [name for name in values if name not in fields]
     if unknown:
         where = _join(path, unknown[0])
@@ -48,22 +49,14 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
             values[name] = _configuration(part, value, _join(path, name))
         elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
             values[name] = tuple(value)
-        elif not _fits(value, hints[name]):
-            where = _join(path, name)
-            raise ValueError(f"{where} must be {hints[name].__name__}, got {value!r}")
+        else:
+            complaint = complaint_about(value, hints[name])
+            if complaint is not None:
+                raise ValueError(f"{_join(path, name)} must be {complaint}, got {value!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path or kind.__name__}: {error}") from error
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has a field's plain type; the dataclass checks all other types itself."""
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return hint not in (bool, str) or isinstance(value, hint)
 
 
 def _join(*path: str) -> str:

@@ -3,12 +3,10 @@ folder that `python -m eval.export` or transformers wrote (extra `hf`)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import flax.linen as nn
 import jax
@@ -16,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from brl_jax.checkpoints import candidates, read_arrays, read_meta
 from brl_jax.configuration import configuration
+from brl_jax.json_files import check_json, read_json
 from brl_jax.models import (
     Classifier,
-    DecoderConfig,
     DecoderLM,
-    EncoderConfig,
     EncoderDecoder,
-    EncoderDecoderConfig,
     PairClassifier,
     Regressor,
-    RegressorConfig,
     huggingface,
 )
 from brl_jax.models.config import ComputationType
@@ -52,73 +48,43 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
-    """Reads a network that train.lm, train.lra, train.recall, train.copy, train.regression or train.forecast trained.
+    """Reads a network that a command of `train` trained.
 
-        run = load_run("runs/lm")
+        run = load_run("runs/small")
         logits, _ = run.model.apply(run.variables, tokens)
 
     Args:
       workdir: the run's folder, with config.json and checkpoints.
-      checkpoint: "best" (by the evaluations during training; "last" if there were none), "last", or a step. Damaged
-        checkpoints are skipped: "last" falls back to the newest readable one.
+      checkpoint: "best" (the checkpoint with the best evaluation, or the last one if nothing was evaluated), "last", or
+        a step. Damaged checkpoints are skipped; "last" falls back to the newest readable one.
 
     Raises:
       ImportError: the extra `train` is not installed.
-      FileNotFoundError: the run or the checkpoint does not exist.
-      ValueError: config.json or the checkpoint is damaged, or the run's task is not supported here.
+      FileNotFoundError: there is no such run or checkpoint.
+      ValueError: config.json or the checkpoint is damaged, or its network is not one that can be loaded.
     """
     try:
-        import orbax.checkpoint as ocp
+        import orbax.checkpoint  # noqa: F401
         from etils import epath
     except ImportError as error:
         raise ImportError("brl_jax.loading needs Orbax: pip install 'brl-jax[train]'") from error
-
-    def read(step: int, **items: Any) -> Any:
-        try:
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
-        except Exception as error:  # storage backends raise many types
-            raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
-
-    path = epath.Path(workdir) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a complete JSON file: {error}") from error
+    config = read_json(epath.Path(workdir) / "config.json", {"model": dict})
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
-    if "://" not in os.fspath(folder):  # resolving would turn gs://... into a name in the working directory
-        folder = folder.resolve()
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    scores: dict[int, float] = {}
-    if checkpoint == "best":
-        for step in steps:
-            with contextlib.suppress(ValueError, KeyError):
-                score = read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
-                scores |= {} if score is None else {step: score}
-    chosen = (
-        steps[::-1]
-        if checkpoint in ("best", "last")
-        else [step for step in steps if str(step) == str(checkpoint)]
-    )
-    if not chosen:
-        raise FileNotFoundError(
-            f"checkpoint must be best, last or one of {steps}, got {checkpoint!r} in {folder}"
-        )
-    if scores:
-        chosen = [min(scores, key=lambda step: scores[step])]
+    try:
+        steps = candidates(folder, str(checkpoint))
+    except LookupError as error:
+        raise FileNotFoundError(f"checkpoint: {error}, in {folder}") from error
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-
-    def load(step: int) -> LoadedRun:
-        params = read(step, params=ocp.args.StandardRestore(like))["params"]
-        return LoadedRun(model, {"params": params}, step, config)
-
-    for step in chosen[:-1]:
-        with contextlib.suppress(ValueError):
-            return load(step)
-    return load(chosen[-1])
+    for step in steps:
+        try:
+            params = read_arrays(folder, step, read_meta(folder, step), {"params": like})["params"]
+            return LoadedRun(model, {"params": params}, step, config)
+        except Exception as error:  # whatever the storage raises
+            reason = " ".join(str(error).split())[:200]
+    raise ValueError(f"checkpoint {folder / str(steps[-1])} cannot be read: {reason}")
 
 
 def load_export(path: str | os.PathLike[str]) -> LoadedRun:
@@ -179,7 +145,7 @@ def save_export(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
-      ValueError: `load_export` does not support networks of the run's task.
+      ValueError: `load_export` does not support the run's network.
     """
     _network(config)
     flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")
@@ -188,25 +154,24 @@ def save_export(
     files.write_folder(path, tensors, config, metadata=metadata, tokenizer=tokenizer)
 
 
+_INPUTS: dict[type, Callable[[Any], tuple[jax.ShapeDtypeStruct, ...]]] = {
+    DecoderLM: lambda config: (_TOKENS,),
+    Classifier: lambda config: (_TOKENS,),
+    PairClassifier: lambda config: (_PAIRS,),
+    EncoderDecoder: lambda config: (_TOKENS, _TOKENS),
+    Regressor: lambda config: (jax.ShapeDtypeStruct((1, 2, config.num_inputs), jnp.float32),),
+}
+"""The networks that can be loaded, and the shapes of their inputs."""
+
+
 def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the module of a run's configuration, and the shapes of its inputs."""
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise ValueError("config.json must be an object with a part 'model'")
-    values = config["model"]
-    match config.get("task"):
-        case "lm" | "recall" | "forecast_tokens":
-            return DecoderLM(configuration(DecoderConfig, values, "model")), (_TOKENS,)
-        case "lra":
-            encoder = configuration(EncoderConfig, values, "model")
-            is_pair = config["data"]["task"] == "retrieval"
-            return (PairClassifier(encoder), (_PAIRS,)) if is_pair else (Classifier(encoder), (_TOKENS,))
-        case "regression" | "forecast":
-            regressor = configuration(RegressorConfig, values, "model")
-            return Regressor(regressor), (jax.ShapeDtypeStruct((1, 2, regressor.num_inputs), jnp.float32),)
-        case "copy":
-            pair = configuration(EncoderDecoderConfig, values, "model")
-            return EncoderDecoder(pair), (_TOKENS, _TOKENS)
-    raise ValueError(
-        f"config.json is of the task {config.get('task')!r}, which can be trained and evaluated, but not loaded or "
-        "exported"
-    )
+    """The module of a run's configuration, which names its class, and the shapes of its inputs."""
+    check_json(config, {"model": dict}, "config.json")
+    network = next((kind for kind in _INPUTS if kind.__name__ == config.get("network")), None)
+    if network is None:
+        known = ", ".join(kind.__name__ for kind in _INPUTS)
+        raise ValueError(
+            f"config.json: network must be one of {known} to be loaded or exported, got {config.get('network')!r}"
+        )
+    values = configuration(get_type_hints(network)["config"], config["model"], "model")
+    return network(values), _INPUTS[network](values)

@@ -28,6 +28,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from brl_jax.fields import Checked
+
 AXES = ("data", "fsdp", "sequence", "tensor")
 
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -75,7 +77,7 @@ Names = Sequence[str | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """Number of devices along each axis of the mesh; one size may be -1, for all remaining devices."""
 
     data: int | None = None
@@ -127,6 +129,9 @@ class MeshConfig:
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh of a configuration over `devices` (default: all devices of all processes).
+
+        with jax.set_mesh(make_mesh(MeshConfig(fsdp=8))):
+            state = train_step(state, batch)
 
     Inner axes connect neighbours: along the torus of a TPU slice, or inside one host on GPUs. With several slices,
     "data" runs across them.

@@ -1,4 +1,4 @@
-"""Measures forecasts on the test split beside naive ones: python -m eval.forecast --workdir DIR [DIR ...]."""
+"""Compares forecasts on the test split with naive ones: python -m eval.forecast --workdir DIR [DIR ...]."""
 
 from eval.harness.entry import start
 from eval.tasks.forecast import main

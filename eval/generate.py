@@ -1,4 +1,4 @@
-"""Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT"""
+"""Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT."""
 
 from eval.harness.entry import start
 from eval.tasks.generate import main

@@ -1,4 +1,4 @@
-"""Gradients by attention scores beside their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...]."""
+"""Compares gradients by attention scores with their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...]."""
 
 from eval.harness.entry import start
 from eval.studies.gradient_bounds import main

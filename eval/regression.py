@@ -1,4 +1,4 @@
-"""Measures in-context regression beside least squares: python -m eval.regression --workdir DIR."""
+"""Compares in-context regression with least squares: python -m eval.regression --workdir DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.regression import main

@@ -1,4 +1,4 @@
-"""TLinFormer's operations beside its equations: python -m eval.tlinformer_operations [--picture FILE.png]."""
+"""Compares TLinFormer's operations with its equations: python -m eval.tlinformer_operations [--picture FILE.png]."""
 
 from eval.harness.entry import start
 from eval.studies.tlinformer_operations import main

@@ -1,4 +1,4 @@
-"""Every TPU kernel compiled for every chip, without a TPU: python -m eval.tpu_compile."""
+"""Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile."""
 
 from eval.chips.tpu_compile import main
 from eval.harness.entry import start

@@ -1,4 +1,4 @@
-"""The versions that an environment has of what the library stands on: python -m eval.versions."""
+"""The versions of the libraries in an environment: python -m eval.versions."""
 
 from eval.chips.versions import main
 from eval.harness.entry import start

@@ -36,7 +36,7 @@ def mark_absent(
         raise ValueError("query_ids and key_ids belong together: give both or neither")
     if query_ids is None or key_ids is None:
         if query_exists is None or key_exists is None:
-            raise ValueError("query_exists and key_exists must be given where there are no ids")
+            raise ValueError("query_exists and key_exists must be given if there are no ids")
         rows = max(query_exists.shape[0], key_exists.shape[0]) if batch is None else batch
         ids = [
             jnp.broadcast_to(jnp.where(exists, jnp.int32(0), jnp.int32(absent)), (rows, exists.shape[1]))

@@ -5,7 +5,7 @@ and in the processes that tests start (its emitters of fused loops alone take mo
 programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a folder of its
 own, as none must read what another is writing.
 
-Tracing makes objects by the million, hardly any of them garbage: looking for it seldom saves a tenth of the time.
+Tracing makes objects by the million and little garbage: looking for garbage seldom saves a tenth of the time.
 """
 
 import gc
@@ -16,8 +16,8 @@ import jax
 import jaxtyping
 import pytest
 
-from tests.devices import Devices
-from tests.sampling import commit, group_of, left_out
+from tests.support.devices import Devices
+from tests.support.sampling import commit, group_of, left_out
 
 # Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
 # bad calls would otherwise come from the checker.

@@ -158,7 +158,7 @@ def test_requests_are_read_as_slots_become_free():
         ({"length": 4}, r"requests\[0\] must fit into length=4 tokens, got a prompt of 3 and 2 more"),
         (
             {"model": EncoderDecoder(EncoderDecoderConfig(**SIZES))},
-            "model must be a decoder alone, got EncoderDecoder",
+            "model must be a decoder without an encoder, got EncoderDecoder",
         ),
     ],
 )

@@ -99,6 +99,13 @@ def test_which_tokens_are_drawn(options, expected):
     assert drawn([0.15, 0.5, 0.05, 0.3], **options) == expected
 
 
+def test_top_p_that_the_first_token_reaches():
+    """Exactly: the sum before the second token is top_p, and it is not drawn."""
+    assert jnp.cumsum(jax.nn.softmax(jnp.log(jnp.asarray([0.5, 0.25, 0.25]))))[0] == 0.5
+    assert drawn([0.5, 0.25, 0.25], top_p=0.5) == {0}
+    assert drawn([0.25, 0.5, 0.25], top_p=0.5000001) == {0, 1, 2}  # both of a tie
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tests.sampling import left_out
+from tests.support.sampling import left_out
 
 
 def item(nodeid, slow=True, group=None):

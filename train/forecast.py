@@ -1,6 +1,6 @@
 """Trains a forecaster of time series: python -m train.forecast [PRESET] --data FILE [OPTIONS].
 
-encoder   reads `--lookback` rows and as many empty ones as `--horizon` has, and predicts the values of those at once;
+encoder   reads `--lookback` rows and `--horizon` empty ones, and predicts the values of the empty ones at once;
           any listed mechanism that has a bidirectional form
 tokens    a decoder of one column's values as tokens (Chronos, arXiv:2403.07815), whose forecasts are sampled; any
           listed mechanism that has a causal form
@@ -8,7 +8,7 @@ tokens    a decoder of one column's values as tokens (Chronos, arXiv:2403.07815)
 FILE is a table such as ETTh1.csv (a first column "date"; train/data/series.py says how it is split and normalised).
 --features multivariate forecasts all columns, otherwise --target alone. The run's folder holds config.json,
 metrics.jsonl and checkpoints/; the same command again resumes the run where it stopped. `python -m eval.forecast
---workdir DIR` measures it on the test split beside naive forecasts.
+--workdir DIR` measures it on the test split, with naive forecasts for comparison.
 """
 
 from __future__ import annotations

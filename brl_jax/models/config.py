@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import jax.numpy as jnp
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.fields import Checked, NonNegative, Positive, Range, Width
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
 from brl_jax.layers.core.side_by_side import SideBySideConfig
@@ -20,7 +19,7 @@ ComputationType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
-class StackConfig:
+class StackConfig(Checked):
     """Sizes and options of a stack of layers. Every network's configuration derives from it.
 
         config = StackConfig(num_layers=12, d_model=512, num_heads=8, mechanism=LocalConfig())
@@ -29,17 +28,17 @@ class StackConfig:
       ValueError: an option is out of range, or two options contradict each other.
     """
 
-    num_layers: int = 4
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
     """Number of layers."""
-    d_model: int = 256
+    d_model: Width = 256
     """Width of the residual stream."""
-    num_heads: int = 4
+    num_heads: Width = 4
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Width | None = None
     """Key/value heads; None for the same number as query heads."""
-    head_dim: int | None = None
+    head_dim: Width | None = None
     """Width of a head; None for d_model / num_heads. Only full and local attention accept another width."""
-    d_ff: int | None = None
+    d_ff: Width | None = None
     """Hidden width of the feed-forward network; None for 4 * d_model."""
     ffn: FeedForwardKind = "glu_relu"
     """Feed-forward network: gated by a ReLU ("glu_relu"), a swish ("swiglu") or a GELU ("geglu"), or ungated with a
@@ -56,11 +55,11 @@ class StackConfig:
     between two layers of the second ("alternate"; None: one)."""
     swap_mechanisms: bool = False
     """Whether to swap the two mechanisms."""
-    rope_theta: float | None = 10000.0
+    rope_theta: Positive | None = 10000.0
     """Base of the rotary frequencies, above 0; None disables rotary positions."""
     norm: NormKind = "layer"
     """LayerNorm or RMSNorm."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: NonNegative = 1e-5
     """Added to the variance or mean square before the square root."""
     output_norms: bool = False
     """Whether blocks also normalise the outputs of their mixer and feed-forward network."""
@@ -68,7 +67,7 @@ class StackConfig:
     """Whether projections and norms have biases."""
     ffn_bias: bool | None = None
     """Whether feed-forward networks have biases; None follows use_bias."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate after the embedding and after each sublayer."""
     remat: Remat = "none"
     """What the backward pass recomputes in each layer: nothing ("none"), everything except matrix products ("dots"),
@@ -80,44 +79,15 @@ class StackConfig:
     """Data type of the computation; parameters stay in float32."""
     implementation: Implementation | None = None
     """Backend of the attention functions; None chooses by platform."""
-    mup_base_width: int | None = None
+    mup_base_width: Width | None = None
     """The width at which the learning rate was tuned. Initialisation, learning rates and attention scores then follow
     muP, so that the same rate works at this width (docs/mup.md). None: the standard parametrisation."""
-    mup_base_heads: int | None = None
+    mup_base_heads: Width | None = None
     """Heads of the network that was tuned, which sets its head dimension; None: the same number as here."""
 
     def __post_init__(self):
-        sizes = (
-            "num_layers",
-            "d_model",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "d_ff",
-            "mup_base_width",
-            "mup_base_heads",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        choices = {
-            "ffn": FeedForwardKind,
-            "schedule": Schedule,
-            "norm": NormKind,
-            "remat": Remat,
-            "dtype": ComputationType,
-        }
-        for name, kind in choices.items():
-            check_choice(name, getattr(self, name), get_args(kind))
-        if self.implementation is not None:
-            check_choice("implementation", self.implementation, get_args(Implementation))
         for name in ("mechanism", "late_mechanism"):
             check_mechanism(name, getattr(self, name))
-        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta must be a finite number above 0, or None, got {self.rope_theta}")
-        if not 0 <= self.norm_epsilon < math.inf:
-            raise ValueError(f"norm_epsilon must be a finite number, not negative, got {self.norm_epsilon}")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
@@ -125,8 +95,6 @@ class StackConfig:
         if self.rotary_base is not None and self._head_dim % 2:
             source = "d_model / num_heads = " if self.head_dim is None else ""
             raise ValueError(f"rotary positions need an even head_dim, got {source}{self._head_dim}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.mup_base_width is None and self.mup_base_heads is not None:
             raise ValueError(f"mup_base_heads must be None without mup_base_width, got {self.mup_base_heads}")
         if self.reversible and self.remat != "none":
@@ -143,7 +111,7 @@ class StackConfig:
         for mechanism in (self.mechanism, self.late_mechanism):
             if mechanism is not None and mechanism.group > 1 and self.late_mechanism is not None:
                 raise ValueError(
-                    f"late_mechanism must be None with {type(mechanism).__name__}, which has all layers to itself, "
+                    f"late_mechanism must be None with {type(mechanism).__name__}, which must be in all layers, "
                     f"got {type(self.late_mechanism).__name__}"
                 )
         if self.late_mechanism is None:
@@ -258,10 +226,13 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
         raise ValueError(f"output_norms must be False with mechanism {name}, which places its own norms")
     if d.reversible:
         if mechanism.residual == "mixer" or mechanism.network is not None:
-            raise ValueError(f"reversible must be False with mechanism {name}, whose layers have other parts")
+            raise ValueError(
+                f"reversible must be False with mechanism {name}, whose layers are not a mixer and a feed-forward "
+                "network"
+            )
         if mechanism.carrier(d, parent=None) is not None:
             raise ValueError(
-                f"reversible must be False with mechanism {name}, whose layers pass more than the residual stream on"
+                f"reversible must be False with mechanism {name}, whose layers pass on more than the residual stream"
             )
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.scores import soft_cap
+from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -34,22 +33,17 @@ class DecoderConfig(StackConfig):
       ValueError: an option is out of range or contradicts another, or the mechanism has no causal form.
     """
 
-    vocab_size: int = 256
+    vocab_size: Count = 256
     """Number of tokens."""
     tied_embeddings: bool = True
     """Whether the logits reuse the embedding table; if not, they have a separate table."""
-    embedding_scale: float | None = None
+    embedding_scale: Positive | None = None
     """Factor on embedded tokens; None for the square root of the width."""
-    final_soft_cap: float | None = None
+    final_soft_cap: Positive | None = None
     """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "vocab_size")
-        for name in ("embedding_scale", "final_soft_cap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
         if self.mup_base_width is not None:
             # muP's rules assume a single table whose entries keep their size at every width.
             for name, alone in (("tied_embeddings", True), ("embedding_scale", None)):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.core.segments import places_in_sequences
+from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -39,22 +39,17 @@ class EncoderConfig(StackConfig):
     none, a mechanism that ignores order sees a set."""
     pooling: PoolingKind = "mean"
     """What is classified: the outputs' mean, their maximum, or the output of a learned token in front ("cls")."""
-    vocab_size: int = 256
+    vocab_size: Count = 256
     """Number of tokens."""
-    num_features: int = 1
+    num_features: Width = 1
     """Numbers in each input vector; only for inputs "features"."""
-    max_length: int = 1024
+    max_length: Length = 1024
     """Tokens of the longest sequence; "learned" positions have one vector for each."""
-    num_classes: int = 2
+    num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "vocab_size", "num_features", "max_length")
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
-        for name, kind in (("inputs", InputKind), ("positions", Positions), ("pooling", PoolingKind)):
-            check_choice(name, getattr(self, name), get_args(kind))
         self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property
@@ -73,8 +68,13 @@ class EncoderConfig(StackConfig):
 
 
 class Encoder(nn.Module):
-    """Outputs (B, T, D) for tokens (B, T) or, with inputs "features", for vectors (B, T, F): an embedding or a linear
-    map, positions, and a stack of blocks. The outputs are normalised and have the computation's dtype.
+    """Outputs (B, T, D) for tokens (B, T) or, with inputs "features", for vectors (B, T, F).
+
+        model = Encoder(EncoderConfig(vocab_size=1000))
+        y = model.apply(model.init(key, tokens), tokens, lengths=lengths)
+
+    An embedding or a linear map, positions, and a stack of blocks. The outputs are normalised and have the
+    computation's dtype.
 
     Args of the call:
       inputs: the tokens (ints) or vectors (floats).
@@ -222,7 +222,7 @@ class Classifier(nn.Module):
 class TokenClassifier(nn.Module):
     """Float32 logits (B, T, C) of each token of sequences. Arguments and errors are `Encoder`'s.
 
-    The parameters under "encoder" have the same structure in `Encoder`, `Classifier` and `TokenClassifier`.
+    Its params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
     """
 
     config: EncoderConfig
@@ -245,6 +245,9 @@ class TokenClassifier(nn.Module):
 
 class PairClassifier(nn.Module):
     """Float32 logits (B, C) of pairs of sequences, (B, 2, T) ints or (B, 2, T, F) floats, with lengths (B, 2).
+
+        model = PairClassifier(EncoderConfig(num_classes=2))
+        logits = model.apply(variables, pairs, lengths=lengths)
 
     One encoder reads both sequences, and the head gets [a, b, a * b, a - b] of their vectors, as in the Long Range
     Arena's retrieval task (Tay et al. 2020, arXiv:2011.04006).

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Count, Range
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -31,11 +31,11 @@ class EncoderDecoderConfig(DecoderConfig):
     norms.
     """
 
-    encoder_layers: int = 4
+    encoder_layers: Annotated[int, Range(1, 10_000)] = 4
     """Layers of the encoder."""
     encoder_mechanism: Mechanism | None = None
     """The mechanism of the encoder's layers; None: the bidirectional form of the decoder's."""
-    cross_window: int | None = None
+    cross_window: Count | None = None
     """Token t of the decoder sees the encoder's tokens t - cross_window // 2 to t + cross_window // 2; None: all of
     them. A window suits targets that follow their source position by position."""
     cross_compressed: bool = True
@@ -45,10 +45,6 @@ class EncoderDecoderConfig(DecoderConfig):
     inputs, or none."""
 
     def __post_init__(self):
-        check_at_least(self, "encoder_layers")
-        if self.cross_window is not None:
-            check_at_least(self, "cross_window")
-        check_choice("positions", self.positions, get_args(SequencePositions))
         if self.encoder_mechanism is not None:
             check_mechanism("encoder_mechanism", self.encoder_mechanism)
         super().__post_init__()

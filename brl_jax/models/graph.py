@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -26,37 +26,33 @@ SIMPLE_HGN_BETA = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class GraphConfig(StackConfig):
-    """Sizes and options of a network that classifies nodes."""
+    """Sizes and options of a network that classifies nodes.
+
+    config = GraphConfig(network="gcn", num_features=1433, num_classes=7)
+    model = NodeClassifier(config)
+    """
 
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
     passes messages along the edges ("gcn", "gat" or "simple_hgn")."""
-    input_dropout: float = 0.0
+    input_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate of the features."""
     kinds: tuple[int, ...] = (0,)
     """The kind of each token of a list, or of each node of the graph; tokens of one kind share a projection."""
-    num_features: int = 1
+    num_features: Width = 1
     """Numbers in each token's or node's feature vector."""
-    num_relations: int = 1
+    num_relations: Width = 1
     """Kinds of edges."""
-    num_classes: int = 2
+    num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
     multi_label: bool = False
     """Whether a node may belong to several classes."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("network", self.network, get_args(Network))
-        for name in ("num_features", "num_relations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
-        if not 0.0 <= self.input_dropout < 1.0:
-            raise ValueError(f"input_dropout must be at least 0 and below 1, got {self.input_dropout}")
         if not self.kinds or min(self.kinds) < 0:
-            raise ValueError("kinds must be at least one kind, none below 0")
+            raise ValueError("kinds must not be empty or negative")
         self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property

@@ -132,7 +132,7 @@ class Inputs(nn.Module):
         batch, length = inputs.shape[:2]
         require(
             self.max_length is None or length <= self.max_length,
-            f"{name} must be at most max_length={self.max_length} a row, got {length}",
+            f"{name} must be at most max_length={self.max_length} per row, got {length}",
         )
         check_lengths(lengths, (batch,), length)
         known = None if self.kind == "features" else concrete_values(inputs)

@@ -19,8 +19,11 @@ from brl_jax.models.inputs import check_ints
 class MaskedLM(nn.Module):
     """Float32 logits (B, P, V) of the tokens at P positions of each sequence, through the embedding table.
 
-    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. The parameters
-    under "encoder" have the same structure in `Encoder` and `Classifier`.
+        model = MaskedLM(EncoderConfig(vocab_size=50265))
+        logits = model.apply(variables, masked_tokens, places)
+
+    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. Its
+    params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
 
     Args of the call:
       inputs: (B, T) ints, the tokens, some of them masked.

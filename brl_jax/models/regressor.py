@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Length, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -29,17 +28,15 @@ class RegressorConfig(StackConfig):
     """Rotary positions (of base rope_theta), vectors added to the inputs (learned, or sines and cosines), or none."""
     is_causal: bool = True
     """Whether outputs depend on earlier tokens only."""
-    num_inputs: int = 1
+    num_inputs: Width = 1
     """Numbers in each input vector."""
-    num_outputs: int = 1
+    num_outputs: Width = 1
     """Numbers in each output vector."""
-    max_length: int = 1024
+    max_length: Length = 1024
     """Tokens of the longest sequence; "learned" positions have one vector for each."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "num_inputs", "num_outputs", "max_length")
-        check_choice("positions", self.positions, get_args(Positions))
         self.make_dimensions(self.is_causal)  # raises for mechanisms without this form
 
     @property
@@ -53,8 +50,13 @@ class RegressorConfig(StackConfig):
 
 
 class Regressor(nn.Module):
-    """Float32 outputs (B, T, O) for sequences of vectors (B, T, I): a linear map, positions, a stack of blocks, and a
-    linear map that starts at zero, as in the in-context regression of arXiv:2509.07963, section 4.
+    """Float32 outputs (B, T, O) for sequences of vectors (B, T, I).
+
+        model = Regressor(RegressorConfig(num_inputs=3, num_outputs=1))
+        y = model.apply(model.init(key, x), x)
+
+    A linear map, positions, a stack of blocks, and a linear map that starts at zero, as in the in-context regression of
+    arXiv:2509.07963, section 4.
 
     Args of the call:
       inputs: (B, T, I).

@@ -83,7 +83,10 @@ class _Parts(NamedTuple):
 
 
 class Stack(nn.Module):
-    """Blocks over `mechanisms`, one for each layer, and a final norm: `y, cache = stack(x, cache=cache)`.
+    """Blocks over `mechanisms`, one for each layer, and a final norm.
+
+        stack = Stack(config.mechanisms, config.make_dimensions(is_causal=True))
+        y, cache = stack.apply(variables, x, cache=cache)
 
     x and y are (B, T, D). The cache is None, or comes from `init_cache` (generation) or `init_memory` (training on
     streams; None if no layer has a memory). With `cross_attention` every block also attends to an encoder's outputs,

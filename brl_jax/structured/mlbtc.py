@@ -78,7 +78,7 @@ class StructuredMatrix:
 def check_vectors(name: str, x: Array, side: str, size: int) -> None:
     if x.ndim < 1 or x.shape[-1] != size:
         raise ValueError(
-            f"{name} must be vectors as long as the matrix has {side}, {size}, got shape {x.shape}"
+            f"{name} must be vectors of length {size}, the number of {side}, got shape {x.shape}"
         )
 
 
@@ -180,7 +180,9 @@ class MLBTC(StructuredMatrix):
             level.check()
         shapes = {level.shape for level in self.levels}
         if len(shapes) != 1:
-            raise ValueError(f"levels must be one or more of one shape, got shapes {sorted(shapes)}")
+            raise ValueError(
+                f"levels must be one or more matrices of the same shape, got shapes {sorted(shapes)}"
+            )
 
     @classmethod
     def init(cls, key: Array, sizes: tuple[ContractionSizes, ...]) -> MLBTC:

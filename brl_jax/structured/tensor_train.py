@@ -149,7 +149,7 @@ class Butterfly(StructuredMatrix):
     def init(cls, key: Array, size: int) -> Butterfly:
         k = size.bit_length() - 1
         if size < 2 or size != 2**k:
-            raise ValueError(f"size must be a power of two from 2 on, got {size}")
+            raise ValueError(f"size must be a power of two, at least 2, got {size}")
         return cls(draw(key, (k, size // 2, 2, 2), 2, 2))
 
     @property

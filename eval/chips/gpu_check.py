@@ -1,7 +1,7 @@
 """Checks every kernel on this machine's GPU against float64, and times it: python -m eval.gpu_check.
 
-This is what to run first on a GPU, and needs four minutes of one. Each line is printed when it is ready, the most important
-first, and `--json` keeps all that was found so far. Nothing runs after `--minutes`. Processes, one for each core but two,
+Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first,
+and `--json` keeps all that was found so far. Nothing runs after `--minutes`. Processes, one for each core but two,
 compile at the same time; while one of them times a program, the others are stopped.
 
 It needs the library with its GPU packages (`pip install '.[gpu]'`), no data and no test package. PyTorch and
@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.chips.ptxas import find_assembler
-from train.errors import RunError, UserError
+from eval.chips.ptxas import wheel_assemblers
+from train.engine.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
 #: Operations with kernels of their own; the others run through XLA where nothing else is said.
@@ -84,7 +84,10 @@ TIMED: tuple[tuple[str, dict, tuple[str, ...]], ...] = (
     *((name, {}, ("default",)) for name in ("diag", "bsbr", "flash", "flow", "mlr")),
     ("compress_blocks", {"few": 64}, ("default",)),
     ("native_sparse", _GROUPED, ("default",)),
-    *((name, {}, ("xla",)) for name in ("local", "linear", "delta", "gated_delta", "scalar_decay", "gla", "kda")),
+    *(
+        (name, {}, ("xla",))
+        for name in ("local", "linear", "delta", "gated_delta", "scalar_decay", "gla", "kda")
+    ),
     ("compress", {"n": 131072}, ("xla",)),
     ("propagate", {"n": 131072}, ("xla",)),
 )
@@ -125,8 +128,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _task(kind: str, operation: str, size: dict | None = None, implementation: str = "default", **more: Any) -> dict:
-    return {"kind": kind, "operation": operation, "size": size or {}, "implementation": implementation, **more}
+def _task(
+    kind: str, operation: str, size: dict | None = None, implementation: str = "default", **more: Any
+) -> dict:
+    return {
+        "kind": kind,
+        "operation": operation,
+        "size": size or {},
+        "implementation": implementation,
+        **more,
+    }
 
 
 def checks(dtype: str) -> Iterator[dict]:
@@ -147,9 +158,10 @@ def interpreted() -> Iterator[dict]:
     size = {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20, "batch": 2}
     for dtype in ("float32", "float16"):
         for name in (*RECURRENT, *KERNELS):
-            alike = {"kv_heads": None} if name == "compress_blocks" else {}
-            yield _task("check", name, size | alike, "triton", dtype=dtype)
-    for name in (*RECURRENT, *OTHERS):
+            if name != "native_sparse":  # whose kernel is `selected`
+                alike = {"compress_blocks": {"kv_heads": None}, "selected": {"batch": 1}}.get(name, {})
+                yield _task("check", name, size | alike, "triton", dtype=dtype)
+    for name in (*RECURRENT, *OTHERS, "native_sparse"):
         yield _task("check", name, size | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
 
@@ -166,13 +178,23 @@ def tasks(options: argparse.Namespace) -> list[dict]:
             for passes in ("forward", "both")
         ]
         tuned = [
-            _task("tune", operation, _TUNED_SIZES.get(family), family=family, kernel=n, kernel_name=name, dtype="bfloat16")
+            _task(
+                "tune",
+                operation,
+                _TUNED_SIZES.get(family),
+                family=family,
+                kernel=n,
+                kernel_name=name,
+                dtype="bfloat16",
+            )
             for family, (operation, names) in TUNED.items()
             for n, name in enumerate(names)
         ]
         first = [task for task in timed if not task["size"] and task["implementation"] == "default"][:14]
         found += [_task("ceiling", name) for name in ("copy", "matmul")]
-        found += [_task("peer", name, {"n": 16384, "heads": 8, "head_dim": 128, "window": 256}) for name in PEERS]
+        found += [
+            _task("peer", name, {"n": 16384, "heads": 8, "head_dim": 128, "window": 256}) for name in PEERS
+        ]
         found += [_task("training", "training", autotune=True), *first, *checks("bfloat16")]
         found += [task for task in timed if task not in first and task["implementation"] != "xla"]
         found += [*(tuned if options.tune else ()), *checks("float32")]
@@ -180,7 +202,9 @@ def tasks(options: argparse.Namespace) -> list[dict]:
         found += [task for task in timed if task["implementation"] == "xla"]
         found += checks("float16")
     if options.only:
-        found = [t for t in found if t["operation"] in options.only or t["operation"].split()[0] in options.only]
+        found = [
+            t for t in found if t["operation"] in options.only or t["operation"].split()[0] in options.only
+        ]
     return [{**task, "order": n} for n, task in enumerate(found)]
 
 
@@ -205,10 +229,11 @@ class Process:
         if peer:
             environment.pop("PYTHONPATH", None)
             line = [sys.executable, str(ROOT / "eval" / "chips" / "gpu_peers.py")]
-        elif (assembler := find_assembler()) is not None:  # an older one on PATH refuses a newer Triton's code
-            environment["PATH"] = f"{Path(assembler).parent}{os.pathsep}{environment.get('PATH', '')}"
+        elif (folder := wheel_assemblers()) is not None:  # an older one on PATH refuses a newer Triton's code
+            environment["PATH"] = f"{folder}{os.pathsep}{environment.get('PATH', '')}"
         self.peer, self.task, self.ready, self.busy = peer, None, False, True
-        self.errors, self.rest, self.held = tempfile.TemporaryFile(), b"", 0.0
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process has failed
+        self.rest, self.held = b"", 0.0
         self.process = subprocess.Popen(
             line, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors
         )
@@ -275,8 +300,15 @@ def line_of(row: dict) -> str:
         worst = max(row["errors"], key=row["errors"].get)
         parts.append(f"{verdict} {row['worst']:.1e} of {row['most']:.0e} ({worst})")
     if "first_step_s" in row:
-        parts.append(f"first step after {row['first_step_s']:.1f} s, autotuner {'on' if row['autotune'] else 'off'}")
-    for name, unit in (("ms", "ms"), ("ms_both", "ms with backward"), ("tb_s", "TB/s"), ("tflop_s", "TFLOP/s")):
+        parts.append(
+            f"first step after {row['first_step_s']:.1f} s, autotuner {'on' if row['autotune'] else 'off'}"
+        )
+    for name, unit in (
+        ("ms", "ms"),
+        ("ms_both", "ms with backward"),
+        ("tb_s", "TB/s"),
+        ("tflop_s", "TFLOP/s"),
+    ):
         if name in row:
             parts.append(f"{row[name]:.4g} {unit}")
     if "tile" in row:
@@ -294,7 +326,8 @@ class Crew:
     def __init__(self, options: argparse.Namespace, todo: Sequence[dict], report: Report):
         self.options, self.report = options, report
         self.queues = {
-            peer: collections.deque(t for t in todo if (t["kind"] == "peer") == peer) for peer in (False, True)
+            peer: collections.deque(t for t in todo if (t["kind"] == "peer") == peer)
+            for peer in (False, True)
         }
         self.selector = selectors.DefaultSelector()
         self.timing: Process | None = None
@@ -341,7 +374,9 @@ class Crew:
             if not process.peer and "device" not in self.report.found:
                 self.report.found |= {name: message[name] for name in ("device", "capability", "versions")}
                 versions = ", ".join(f"{name} {version}" for name, version in message["versions"].items())
-                self.report.say(f"{message['device']}, compute capability {message['capability']}; {versions}")
+                self.report.say(
+                    f"{message['device']}, compute capability {message['capability']}; {versions}"
+                )
             self.hand_out(process)
         elif event == "ready":
             process.ready = True
@@ -363,7 +398,9 @@ class Crew:
             raise RunError(f"a process did not start: {process.last_words()}")
         if process.task is not None:
             note = f"FAILED: the process ended, status {process.process.returncode}: {process.last_words()}"
-            self.report.add({**process.task, "note": note, "wrong": process.task["kind"] not in ("tune", "peer")})
+            self.report.add(
+                {**process.task, "note": note, "wrong": process.task["kind"] not in ("tune", "peer")}
+            )
             if self.starts < 100 and self.queues[process.peer]:
                 self.start(process.peer)
 

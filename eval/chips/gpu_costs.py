@@ -1,15 +1,15 @@
 """What the GPU kernels cost, by the compiler's own counts and without a GPU: python -m eval.gpu_costs.
 
 Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
-backward pass, for an A100, an H100 and a B200, and prints for each program how many kernels it launches, how many bytes
-these read and write beside the least that is possible (every argument and result once), and the registers, spilled
-bytes and shared memory of our own kernels. An operation that the kernels do not serve on a GPU is compiled as XLA runs
-it there. A second table has the launches and the temporary memory of the mechanisms that compute all chunks at once,
-and of BRL's layers, at two lengths. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and
-neither a driver nor a device.
+backward pass, for an A100, an H100 and a B200. For each program the table shows how many kernels it launches, the ratio
+of the bytes that these read and write to the least possible (every argument and result once), and the registers,
+spilled bytes and shared memory of our own kernels. If the kernels do not support an operation on a GPU, XLA compiles
+it. A second table has the launches and the temporary memory, at two lengths, of the mechanisms that compute all chunks
+at once and of BRL's layers. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but no driver and no
+device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
-(through XLA: more than half as many again) or exceeds the limits in `MOST`, or if a mechanism exceeds those in
+(through XLA: 1.5 times the launches) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
 `eval.chips.gpu_mechanisms`.
 """
 
@@ -29,14 +29,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from etils import epath
-from rich.console import Console
-from rich.table import Table
+from jax.experimental import topologies
 
+import brl_jax
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
 from eval.chips.ptxas import find_assembler
-from eval.harness.pictures import json_path
+from eval.harness.output import json_path
+from eval.harness.table import Table
 from train.cli.options import parse_options
 from train.engine.errors import RunError, UserError
 from train.engine.storage import write_whole
@@ -89,8 +95,8 @@ TARGETS = {
 
 OPERATIONS = ("local", "compress", "propagate", "selected", "squared_relu")
 
-#: The most launches of an operation of our kernels, forward and with the backward pass, and the most bytes of its
-#: forward pass over the least. compress merges what its blocks have read, so that its bytes depend on the length.
+#: The most launches of our kernels for an operation, forward and with the backward pass, and the most bytes of its
+#: forward pass over the least possible. compress merges the results of its blocks, so its bytes depend on the length.
 MOST = {
     "local": (1, 3, 1.1),
     "compress": (6, 12, math.inf),
@@ -112,7 +118,7 @@ class CostOptions:
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     length: int = 16384
-    """Tokens of the operations; every program is compiled for twice as many as well."""
+    """Tokens of the operations; every program is compiled for twice the tokens too."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dim: int = 128
@@ -125,25 +131,16 @@ class CostOptions:
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        choices: dict[str, Iterable[str]] = {
-            "targets": TARGETS,
-            "operations": OPERATIONS,
-            "mechanisms": gpu_mechanisms.NAMES,
-        }
+        choices = {"targets": TARGETS, "operations": OPERATIONS, "mechanisms": gpu_mechanisms.NAMES}
         for name, known in choices.items():
             for given in getattr(self, name):
                 if given not in known:
                     raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
-        for name in ("length", "heads", "head_dim", "window", "compressed"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "length", "heads", "head_dim", "window", "compressed")
 
 
 def unserved(options: CostOptions) -> dict[str, str]:
-    """Why the kernels do not serve some of the operations on the GPU that is compiled for."""
-    import jax
-    import jax.numpy as jnp
-
+    """Why the kernels do not support some of the operations on the target GPU."""
     from pallas_kernels import triton
 
     many, few = (
@@ -165,21 +162,15 @@ def programs(
 ) -> Iterator[tuple[str, str, Callable, tuple]]:
     """(operation, pass, function, arguments) of each program for sequences of this length.
 
-    through_xla: the operations that the kernels do not serve; of the attention of gated attention units there is then
-    no program here, but the mechanism `gau`.
+    through_xla: the operations that the kernels do not support. Gated attention units are then left to the mechanism
+    `gau`.
     """
-    import jax
-    import jax.numpy as jnp
-
-    import brl_jax
-    from brl_jax.attention.local.patterns import SlidingWindow
-    from brl_jax.attention.sorting.selected import selected_attention
     from pallas_kernels import triton
 
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, options.compressed, options.heads, options.head_dim), jnp.bfloat16)
     head = jax.ShapeDtypeStruct((options.heads,), jnp.float32)
-    # The features of a bias stand beside those of queries and keys.
+    # The features of a bias follow the features of queries and keys.
     wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
     token = jax.ShapeDtypeStruct((1, length), jnp.int32)
     shared = _grouped(many)
@@ -231,16 +222,13 @@ def programs(
 
 
 def _grouped(query: Any) -> Any:
-    """Keys of which one head is shared by four query heads, where that divides."""
-    import jax
-
+    """Keys with one head for every four query heads, if that divides."""
     group = 4 if query.shape[2] % 4 == 0 else 1
     return jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] // group, query.shape[3]), query.dtype)
 
 
 def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
     """(pass, function, arguments) of a function and of the function with its gradients."""
-    import jax
 
     def with_backward(cotangent: Any, *arguments: Any) -> Any:
         result, pull = jax.vjp(function, *arguments)
@@ -267,10 +255,10 @@ class Cost:
 
     Attributes:
       launches: kernels of one execution; doubled_launches: the same for twice the tokens.
-      traffic: bytes of the launches' operands and results over those of the program's arguments and results.
+      traffic: bytes of the launches' operands and results over the bytes of the program's arguments and results.
       temporary: bytes of temporary memory.
       kernels: ours.
-      through_xla: why the kernels do not serve it, so that XLA runs it; empty where they do.
+      through_xla: why the kernels do not support it, so that XLA runs it; empty if they do.
     """
 
     target: str
@@ -288,8 +276,8 @@ class Cost:
         where = f"{self.target}: {self.operation}, {self.passes}"
         found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
         found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
-        # XLA reduces longer rows in more steps, those of the transposed lists of `selected` too; a loop over them would
-        # be twice as long.
+        # XLA reduces longer rows in more steps, and in `selected` the transposed lists too; a loop over them would be
+        # twice as long.
         partly_xla = bool(self.through_xla) or self.operation == "selected"
         if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if partly_xla else 1):
             found.append(
@@ -308,7 +296,7 @@ class Cost:
 
 # Operations of a compiled program that launch nothing.
 _FREE = frozenset(
-    (
+    [
         "parameter",
         "constant",
         "tuple",
@@ -317,7 +305,7 @@ _FREE = frozenset(
         "after-all",
         "opt-barrier",
         "add-dependency",
-    )
+    ]
 )
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 
@@ -366,7 +354,7 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """The assembler; UserError where there is none."""
+    """The assembler of GPU kernels. Raises UserError if it is missing."""
     found = find_assembler()
     if found is None:
         raise UserError("ptxas is missing: pip install -e '.[gpu]'")
@@ -392,15 +380,12 @@ def assemble(ptx: Path, architecture: str) -> Kernel:
     info = ptx.with_suffix(".compile_info")
     dynamic = int(info.read_text().rsplit(":", 1)[1]) if info.exists() else 0
     registers = number(r"Used (\d+) registers")
-    # Where tensor memory does not suffice, Triton writes a kernel of a few instructions that stops the program.
+    # If tensor memory is too small, Triton writes a kernel of a few instructions that stops the program.
     trap = "Triton made a trap of it: too much tensor memory" if registers <= 8 else ""
     return Kernel(name, registers, spilled, number(r"(\d+) bytes smem") + dynamic, trap)
 
 
 def _compile(function: Callable, arguments: tuple, name: str) -> Any:
-    import jax
-    from jax.experimental import topologies
-
     description = TARGETS[name].description(name)
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name=name, topology="1x1x1", target_config=description
@@ -411,18 +396,13 @@ def _compile(function: Callable, arguments: tuple, name: str) -> Any:
 
 
 def aim_at(target: str) -> None:
-    """Makes this target the one that kernels are chosen and compiled for."""
-    import jax
-
+    """Chooses and compiles kernels for this target from now on."""
     os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
     jax.clear_caches()  # what was traced for another target has made its choices
 
 
 def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
-    """The costs of the options' programs on one target, the one that was aimed at.
-
-    `dump` is the folder where Triton's bridge leaves its code.
-    """
+    """The costs of the options' programs on the target that was aimed at. Triton's bridge leaves its code in `dump`."""
     refused = unserved(options)
     doubled = [case[2:] for case in programs(options, 2 * options.length, refused)]
     for number, (operation, passes, function, arguments) in enumerate(
@@ -443,7 +423,7 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
 
 
 def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
-    """A row of the second table for each mechanism and pass, and what is wrong with it."""
+    """A row of the second table for each mechanism and pass, and its problems."""
     for name in options.mechanisms:
         programs = (
             both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
@@ -451,13 +431,10 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
         )
         for both in zip(*programs):
             compiled = [_compile(function, arguments, target) for _, function, arguments in both]
-            counts, temporary = (
-                tuple(measured)
-                for measured in (
-                    [launches(c.as_text())[0] for c in compiled],
-                    [c.memory_analysis().temp_size_in_bytes for c in compiled],
-                )
-            )
+            short, long = compiled
+            counts = launches(short.as_text())[0], launches(long.as_text())[0]
+            memory = [each.memory_analysis().temp_size_in_bytes for each in compiled]
+            temporary = memory[0], memory[1]
             passes = both[0][0]
             cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
             print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
@@ -466,22 +443,15 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
-    options = parse_options(
-        CostOptions(),
-        argv,
-        prog="python -m eval.gpu_costs",
-        about="Compiles the GPU kernels and prints their costs.",
-    )
+    """Prints the tables; see the module's text and --help."""
+    about = "Compiles the GPU kernels and prints their costs."
+    options = parse_options(CostOptions(), argv, prog="python -m eval.gpu_costs", about=about)
     path = json_path(options.json)
     for name in ("triton", "jax_triton", "jax_plugins"):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # the plugin compiles, and looks for no driver
+    jax.config.update("jax_platforms", "cpu")  # the plugin compiles without looking for a driver
     os.environ["PATH"] = f"{Path(assembler()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    console = Console(width=None if sys.stdout.isatty() else 200)
     table = Table("target", "operation", "pass", "launches", "bytes / least", "temporary MiB", "our kernels")
     costs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -496,24 +466,28 @@ def main(argv: Sequence[str]) -> None:
                 )
                 if cost.through_xla:
                     kernels = f"none, XLA runs it: {cost.through_xla}"
-                table.add_row(
-                    target, cost.operation, cost.passes, str(cost.launches), f"{cost.traffic:.2f}",
-                    f"{cost.temporary / 2**20:.1f}", kernels,
-                )  # fmt: skip
+                temporary = f"{cost.temporary / 2**20:.1f}"
+                table.add(
+                    target,
+                    cost.operation,
+                    cost.passes,
+                    cost.launches,
+                    f"{cost.traffic:.2f}",
+                    temporary,
+                    kernels,
+                )
                 costs.append(cost)
-    console.print(table)
+    table.show()
     problems = [problem for cost in costs for problem in cost.problems]
     short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
-    chunked = Table(
-        "target", "mechanism", "pass", f"launches, {short}", long, f"temporary MiB, {short}", long,
-        title="all chunks at once",
-    )  # fmt: skip
+    columns = (f"launches, {short}", f"launches, {long}", f"temporary MiB, {short}", f"temporary MiB, {long}")
+    chunked = Table("target", "mechanism", "pass", *columns, title="all chunks at once")
     for target in options.targets:
         aim_at(target)
         for row, found in measure_mechanisms(options, target):
-            chunked.add_row(*row)
+            chunked.add(*row)
             problems += found
-    console.print(chunked)
+    chunked.show()
     if path is not None:
         write_whole(epath.Path(path), json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
     if problems:

@@ -1,7 +1,7 @@
 """The mechanisms whose chunks a GPU computes all at once, for `eval.gpu_costs`: how many kernels a call launches.
 
-A loop over chunks launches kernels in proportion to the tokens, and a GPU waits for each of them. The programs here are
-compiled by XLA from JAX operations, but for the kernels in Triton that some of them launch.
+A loop over chunks launches kernels in proportion to the tokens, and a GPU waits for each of them. XLA compiles these
+programs from JAX operations; some launch kernels in Triton too.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+import brl_jax
+from brl_jax.layers import BRLConfig, Dimensions
+
 #: The most launches of a pass over the longer of the lengths.
 MOST = {"forward": 60, "forward + backward": 150}
 LENGTHS = (4096, 16384)
-#: The most launches of the longer length over those of the shorter one. Four times the tokens are two more levels of a
-#: tree over chunks; of a loop they would be four times the launches.
+#: The most launches of the longer length over the launches of the shorter one. Four times the tokens add two levels to
+#: a tree over chunks; in a loop they would take four times the launches.
 GROWTH = 1.5
 NAMES = (
     "linear",
@@ -31,15 +37,8 @@ NAMES = (
 
 
 def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The mechanism's causal call, and the shapes of its arguments, in bfloat16.
-
-    GAU has one head and a bias, as its layer has.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    import brl_jax
-
+    """The mechanism's causal call, and the shapes of its arguments, in bfloat16. GAU has one head and a bias, as in its
+    layer."""
     if name.startswith("brl-"):
         return _brl_layer(length, heads, head_dim, is_causal=name == "brl-decoder")
     heads = 1 if name == "gau" else heads
@@ -71,12 +70,7 @@ def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable
 def _brl_layer(
     length: int, heads: int, head_dim: int, *, is_causal: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A BRL layer by itself, with its default options, of its parameters and inputs."""
-    import jax
-    import jax.numpy as jnp
-
-    from brl_jax.layers import BRLConfig, Dimensions
-
+    """A BRL layer with its default options, as a function of its inputs and parameters."""
     width = heads * head_dim
     dimensions = Dimensions(width, heads, heads, head_dim, 4 * width, is_causal=is_causal, dtype=jnp.bfloat16)
     layer = BRLConfig().layer(dimensions)

@@ -77,21 +77,29 @@ def draw(kind: str, size: Size, dtype: Any, seed: int) -> np.ndarray:
     }
     if kind == "segments":
         cuts = np.linspace(0, length, 5)[1:-1].astype(int) + 3
-        return np.broadcast_to(np.searchsorted(cuts, np.arange(length), "right"), (z.batch, length)).astype("i4")
-    if kind == "starts":  # its own block of 64 keys, the first one, and earlier ones: sixteen
-        own = np.arange(length)[:, None] // 64
-        rng = np.random.default_rng(seed)
-        places = np.sort(rng.permuted(np.tile(np.arange(1, max(length // 64, 15)), (length, 1)), axis=1)[:, :14])
-        chosen = np.where(places < own, places, length)
-        chosen = np.concatenate([own, np.where(own > 0, 0, length), chosen], 1)
-        starts = np.where(chosen < length, chosen * 64, length).astype("i4")
-        return np.broadcast_to(starts[None, :, None], (z.batch, length, z.kv, 16)).copy()
+        return np.broadcast_to(np.searchsorted(cuts, np.arange(length), "right"), (z.batch, length)).astype(
+            "i4"
+        )
+    if (
+        kind == "starts"
+    ):  # the first keys of each token's own block of 64, of block 0 and of earlier ones: 16 at most
+        own, blocks = np.arange(length)[:, None] // 64, -(-length // 64)
+        others = np.tile(np.arange(1, blocks), (length, 1))
+        places = np.random.default_rng(seed).permuted(others, axis=1)[:, :14]
+        places = np.concatenate([own, np.zeros_like(own), places], 1)
+        repeated = (places >= own) & (np.arange(places.shape[1]) > 0)
+        starts = np.where(repeated, length, places * 64).astype("i4")
+        return np.broadcast_to(starts[None, :, None], (z.batch, length, z.kv, starts.shape[1])).copy()
     shape = shapes[kind]
     count = math.prod(shape)
     base = _pool(seed)[: max(1, min(count, 1 << 21))]
     if kind == "beta":
         return np.resize(1 / (1 + np.exp(-base)), shape)
-    if kind in ("decay", "decays", "slope"):  # from a state that hardly fades to one that is gone in a few tokens
+    if kind in (
+        "decay",
+        "decays",
+        "slope",
+    ):  # from a state that hardly fades to one that is gone in a few tokens
         return np.resize(-np.exp(2.0 * np.clip(base, -2, 1) - 2.0), shape)
     if kind == "head":
         return np.resize(0.2 + np.abs(base), shape)
@@ -134,9 +142,11 @@ def _grid(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _attend(seen: Callable, cap: float | None = None) -> Callable[..., np.ndarray]:
-    """Causal softmax attention to the keys that seen(size, i, j) names, with segments and sinks where they are given."""
+    """Causal softmax attention to the keys that seen(size, i, j) names, with segments and sinks where given."""
 
-    def oracle(z: Size, query: Any, key: Any, value: Any, segments: Any = None, sinks: Any = None) -> np.ndarray:
+    def oracle(
+        z: Size, query: Any, key: Any, value: Any, segments: Any = None, sinks: Any = None
+    ) -> np.ndarray:
         i, j = _grid(z.n)
         visible = ((j <= i) & seen(z, i, j))[None, None]
         if segments is not None:
@@ -161,7 +171,10 @@ def _compress_blocks(z: Size, query, key, contrast, value, gamma) -> np.ndarray:
     step, history = z.n // 4, z.n // 2
     parts = [slice(block * step, block * step + history) for block in range(3)]
     return np.stack(
-        [_compress(z, query[:, b], *(x[:, at] for x in (key, contrast, value)), gamma) for b, at in enumerate(parts)],
+        [
+            _compress(z, query[:, b], *(x[:, at] for x in (key, contrast, value)), gamma)
+            for b, at in enumerate(parts)
+        ],
         1,
     )
 
@@ -268,8 +281,9 @@ def _native_sparse(z: Size, query, key, value, short_key, short_value, gates) ->
     """Of so few tokens that every block is chosen."""
     i, _ = _grid(z.n)
     far = np.arange(short_key.shape[1])[None] * 16 + 32 <= i + 1
-    parts = _read(_softmax(z.scale * _pairs(query, short_key), far), short_value), *(
-        _attend(seen)(z, query, key, value) for seen in (lambda z, i, j: j <= i, _window)
+    parts = (
+        _read(_softmax(z.scale * _pairs(query, short_key), far), short_value),
+        *(_attend(seen)(z, query, key, value) for seen in (lambda z, i, j: j <= i, _window)),
     )
     return sum(gates[..., n, None] * part for n, part in enumerate(parts))
 
@@ -278,7 +292,9 @@ def _native_sparse(z: Size, query, key, value, short_key, short_value, gates) ->
 
 
 def _of(name: str, **options: Any) -> Callable[[Size, str | None], Callable[..., Any]]:
-    return lambda z, implementation: functools.partial(getattr(brl_jax, name), implementation=implementation, **options)
+    return lambda z, implementation: functools.partial(
+        getattr(brl_jax, name), implementation=implementation, **options
+    )
 
 
 def _of_local(**options: Any) -> Callable[[Size, str | None], Callable[..., Any]]:
@@ -295,26 +311,45 @@ def _of_local(**options: Any) -> Callable[[Size, str | None], Callable[..., Any]
 
 
 def _of_compress(score: str = "softmax") -> Callable[[Size, str | None], Callable[..., Any]]:
-    return lambda z, i: lambda q, k, c, v, g: brl_jax.compress(
-        q, k, c, v, gamma=g, scale=z.scale, score=score, implementation=i
+    return lambda z, i: (
+        lambda q, k, c, v, g: brl_jax.compress(
+            q, k, c, v, gamma=g, scale=z.scale, score=score, implementation=i
+        )
     )
 
 
 def _of_blocks(z: Size, implementation: str | None) -> Callable[..., Any]:
     return lambda q, k, c, v, g: brl_jax.compress_blocks(
-        q, k, c, v, gamma=g, scale=z.scale, block_size=z.n // 4, history_size=z.n // 2, implementation=implementation
+        q,
+        k,
+        c,
+        v,
+        gamma=g,
+        scale=z.scale,
+        block_size=z.n // 4,
+        history_size=z.n // 2,
+        implementation=implementation,
     )
 
 
 def _of_propagate(score: str = "softmax") -> Callable[[Size, str | None], Callable[..., Any]]:
-    return lambda z, i: lambda q, k, v, s: brl_jax.propagate(
-        q, k, v, strength=s, scale=z.scale, score=score, implementation=i
+    return lambda z, i: (
+        lambda q, k, v, s: brl_jax.propagate(
+            q, k, v, strength=s, scale=z.scale, score=score, implementation=i
+        )
     )
 
 
 def _decayed(z: Size, implementation: str | None) -> Callable[..., Any]:
     return lambda q, k, v, log: brl_jax.linear_attention(
-        q, k, v, log_decay=log, is_causal=True, normalize=False, feature_map="identity", implementation=implementation
+        q,
+        k,
+        v,
+        log_decay=log,
+        is_causal=True,
+        normalize=False,
+        feature_map="identity",
+        implementation=implementation,
     )
 
 
@@ -325,7 +360,9 @@ def _packed(z: Size, implementation: str | None) -> Callable[..., Any]:
 
 
 def _of_selected(z: Size, implementation: str | None) -> Callable[..., Any]:
-    return functools.partial(selected_attention, size=64, scale=z.scale, aligned=True, implementation=implementation)
+    return functools.partial(
+        selected_attention, size=64, scale=z.scale, aligned=True, implementation=implementation
+    )
 
 
 def _of_native_sparse(z: Size, implementation: str | None) -> Callable[..., Any]:
@@ -333,7 +370,9 @@ def _of_native_sparse(z: Size, implementation: str | None) -> Callable[..., Any]
 
 
 def _of_mlr(z: Size, implementation: str | None) -> Callable[..., Any]:
-    return functools.partial(brl_jax.mlr_attention, ranks=_ranks(z), is_causal=True, implementation=implementation)
+    return functools.partial(
+        brl_jax.mlr_attention, ranks=_ranks(z), is_causal=True, implementation=implementation
+    )
 
 
 def _delta(z: Size, query, key, value, beta, log_decay=0.0) -> np.ndarray:
@@ -379,7 +418,8 @@ OPERATIONS = {
     "kda": Operation(f"{_LOCAL} beta decays", _of("kimi_delta_rule"), _delta),
     "flow": Operation(_LOCAL, _of("flow_attention", is_causal=True), _flow),
     "diag": Operation(
-        _LOCAL, _of("diag_attention", is_causal=True), _attend(lambda z, i, j: i // 64 == j // 64), lambda z: _WINDOWED(z._replace(window=64)),
+        _LOCAL, _of("diag_attention", is_causal=True), _attend(lambda z, i, j: i // 64 == j // 64),
+        lambda z: _WINDOWED(z._replace(window=64)),
     ),
     "hopfield": Operation(_LOCAL, _of("hopfield_attention", is_causal=True), _EVERY, _full),
     "full": Operation(_LOCAL, _of("full_attention", is_causal=True), _EVERY, _full),
@@ -391,7 +431,9 @@ OPERATIONS = {
 
 def arrays(name: str, size: Size, dtype: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """The arguments of one call."""
-    return tuple(draw(kind, size, dtype, 16 * seed + n) for n, kind in enumerate(OPERATIONS[name].arguments.split()))
+    return tuple(
+        draw(kind, size, dtype, 16 * seed + n) for n, kind in enumerate(OPERATIONS[name].arguments.split())
+    )
 
 
 def cotangent_of(function: Callable[..., Any], arguments: tuple, dtype: Any, seed: int) -> np.ndarray:
@@ -404,7 +446,7 @@ def training_step(size: Size) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of gradient descent of a two-layer BRL decoder, and its arguments: parameters and tokens."""
     config = brl_jax.DecoderConfig(
         mechanism=brl_jax.BRLConfig(), num_layers=2, d_model=size.heads * size.head_dim, num_heads=size.heads,
-        vocab_size=256, dtype=jnp.bfloat16,
+        vocab_size=256, dtype="bfloat16",
     )  # fmt: skip
     model = brl_jax.DecoderLM(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (size.batch, size.n)), jnp.int32)

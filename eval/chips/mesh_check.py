@@ -1,8 +1,8 @@
 """The same training on many meshes, for each listed mechanism: python -m eval.mesh_check [--task NAME].
 
 A small model of the task with each mechanism takes the same steps on one device and on eight devices of this machine's
-CPU, sharded in every way, and once more with the eight devices in two processes. Printed is the largest difference of a
-step's loss from that on one device, relative to it. The exit status is 1 where that is more than 1e-4.
+CPU, sharded in every way, and once more with the eight devices in two processes. The table shows the largest relative
+difference of a step's loss from the loss on one device. The exit status is 1 if one is more than 1e-4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from jax.sharding import Mesh
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
+from eval.harness.table import Table
 from train.cli.options import parse, parse_options
+from train.engine.batch import Batch
 from train.engine.errors import RunError, one_line
 from train.engine.hosts import HostsConfig, is_lead, join
 from train.engine.mesh import host_rows, place_batch, training_programs
@@ -43,9 +45,9 @@ _MESHES = {
     "sequence 8": MeshConfig(sequence=8),
 }
 _TWO = "fsdp 8 in two processes"
-# XLA's CPU client runs what is ready of all devices in one pool, by default of as many threads as there are cores, and
-# a collective holds its thread until all devices have come to it. On fewer cores than devices, waiting collectives can
-# hold all threads while what they wait for has none: after 40 seconds XLA then ends the process.
+# XLA's CPU client runs all devices in one pool, by default with a thread for each core, and a collective holds its
+# thread until all devices have reached it. With fewer cores than devices, waiting collectives can hold all threads and
+# starve what they wait for; after 40 seconds XLA then ends the process.
 _THREADS = "32"
 # Programs as small as these take longer to optimise than to run.
 _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -85,8 +87,7 @@ class CheckOptions:
     task: str = "lm"
     """The task that is trained."""
     mechanisms: tuple[str, ...] = ()
-    """Names of listed mechanisms, and brl-layer for BRL with memory per layer; empty: all that serve
-    the task."""
+    """Names of listed mechanisms, and brl-layer for BRL with memory per layer; by default all that support the task."""
     meshes: tuple[str, ...] = (*_MESHES, _TWO)
     """Which of the meshes."""
     steps: int = 20
@@ -106,13 +107,13 @@ class CheckOptions:
 
 
 def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
-    """Small configurations of the mechanisms that serve a task, by name."""
+    """Small configurations of the mechanisms that support a task, by name."""
     every = {name: _small(config()) for name, config in MECHANISMS.items()}
     brl = every["brl"]
     assert isinstance(brl, BRLConfig)
     every |= {
-        # With heads this small its default would have a level of two features, of which a LayerNorm leaves only the
-        # sign: rounding would decide what is learned.
+        # With heads this small the default has a level of two features, and a LayerNorm leaves only their sign:
+        # rounding would decide what is learned.
         "bilinear_mlr": BilinearMLRConfig(ranks=(4, 4)),
         "brl": dataclasses.replace(brl, block_size=16, history_size=16, memory="output"),
         "brl-layer": dataclasses.replace(brl, history_size=20),
@@ -121,7 +122,7 @@ def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
 
 
 def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
-    """A small configuration of a task with a mechanism; None where the mechanism has no form for the task."""
+    """A small configuration of a task with a mechanism; None if the mechanism does not support the task."""
     options = f"--batch {_ROWS} --accumulation 1 {_OPTIONS[task.name]}"
     config = parse(task.presets, task.default_preset, options.split(), prog="", about="")
     try:
@@ -134,9 +135,9 @@ def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
     return task.sized(dataclasses.replace(config, model=model, optimizer=optimizer))
 
 
-def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
-    """A batch of random numbers in the shapes of a task's batches. Tokens with a target each are a text that can be
-    learned: three times out of four a token follows from the one before it."""
+def make_batch(task: Task[Any, Any], config: Any, step: int) -> Batch:
+    """A batch of random numbers in the shapes of a task's batches. Tokens with targets form a text that can be learned:
+    three times out of four a token follows from the one before it."""
     rng = np.random.default_rng([5, step])
     shapes = task.batch_shapes(config, _ROWS)
     batch: dict[str, Any] = {}
@@ -167,12 +168,12 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
             batch[name] = np.ones(x.shape, x.dtype)
         elif name != "targets":
             batch[name] = rng.standard_normal(x.shape).astype(np.float32)
-    return batch | {"reset": np.bool_(step == 0)}
+    return Batch(batch, reset=np.bool_(step == 0))
 
 
 def _small(mechanism: Mechanism) -> Mechanism:
     names = {field.name for field in dataclasses.fields(mechanism)} & _SMALL.keys()
-    # A size whose default is "auto" or "none" stays what it is.
+    # A size whose default is not a number stays as it is.
     sizes = {name: _SMALL[name] for name in names if isinstance(getattr(mechanism, name), int)}
     return dataclasses.replace(mechanism, **sizes)
 
@@ -188,16 +189,15 @@ def losses(task: Task[Any, Any], mechanism: Mechanism, mesh: Mesh, steps: int) -
         programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()
         for step in range(steps):
-            batch = {
-                name: x if name == "reset" else x[own] for name, x in make_batch(task, config, step).items()
-            }
+            batch = make_batch(task, config, step)
+            batch = batch.with_arrays(**{name: x[own] for name, x in batch.arrays.items()})
             state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
             taken.append(float(metrics["loss"]))
     return taken
 
 
 def work(request: str) -> None:
-    """Runs in a process of its own with its own devices; prints a line of JSON for each mechanism and mesh."""
+    """The main function of a worker process; prints a line of JSON for each mechanism and mesh."""
     asked = json.loads(request)
     join(HostsConfig(**asked["hosts"]))
     task = TASKS[asked["task"]]
@@ -259,8 +259,7 @@ def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def difference(answer: dict[str, Any], one: dict[str, Any]) -> float | str:
-    """The largest difference of an answer's losses from those of one device, relative to them; or the error, if
-    there is one."""
+    """The largest relative difference of an answer's losses from the losses of one device; or the error, if any."""
     for either in (one, answer):
         if "error" in either:
             return either["error"]
@@ -287,14 +286,14 @@ def main(argv: Sequence[str]) -> None:
         for answer in _run_two(request | {"meshes": [_TWO]}):
             answers[answer["mechanism"], answer["mesh"]] = answer
     failed = []
-    print(f"| mechanism | loss | {' | '.join(options.meshes)} |")
-    print("|---|---|" + "---|" * len(options.meshes))
+    table = Table("mechanism", "loss", *options.meshes)
     for name in names:
         one = answers[name, "one"]
         cells = [difference(answers[name, where], one) for where in options.meshes]
         failed += [name for cell in cells if not isinstance(cell, float) or cell > _CLOSE]
-        words = " | ".join(f"{cell:.0e}" if isinstance(cell, float) else cell for cell in cells)
+        words = (f"{cell:.0e}" if isinstance(cell, float) else cell for cell in cells)
         fell = f"{one['losses'][0]:.2f} to {one['losses'][-1]:.2f}" if "losses" in one else "none"
-        print(f"| {name} | {fell} | {words} |")
+        table.add(name, fell, *words)
+    table.show()
     if failed:
         raise RunError(f"losses differ by more than {_CLOSE}: {', '.join(dict.fromkeys(failed))}")

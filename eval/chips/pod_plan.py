@@ -1,11 +1,10 @@
 """What a training step takes on a TPU pod, planned without one: python -m eval.pod_plan PRESET --topology v5e:16x16.
 
-The real step of the preset's task (of `train.lm`, `train.lra`, `train.regression` or `train.forecast`) is compiled
-ahead of time for every chip of the topology; this needs the package libtpu and no TPU. All options of that command can
-be given, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`; `--context` is another name for `--length`.
-Printed are the memory that a chip needs beside what it has, the matrix products, the bytes that each kind of
-communication brings to a chip, and the shortest time that any of them allows for the step. The exit status is 1 where
-the step does not fit. `--json` prints one object instead.
+Compiles the real step of the preset's task ahead of time for every chip of the topology, which takes the package libtpu
+and no TPU. All options of the task's command work, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`;
+`--context` is another name for `--length`. Prints the memory that a chip needs and has, the matrix products, the bytes
+that each kind of communication brings to a chip, and the shortest time that these allow for the step. The exit status
+is 1 if the step does not fit. `--json` prints one object instead.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.table import Table
 
 from brl_jax.sharding import row_shards
 from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
+from eval.harness.table import Table
 from train.cli.options import parse
+from train.engine.batch import Arrays, Batch, num_rows, num_tokens
 from train.engine.config import RunConfig
 from train.engine.errors import RunError, UserError, one_line
 from train.engine.flops import matrix_flops
 from train.engine.mesh import open_mesh, rows_sharding, training_programs
-from train.engine.step import Batch, Objective, TrainState, num_rows, num_tokens
+from train.engine.step import Objective, TrainState
 from train.tasks.every import TASKS
 from train.tasks.task import Task
 
@@ -76,7 +76,7 @@ def plan_class(kind: type[RunConfig]) -> type[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one step takes, in bytes and seconds; on one device where the name does not say otherwise."""
+    """What one step takes, in bytes and seconds; on one device unless the name says otherwise."""
 
     topology: str
     devices: int
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def bound_seconds(self) -> float:
-        """The shortest possible step: the longest of the things that it must do."""
+        """The shortest possible step: the longest of its parts."""
         return max(self.matrix_seconds, self.hbm_seconds, self.link_seconds)
 
     @property
@@ -128,12 +128,12 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
     """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too.
 
     Args:
-      task: the run's. config: of a `plan_class`, from `task.sized`.
-      begin: called with the name of each stage of the work when it begins.
+      config: of a `plan_class`, from `task.sized`.
+      begin: called with the name of each stage when it begins.
 
     Raises:
-      UserError: a mesh that doesn't divide what is sharded over it.
-      RunError: the program does not compile, or not within the chip's memory; says how much it takes.
+      UserError: the mesh doesn't divide the arrays that it shards.
+      RunError: the program does not compile or does not fit the chip's memory; says how much it takes.
     """
     from jax.experimental import topologies
 
@@ -151,11 +151,11 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
         for name, x in task.batch_shapes(config, loop.batch).items()
     }
     tokens = num_tokens(batch)
-    batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
+    reset = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
     begin(f"tracing the step for {len(devices)} devices")
     kept = _kept_bytes(objective, state, task.batch_shapes(config, loop.microbatch), mesh)
     with jax.set_mesh(mesh):
-        traced = programs.step.trace(state, batch)
+        traced = programs.step.trace(state, Batch(batch, reset))
         begin("lowering the step")
         lowered = traced.lower()
         begin("compiling the step, which may take minutes")
@@ -192,7 +192,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
         matrix_flops=flops,
         collective_bytes=received,
         matrix_seconds=flops / config.chip.flops,
-        # At least the state, and what the backward pass needs, is written and read.
+        # The state and what the backward pass needs are written and read at least once.
         hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / config.chip.memory_bandwidth,
         link_seconds=sum(received.values()) / config.chip.link_bandwidth,
         tokens=tokens,
@@ -211,8 +211,8 @@ def _share(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _kept_bytes(objective: Objective, state: TrainState, batch: Batch, mesh: Mesh) -> int:
-    """About how many bytes a microbatch's forward pass keeps for the backward pass on one device, without weights."""
+def _kept_bytes(objective: Objective, state: TrainState, batch: Arrays, mesh: Mesh) -> int:
+    """Roughly the bytes that a microbatch's forward pass keeps for the backward pass on one device, without weights."""
     rows = num_rows(batch)
     memory = jax.eval_shape(lambda: objective.init_memory(rows))
 
@@ -265,10 +265,8 @@ def show(plan: Plan, config: Any) -> None:
         f"{plan.topology}, {plan.devices} devices as {shape}; {plan.parameters / 1e6:.1f}M parameters; "
         f"{rows} rows of {plan.tokens // rows} tokens; compiled in {plan.compile_seconds:.0f} s"
     )
-    table = Table(title="memory of a device")
-    table.add_column("what")
-    table.add_column("GiB", justify="right")
-    for name in (
+    table = Table("what", "GiB", title="memory of a device")
+    parts = (
         "parameter",
         "optimizer",
         "memory",
@@ -278,25 +276,20 @@ def show(plan: Plan, config: Any) -> None:
         "program",
         "total",
         "hbm",
-    ):
-        words = {"memory": "carried memory", "total": "peak, as compiled", "hbm": "the chip has"}.get(
-            name, name
-        )
-        table.add_row(words, f"{getattr(plan, f'{name}_bytes') / 2**30:.3f}")
-    console.print(table)
-    table = Table(title="a step of one device, at the least")
-    for column in ("what", "amount", "ms"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    table.add_row(
-        "matrix products", f"{plan.matrix_flops / 1e12:.3f} TFLOP", f"{1e3 * plan.matrix_seconds:.2f}"
     )
-    table.add_row("memory", "", f"{1e3 * plan.hbm_seconds:.2f}")
-    table.add_row(
-        "links", f"{sum(plan.collective_bytes.values()) / 1e9:.3f} GB", f"{1e3 * plan.link_seconds:.2f}"
-    )
+    words = {"memory": "carried memory", "total": "peak, as compiled", "hbm": "the chip has"}
+    for name in parts:
+        table.add(words.get(name, name), f"{getattr(plan, f'{name}_bytes') / 2**30:.3f}")
+    console.print(table.for_terminal())
+    table = Table("what", "amount", "ms", title="a step of one device, at least")
+    moved = f"{sum(plan.collective_bytes.values()) / 1e9:.3f} GB"
+    flops = f"{plan.matrix_flops / 1e12:.3f} TFLOP"
+    table.add("matrix products", flops, f"{1e3 * plan.matrix_seconds:.2f}")
+    table.add("memory", "", f"{1e3 * plan.hbm_seconds:.2f}")
+    table.add("links", moved, f"{1e3 * plan.link_seconds:.2f}")
     for kind, size in sorted(plan.collective_bytes.items()):
-        table.add_row(f"  {kind}", f"{size / 1e9:.3f} GB", "")
-    console.print(table)
+        table.add(f"  {kind}", f"{size / 1e9:.3f} GB", "")
+    console.print(table.for_terminal())
     console.print(
         f"bound: {1e3 * plan.bound_seconds:.2f} ms a step, {plan.tokens_per_second:,.0f} tokens/s; "
         f"matrix products are {plan.matrix_share:.0%} of it"
@@ -324,7 +317,7 @@ def main(argv: Sequence[str]) -> None:
         "wikitext103-brl",
         words,
         prog="python -m eval.pod_plan",
-        about="What a training step takes on a TPU pod, without one.",
+        about="What a training step takes on a TPU pod (--topology v5e:16x16), without one.",
     )
     task = tasks[type(config)]
     config = task.sized(config)

@@ -1,5 +1,5 @@
-"""The bytes that a compiled program exchanges between chips. Loops count as often as they run, which the compiler's own
-analysis does not consider."""
+"""The bytes that a compiled program exchanges between chips. Unlike in the compiler's own analysis, loops count as
+often as they run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     collective-permute.
 
     Args:
-      hlo: the text of the compiled and partitioned program, whose shapes are those of one device.
+      hlo: the text of the compiled and partitioned program, with the shapes of one device.
     """
     bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
-    # An operation that overlaps with several computations appears in each of them, under the same numbers. Where some
-    # of them are in a loop it is still one operation, which is under way during the loop: its fewest runs count.
+    # An operation that overlaps with several computations appears in each of them, under the same numbers. If some of
+    # them are in a loop, it is still one operation, in progress during the loop: its fewest runs count.
     overlapping: dict[tuple[str, ...], tuple[int, str, float]] = {}
 
     def walk(name: str, times: int) -> None:
@@ -101,7 +101,7 @@ def _result_bytes(shapes: str, what: str, start: bool) -> float:
     for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
         sizes.append(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n))
     if start and what != "all-reduce":
-        # (operands, results, sometimes counters): there are as many results as operands.
+        # (operands, results, sometimes counters): the numbers of results and operands are equal.
         return sizes[1] if what == "collective-permute" else sum(sizes[len(sizes) // 2 :])
     return sum(sizes)
 

@@ -1,4 +1,4 @@
-"""Progress of a command whose work is done by a library that prints on its own: the library's lines go to a file."""
+"""Shows the progress of a command, and sends what its libraries print to a file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SECONDS_BETWEEN_LINES = 15.0
 
 @contextlib.contextmanager
 def stages(name: str) -> Iterator[Callable[[str], None]]:
-    """A context in which what libraries write on standard error goes to a file, and progress is shown there instead.
+    """A context in which standard error shows progress, and what libraries write there goes to a file.
 
     On a terminal a line shows the current stage and its time; elsewhere a line is printed when a stage begins, and now
-    and then while it lasts. The file is removed where nothing was written to it.
+    and then while it lasts. An empty file is removed at the end.
 
     Args:
       name: a word in the file's name.

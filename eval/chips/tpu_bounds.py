@@ -1,6 +1,6 @@
-"""What a TPU needs at the least for the work of a kernel, in cycles of one core: the matrix units, and the memory.
+"""Lower bounds for the work of a kernel, in cycles of one TPU core: the matrix units, and the memory.
 
-A bundle of a schedule takes one cycle or more, so that these bounds and the bundles of all grid steps compare.
+They compare with the bundles of a schedule's grid steps; a bundle takes at least one cycle.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pallas_kernels.tpu.core.heads import HeadLayout
 from pallas_kernels.tpu.window.plan import WindowPlan
 from pallas_kernels.tpu.window.sizes import plan_window
 
-#: Rows and columns of the weights that a matrix unit keeps, and the products of two bfloat16 numbers in a cycle of all
-#: units of a core: four units that take a row in a cycle, or two that take two.
+#: Rows and columns of the weights in a matrix unit, and how many pairs of bfloat16 numbers a core's units multiply in a
+#: cycle: four units that take a row in a cycle, or two that take two.
 _MATRIX_UNITS = {
     "v4": (128, 4 * 128**2),
     "v5e": (128, 4 * 128**2),
@@ -24,8 +24,8 @@ _MATRIX_UNITS = {
     "v6e": (256, 4 * 256**2),
     "7x": (256, 4 * 256**2),
 }
-#: Matrix products of attention over all visible pairs: scores and output; and in the backward pass scores, the gradient
-#: of the weights, and those of queries, keys and values.
+#: Matrix products of attention over all visible pairs: scores and output; in the backward pass scores, and the
+#: gradients of weights, queries, keys and values.
 _FORWARD, _BACKWARD = 2, 5
 
 
@@ -42,7 +42,7 @@ def memory_cycles(chip: str, moved: float) -> int:
 
 
 def visible_products(length: int, window: int, heads: int, head_dim: int, *, backward: bool) -> int:
-    """The products that causal attention over `window` keys cannot avoid: those of visible pairs."""
+    """The products of all visible pairs, which causal attention over `window` keys cannot avoid."""
     window = min(window, length)
     pairs = window * length - window * (window - 1) // 2
     return pairs * heads * head_dim * (_FORWARD + (_BACKWARD if backward else 0))
@@ -53,8 +53,8 @@ def tiled_products(
 ) -> int:
     """The products that the matrix units perform for the tiles of the window kernels.
 
-    Tiles at the edges of a window are computed whole, and a depth or a width that does not fill the weights of a matrix
-    unit takes as long as one that does.
+    Tiles at the edges of a window are computed whole, and a depth or width that does not fill a matrix unit takes as
+    long as one that does.
     """
     x = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
     call = plan_window(x, x, x, left=window - 1, right=0, chip=None if any_chip else chip, blocks=None)

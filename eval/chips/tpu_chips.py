@@ -1,12 +1,16 @@
-"""TPU chips: their memory and speed (Google Cloud's system architecture pages), and compiling for them without one."""
+"""TPU chips: their memory and speed (Google Cloud's system architecture pages), and how to compile for them without
+one."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterable
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from train.engine.errors import UserError
 from train.engine.throughput import PEAK_FLOPS
@@ -61,29 +65,37 @@ SMALLEST_TOPOLOGIES = {
 
 
 def check_chips(chips: Iterable[str]) -> None:
-    """Raises ValueError for the option `chips` where it names a chip that is not in `SMALLEST_TOPOLOGIES`."""
+    """Raises ValueError if the option `chips` names a chip that is not in `SMALLEST_TOPOLOGIES`."""
     for chip in chips:
         if chip not in SMALLEST_TOPOLOGIES:
             raise ValueError(f"chips must be out of {', '.join(SMALLEST_TOPOLOGIES)}, got {chip}")
 
 
 def check_sizes(options: Any, *names: str) -> None:
-    """Raises ValueError for an option, a tuple of sizes, that holds a size below 1."""
+    """Raises ValueError if one of these options, tuples of sizes, contains a size below 1."""
     for name in names:
         if any(size < 1 for size in getattr(options, name)):
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
 
 
 def prepare_compiler() -> None:
-    """Checks that the TPU compiler is installed, and configures it for a host without a TPU.
+    """Checks that the TPU compiler is installed and fits this JAX, and configures it for a host without a TPU.
 
-    No metadata server is asked, and other programs that compile need not wait.
+    It then asks no metadata server, and other programs that compile need not wait.
 
     Raises:
-      UserError: where the package libtpu is not installed.
+      UserError: libtpu is not installed, or not in the version that JAX requires.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu is not installed: pip install -e '.[tpu]'")
+    for text in importlib.metadata.requires("jax") or ():
+        needed = Requirement(text)
+        if needed.name == "libtpu" and not needed.specifier.contains(
+            found := importlib.metadata.version("libtpu")
+        ):
+            raise UserError(
+                f"libtpu {found} does not fit this JAX, which requires it {needed.specifier}: pip install -e '.[tpu]'"
+            )
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 

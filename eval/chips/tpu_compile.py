@@ -1,14 +1,12 @@
-"""Every TPU kernel compiled for every chip, without a TPU: python -m eval.tpu_compile.
+"""Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile.
 
-Each kernel is compiled in bfloat16, forward and backward in one program, for each requested chip, length, head
-dimension and window (or number of compressed tokens). Each program is compiled as users compile it, and a second time
-to
-measure its temporary memory, with all of it in HBM: otherwise the compiler places arrays that fit in on-chip memory,
-which it does not count, so that the remaining memory grows in jumps. The table gives the temporary memory, and its
-growth from the longest length to twice that length: a factor of 2 where memory is a constant plus a share of each
-token. Between shorter lengths it may jump, because the compiler keeps different arrays alive at the same time. The
-command names every program that does not compile or whose memory grows faster than the length at that doubling, and
-then exits with status 1.
+Each program has a kernel forward and backward in bfloat16, for each requested chip, length, head dimension and window
+(or number of compressed tokens). It is compiled as users compile it, and a second time with all temporary memory in HBM
+to measure that memory: otherwise the compiler places arrays that fit in on-chip memory, which it does not count, and
+the rest grows in jumps. The table gives the temporary memory, and its growth from the longest length to twice that
+length: a factor of 2 if memory is a constant plus a share of each token. Between shorter lengths it may jump, because
+the compiler keeps different arrays alive. The command names every program that does not compile or whose memory grows
+faster than the length at that doubling, and then exits with status 1.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.table import Table
 
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
+from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
 from train.engine.errors import RunError, one_line
 
-#: Keeps every temporary array in HBM; each kind of chip uses the option for the memories that it has.
+#: Keeps every temporary array in HBM; each kind of chip uses the option for its own memories.
 _ALL_IN_HBM: dict[str, str | bool] = {
     "xla_tpu_cmem_memory_space_assignment": False,
     "xla_vf_vmem_memory_space_assignment": False,
@@ -125,7 +123,7 @@ def cases(
 def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], device: Any) -> int:
     """Temporary memory of forward and backward, compiled for a device that need not exist.
 
-    Arrays arrive as projections leave them, heads side by side, so that no copy into another layout is counted.
+    Arrays have the layout of a projection, with heads side by side, so that no copy into another layout counts.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     flat = [
@@ -164,9 +162,10 @@ def main(argv: Sequence[str]) -> None:
     prepare_compiler()
     console, failures = Console(width=160), []
     lengths = sorted(set(options.lengths))
-    table = Table(title=f"{options.heads} heads, bfloat16: MiB of temporary memory, forward and backward")
-    for title in ("chip", "head dim", "work", *(f"n = {length}" for length in lengths), "for 2 n"):
-        table.add_column(title)
+    table = Table(
+        "chip", "head dim", "work", *(f"n = {length}" for length in lengths), "for 2 n",
+        title=f"{options.heads} heads, bfloat16: MiB of temporary memory, forward and backward",
+    )  # fmt: skip
     with stages("tpu_compile") as begin:
         for chip, head_dim in itertools.product(options.chips, options.head_dims):
             begin(f"compiling for {chip}, head dimension {head_dim}")
@@ -191,11 +190,11 @@ def main(argv: Sequence[str]) -> None:
             for what, sizes in rows.items():
                 cells = ["fails" if size is None else f"{size / 2**20:.2f}" for size in sizes[:-1]]
                 words, faster = growth(*sizes[-2:])
-                table.add_row(chip, str(head_dim), what, *cells, words)
+                table.add(chip, head_dim, what, *cells, words)
                 if faster:
                     failures.append(
                         f"{chip}, head dim {head_dim}, {what} takes {words} times the memory at n = {2 * lengths[-1]}"
                     )
-    console.print(table)
+    table.show()
     if failures:
         raise RunError(f"{len(failures)} failures, the first: {failures[0]}")

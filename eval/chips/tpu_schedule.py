@@ -2,20 +2,22 @@
 
 The package libtpu compiles for real TPU chips on a CPU host and writes the final instruction bundles of every kernel
 to files (a bundle takes about one cycle). The cost of a kernel is the number of bundles in one grid step times the
-number of grid steps. The table compares sliding-window attention and, with --full, full causal attention with JAX's
-splash attention at its best block sizes, and compress and propagate with the same functions in jax.numpy, whose cost is
-that of their fusions and copies: the bundles in one pass of an instruction's outer loop times the passes
-(`iteration_bounds`), where deeper loops count once. Linear attention and the gated delta rule are compared with their
-walk over chunks through XLA, whose loop counts as many times as there are chunks; the instructions around the kernels
-count there as well.
-Only issue slots are counted: a kernel that waits for memory is slower than its cost suggests, so the bytes that the
-block specs fetch and write are counted as well, except where those read scalars.
+number of grid steps. The table compares
 
-Beside its cost, each row has its bounds in cycles: `least`, what the matrix units need for the products of visible
-pairs; `in tiles`, what they need for those that the kernel performs, masked parts of tiles and an unfilled depth of the
-units included (how fast weights are exchanged is not counted); and `memory`, what the memory needs for the bytes that
-the kernel moves. `of bound` is the cost over the larger one of `least` and `memory`. A schedule may promise less than
-`in tiles`, because the compiler may issue products faster than the units take them: then `in tiles` is what counts.
+- sliding-window attention and, with --full, full causal attention with JAX's splash attention at its best block sizes;
+- compress and propagate with the same functions in jax.numpy, whose cost is the bundles in one pass of each
+  instruction's outer loop times the passes (`iteration_bounds`), counting deeper loops once;
+- linear attention and the gated delta rule with their walk over chunks through XLA, whose loop counts once
+  for each chunk. Here the instructions around the kernels count as well.
+
+Only issue slots are counted. A kernel that waits for memory is slower than its cost suggests, so the bytes that the
+block specs fetch and write are counted as well, except in kernels whose block specs read scalars.
+
+Each row also has lower bounds in cycles: `least`, what the matrix units need for the products of visible pairs; `in
+tiles`, what they need for the products that the kernel performs, with masked parts of tiles and an unfilled depth of
+the units (the exchange of weights is not counted); and `memory`, what the memory needs for the bytes that the kernel
+moves. `of bound` is the cost over the larger one of `least` and `memory`. A schedule may promise less than `in tiles`,
+because the compiler may issue products faster than the units take them: then `in tiles` is what counts.
 
 For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
 steps over the other pairs as well.
@@ -42,8 +44,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias
 from brl_jax.attention.core.checks import check_at_least, check_choice
@@ -62,6 +62,7 @@ from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
 from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
+from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
 from train.engine.errors import RunError
@@ -77,9 +78,9 @@ class ScheduleOptions:
     chips: tuple[str, ...] = ("v5e", "v6e")
     """Chips to compile for: any of v4, v5e, v5p, v6e, 7x."""
     windows: tuple[int, ...] = (256, 512)
-    """Keys that a query sees, its own included; without any, sliding-window attention is left out."""
+    """Keys that a query sees, its own included; empty: no sliding-window attention."""
     compressed: tuple[int, ...] = (128,)
-    """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
+    """Numbers of compressed tokens for compress and propagate; empty: neither."""
     full: bool = False
     """Compile full causal attention."""
     biases: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class ScheduleOptions:
     chosen: bool = False
     """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
     recurrences: tuple[str, ...] = ("linear", "gated delta")
-    """Recurrences to compile; without any, they are left out."""
+    """Recurrences to compile."""
     length: int = 16384
     """Sequence length in tokens."""
     heads: int = 8
@@ -97,7 +98,7 @@ class ScheduleOptions:
     any_chip: bool = False
     """Use the block sizes that fit every chip, instead of the chip's own."""
     splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
-    """Splash attention is compiled at every pair of these block sizes; without any, it is left out."""
+    """Splash attention is compiled at every pair of these block sizes; empty: no splash attention."""
 
     def __post_init__(self) -> None:
         check_chips(self.chips)
@@ -121,7 +122,7 @@ class ScheduleCase:
     products: Callable[[str], tuple[int, int | None]] | None = None
     """Products of the matrix units that the result needs, and those that the kernel performs, for a chip."""
     trips: int | None = None
-    """How often its own loops run, where the instructions around kernels count too."""
+    """How often its own loops run, if the instructions around kernels count too."""
 
 
 def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
@@ -142,8 +143,8 @@ def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, b
 def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
     full = (1, options.length, options.heads, options.head_dim)
 
-    # The kernel has two bodies where a call is causal. All pairs but those on the diagonal take the one without a mask,
-    # which is that of a call that is not causal.
+    # A causal call's kernel has two bodies. All pairs off the diagonal take the one without a mask, which is the same
+    # as in a call that is not causal.
     def attend(query, key, value):
         out = full_tpu.attend(
             query, key, value, None, None, None, None, (None, None), jnp.int32(0), None, scale=options.head_dim**-0.5,
@@ -173,7 +174,7 @@ _BIASES: dict[str, tuple[Callable, Callable]] = {
 def _biased(
     options: ScheduleOptions, chip: str | None, shape, *, window: int, bias: str, backward: bool, pallas: bool
 ):
-    """A window or, where it is as long as the rows, full attention."""
+    """A window or, if it is as long as the rows, full attention."""
     full = (1, options.length, options.heads, options.head_dim)
     numbers_shape, make = _BIASES[bias]
     mesh = jax.sharding.Mesh(np.asarray(list(shape.sharding.device_set)), ("device",)).abstract_mesh
@@ -240,7 +241,7 @@ def _splash(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     rows, columns = blocks
-    # A step is the same at any length, while the mask from which this kernel is made grows with its square.
+    # A step is the same at any length, but the mask that makes this kernel grows with the square of the length.
     length = min(options.length, _SPLASH_LENGTH)
     size = (length, length)
     fused = mode == "fused"
@@ -263,7 +264,7 @@ def _splash(
         q_seq_shards=1,
         save_residuals=mode == "forward",
     )
-    # One head stands for all: its steps are counted for each of them, and its mask is built once.
+    # One head is enough: its steps count for each head, and its mask is built once.
     shape = jax.ShapeDtypeStruct((1, length, options.head_dim), shape.dtype, sharding=shape.sharding)
     if mode == "forward":
         return attend, (shape,) * 3
@@ -454,8 +455,7 @@ def pallas_calls(jaxpr) -> Iterator[Any]:
 
 
 def bytes_moved(call) -> tuple[int, int]:
-    """Bytes that the block specs of a kernel read from HBM and write to it: a block moves whenever its index
-    changes."""
+    """Bytes that the block specs of a kernel read from HBM and write to it: a block moves when its index changes."""
     mapping = call.params["grid_mapping"]
     points = np.stack(np.meshgrid(*[np.arange(size) for size in mapping.grid], indexing="ij"), -1)
     points = points.reshape(-1, len(mapping.grid)).astype(np.int32)
@@ -470,7 +470,7 @@ def bytes_moved(call) -> tuple[int, int]:
 
 
 def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
-    """Bundles in one grid step of each kernel whose schedule file is not in `seen`, to which the file is added.
+    """Bundles in one grid step of each kernel whose schedule file is not in `seen`; adds the file to `seen`.
 
     An instruction without a loop is one step.
     """
@@ -488,9 +488,9 @@ def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
 
 
 def loops(text: str, found: collections.Counter[str], trips: int | None = None) -> list[tuple[str, int, int]]:
-    """(name, bundles, passes) of the loops of the instructions of a compiled program that are no Pallas kernels.
+    """(name, bundles, passes) of the loops of a compiled program's instructions that are not Pallas kernels.
 
-    Equal instructions share one schedule, under the name of the first; an instruction without a schedule is no loop.
+    Equal instructions share one schedule, under the name of the first. An instruction without a schedule has no loop.
 
     Args:
       trips: how often each of the program's own loops runs; None for a program without any.
@@ -571,8 +571,7 @@ def measure(
 
 
 def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
-    """Cost and name of the cheapest alternative to our kernels; the kernels of splash attention are chosen one by
-    one."""
+    """Cost and name of the cheapest alternative to our kernels. Splash attention's kernels are chosen one by one."""
     others = [row for row in rows if row["label"] != "ours" and row["cost"]]
     best: dict[str, tuple[int, str]] = {}
     for row in others:
@@ -602,7 +601,7 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
         try:
             row = measure(case, options, chip, device, folder, seen)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            # Some of splash attention's block sizes do not fit in the chip's memory.
+            # Some of splash attention's block sizes do not fit the chip's memory.
             row = {"cost": None, "detail": str(error).splitlines()[0][:100]}
             bundles(folder, seen)
         print(json.dumps({"kind": case.kind, "label": case.label, **row}), flush=True)
@@ -651,38 +650,24 @@ def main(argv: Sequence[str]) -> None:
         about="Instruction schedules of the TPU kernels, compiled without a TPU.",
     )
     prepare_compiler()
-    console = Console()
-    table = Table(title=f"{options.heads} heads of {options.head_dim}, {options.length} tokens, bfloat16")
-    for title in (
-        "chip",
-        "work",
-        "ours",
-        "bundles x steps",
-        "MiB read",
-        "least",
-        "in tiles",
-        "memory",
-        "of bound",
-        "other",
-        "which",
-        "times fewer",
-    ):
-        table.add_column(title)
+    table = Table(
+        "chip", "work", "ours", "bundles x steps", "MiB read", "least", "in tiles", "memory", "of bound", "other",
+        "which", "times fewer",
+        title=f"{options.heads} heads of {options.head_dim}, {options.length} tokens, bfloat16",
+    )  # fmt: skip
     for chip in options.chips:
         rows: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
         for row in run_chip(options, chip):
             rows[row["kind"]].append(row)
-            console.print(
-                f"{chip} {row['kind']}: {row['label']}: {row['cost']} ({row['detail']})", style="dim"
-            )
+            print(f"{chip} {row['kind']}: {row['label']}: {row['cost']} ({row['detail']})", file=sys.stderr)
         for kind, found in rows.items():
             ours = next(row for row in found if row["label"] == "ours")
             other = best_other(found)
             bound = max(ours.get("least") or 0, ours.get("memory") or 0)
-            table.add_row(
+            table.add(
                 chip,
                 kind,
-                str(ours["cost"]),
+                ours["cost"],
                 ours["detail"],
                 f"{ours.get('fetched', 0) / 2**20:.1f}",
                 *(str(ours.get(name) or "") for name in ("least", "tiled", "memory")),
@@ -690,4 +675,4 @@ def main(argv: Sequence[str]) -> None:
                 *(("", "") if other is None else (str(other[0]), other[1])),
                 "" if other is None or not ours["cost"] else f"{other[0] / ours['cost']:.2f}",
             )
-    Console(width=200).print(table)
+    table.show()

@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_BARS = 0.5
 
 
 def png(figure: Figure) -> Any:
-    """A figure as an object that a notebook shows where it is the last value of a cell."""
+    """A figure as an object that a notebook shows if it is the last value of a cell."""
     from IPython.display import Image
 
     file = io.BytesIO()
@@ -128,7 +128,7 @@ class Curves:
         axes = figure.subplots()
         styles = line_styles(list(self.points))
         for curve, points in self.points.items():
-            # Training's values are many and noisy, those of evaluations few.
+            # Training logs many noisy values, and evaluation few.
             shown = {"markersize": 5} if curve in self._measured else {"marker": "", "linewidth": 0.8}
             axes.plot(*zip(*points), label=curve, **{**styles[curve], **shown})
         if self._level is not None:
@@ -174,7 +174,7 @@ class _Report:
 
 
 def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, checkpoint: str = "best") -> Run:
-    """Trains a configuration under `curves.folder`, in silence but for the picture.
+    """Trains a configuration under `curves.folder`; the picture is all that it shows.
 
     Args:
       task: the task of the configuration (`train.tasks.every`).

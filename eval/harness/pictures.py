@@ -1,13 +1,11 @@
-"""What the pictures of eval share: distinguishable line styles, legends, and files written without a display."""
+"""The style of all pictures: panels, lines that can be told apart, legends, and files written without a display."""
 
 from __future__ import annotations
 
 import io
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from etils import epath
 from matplotlib.axes import Axes
@@ -15,7 +13,6 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
 _COLOURS = (
@@ -24,6 +21,20 @@ _COLOURS = (
 )  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", ">", "h")
 _DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
+
+
+Grid = Literal["both", "x", "y"]
+
+
+def panels(
+    rows: int, columns: int, size: tuple[float, float], *, grid: Grid | None = "both", **options: Any
+) -> tuple[Figure, Any]:
+    """A figure of this size in inches with axes (rows, columns) and a light grid; `Figure.subplots` has the options."""
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for each in axes.ravel() if grid else ():
+        each.grid(True, axis=grid, alpha=0.3)
+    return figure, axes
 
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -40,7 +51,7 @@ def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> None:
-    """Puts a legend to the right of the axes, where it hides nothing, sorted by `order` of the labels."""
+    """Puts a legend to the right of the axes, sorted by `order` of the labels."""
     entries = list(zip(*axes.get_legend_handles_labels()))
     if order is not None:
         entries.sort(key=lambda entry: order(entry[1]))
@@ -55,7 +66,7 @@ def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> N
 
 
 def shared_legend(figure: Figure, axes: Axes) -> None:
-    """Puts one legend to the right of all panels of a figure whose lines are those of `axes`."""
+    """Puts one legend, with the lines of `axes`, to the right of all panels of a figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3.2)
 
@@ -113,73 +124,9 @@ def label_points(
         )
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder that the option --pictures names. Raises UserError if it cannot be made or written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _try_to_write(folder)
-    except OSError as error:
-        raise UserError(f"--pictures: cannot write under {folder}: {error.strerror}") from error
-
-
-def picture_path(picture: str | None) -> Path | None:
-    """The file that the option --picture names. Raises UserError if it cannot be written."""
-    if picture is None:
-        return None
-    path = Path(picture)
-    if path.suffix != ".png" or not _can_be_written(path):
-        raise UserError(f"--picture: expected a .png file in a folder that can be written to, got {path}")
-    return path
-
-
-def json_path(file: str | None) -> Path | None:
-    """The file that the option --json names. Raises UserError if it cannot be written."""
-    if file is None:
-        return None
-    path = Path(file)
-    if not _can_be_written(path):
-        raise UserError(f"--json: expected a file in a folder that can be written to, got {path}")
-    return path
-
-
-def _can_be_written(path: Path) -> bool:
-    """Whether a file can be written; asked before work whose results go there."""
-    if path.is_dir():
-        return False
-    try:
-        _try_to_write(path.parent)
-    except OSError:
-        return False
-    return True
-
-
-def _try_to_write(folder: Path) -> None:
-    """Raises OSError where no file can be made in a folder: permissions do not say it of a user to whom they do not
-    apply, of file systems that are read-only, or of folders such as /proc."""
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
 def save(figure: Figure, path: Path) -> Path:
     """Writes a figure as a PNG: an earlier picture of that name stays until the new one is whole."""
     content = io.BytesIO()
     figure.savefig(content, dpi=130, format="png")
     write_whole(epath.Path(path), content.getvalue())
     return path
-
-
-def report(
-    results: Iterable[dict[str, Any]], draw: Callable[[Sequence[dict[str, Any]]], Figure], picture: str | None
-) -> None:
-    """Prints each result as a JSON object as soon as it is known; then draws all of them if --picture names a file.
-
-    Raises:
-      UserError: the picture cannot be written; raised before the first result is computed.
-    """
-    path = picture_path(picture)
-    known = []
-    for result in results:
-        known.append(result)
-        print(json.dumps(result), flush=True)
-    if path is not None:
-        save(draw(known), path)

@@ -1,4 +1,4 @@
-"""Reads what training left in a run's folder, whatever the task."""
+"""Opens the runs of any task, and names them in tables and pictures."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from brl_jax.json_files import check_regular
 from train.cli.summary import num_parameters
 from train.engine.checkpoint import Checkpoints
 from train.engine.errors import UserError
 from train.engine.metrics import log
-from train.engine.storage import check_client
+from train.engine.storage import check_client, is_remote
 from train.tasks.task import Task, read_config
 
 
 class Run(NamedTuple):
-    """A trained run: its task, its configuration (whose workdir is the folder it was read from), its model, the
-    parameters of one of its checkpoints, and that checkpoint's step."""
+    """A trained run at one of its checkpoints. Its configuration's workdir is the folder that it was read from."""
 
     task: Task[Any, Any]
     config: Any
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """What every evaluation says of a run besides its measures, ready for JSON."""
+    """What every evaluation reports about a run in addition to its measures, ready for JSON."""
     return {
         "parameters": num_parameters(run.params),
         "step": run.step,
@@ -43,14 +43,20 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
     """Opens a run.
 
     Args:
-      tasks: those that the run may be of.
-      workdir: the run's folder. checkpoint: "best" (the last where none was measured), "last" or a step.
+      tasks: the run must be of one of these.
+      workdir: the run's folder. checkpoint: "best" (the last if none was evaluated), "last" or a step.
 
     Raises:
-      UserError: there is no run or no such checkpoint, or it is damaged ("last" then takes the one before it).
+      UserError: the run or the checkpoint does not exist or is damaged. "last" falls back to the newest readable one.
     """
     check_client("--workdir", workdir)
-    task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+    path = epath.Path(workdir) / "config.json"
+    try:
+        if not is_remote(path):
+            regular_file("--workdir", str(path))
+        task, config = read_config(tasks, path)
+    except OSError as error:
+        raise UserError(f"--workdir: cannot read {path}: {error.strerror}") from error
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir))
     checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints", log=log)
     model = task.build(config)
@@ -68,9 +74,19 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
     return Run(task, config, model, params, step)
 
 
+def unfinished(workdir: str | Path, config: Any) -> int | None:
+    """The step of the last checkpoint of a run with steps left to train; None for a run that has ended, also by its
+    `patience`, or has no checkpoint."""
+    checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
+    steps = checkpoints.steps()
+    if not steps or steps[-1] >= config.loop.steps:
+        return None
+    best = (checkpoints.meta(steps[-1]) or {}).get("best", {})
+    return None if 0 < config.loop.patience <= best.get("misses", 0) else steps[-1]
+
+
 def run_names(workdirs: Sequence[str]) -> dict[str, str]:
-    """The names of runs in tables and pictures, by their folders: as many of the last parts of each path as it takes
-    for all to differ."""
+    """A short name for each folder: the last parts of its path, so many that all names differ."""
     parts = {workdir: Path(workdir).resolve().parts for workdir in workdirs}
     depth = 1
     while len({path[-depth:] for path in parts.values()}) < len(set(parts.values())):
@@ -79,15 +95,25 @@ def run_names(workdirs: Sequence[str]) -> dict[str, str]:
 
 
 def run_labels(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The mechanism and the name of the run of each result, which has "mechanism" and "workdir"."""
+    """A label for each result, made of its "mechanism" and the name of its "workdir"."""
     names = run_names([result["workdir"] for result in results])
     return [f"{result['mechanism']} ({names[result['workdir']]})" for result in results]
 
 
+def regular_file(option: str, name: str) -> Path:
+    """The path of a file to read. Raises UserError for a folder, a pipe or a device, which could wait for ever."""
+    try:
+        check_regular(name)
+    except ValueError as error:
+        raise UserError(f"{option}: expected a regular file, got {name}") from error
+    return Path(name)
+
+
 def first_rows(run: Run, split: str, sequences: int) -> dict[str, np.ndarray]:
-    """The first `sequences` rows of a split that have a weight and the largest shape that the task's rows have (the
-    longest of them; of recall, those with the most records), as a batch of the objective. Where no row of the split is
-    as large, those of its largest shape."""
+    """The first `sequences` rows of a split that have a weight, as a batch of the objective.
+
+    All have one shape, the largest: the longest rows, or in recall the rows with the most records.
+    """
     data = run.task.load(run.config, (split,))
     shapes = {name: array.shape[1:] for name, array in run.task.batch_shapes(run.config, 1).items()}
     largest = tuple(shapes.values())

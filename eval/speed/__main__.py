@@ -1,58 +1,38 @@
 """Times attention side by side: python -m eval.speed.
 
-Six levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
-where --levels asks for them, whole encoders that only infer, beside the same network in PyTorch, classifiers of the
-Long Range Arena, whose table shows steps a second and memory beside full attention's (TransNormer's table 7:
---levels classifiers --lengths 1024 2048 3072 4096 5120 --heads 2 --head_dim 32), and training steps of encoder-decoders
-that copy (BRL-Attention's figure 5: --levels encoder_decoders --lengths 200 500 1000 2000), and decoders, inference and
-training steps (its tables 6 and 7: --levels decoders --heads 8 --lengths 128 256 512 1024 2048 3072 4096).
-Every candidate is checked before it is timed (functions against a float64 reference on a sample of rows; of
-layers that results are finite and that decoding gives what the forward pass gives): a wrong result gets no number.
-Then all are timed in turn, round by round: forward, forward with backward, and a decoding step. The tables show
-the fastest round, how many times as fast that is as the base of the same rounds (PyTorch's full causal attention
-for functions, or this package's where PyTorch is not installed; a layer of full attention for layers), tokens per
-second, the temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints,
-writes and draws what was measured so far. With --generation it times a whole network: eval/speed/generation.py.
-With --tracing it measures what calls cost before they run: eval/speed/tracing.py.
+--levels chooses what to time (`eval.speed.levels`): bare attention functions, one transformer layer of each listed
+mechanism, and whole networks (`eval.speed.encoders`, `eval.speed.training`). Every candidate is checked before it is
+timed: functions against a float64 reference on a sample of rows, layers for finite results and for decoding that gives
+what the forward pass gives. A wrong result gets no number. `eval.speed.measure` says how the rest is timed: forward,
+forward with backward, and a decoding step.
+
+The tables show the fastest round, how many times as fast it is as the base (PyTorch's full causal attention for
+functions, or this package's if PyTorch is not installed; a layer of full attention for layers), tokens per second, the
+temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints, writes and draws
+what was measured so far.
+
+With --generation the command times a whole network that generates (`eval.speed.generation`), and with --tracing what
+calls cost before they run (`eval.speed.tracing`).
 """
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.harness.pictures import json_path, make_folder
-from eval.speed import (
-    classifiers,
-    decoders,
-    encoder_decoders,
-    encoders,
-    functions,
-    generation,
-    layers,
-    report,
-    tracing,
-)
-from eval.speed.measure import measure
-from eval.speed.options import Level, SpeedOptions
+from eval.harness.entry import start
+from eval.harness.output import json_path, make_folder
+from eval.speed import generation, report, tracing
+from eval.speed.functions import has_torch
+from eval.speed.levels import LEVELS, CheckedOptions
+from eval.speed.measure import measure, sigterm_interrupts
+from eval.speed.options import SpeedOptions
 from eval.speed.pictures import draw
-from train.cli.command import command
 from train.cli.options import parse_options
 from train.engine.errors import RunError
-
-LEVELS = {
-    "functions": functions.cases,
-    "layers": layers.cases,
-    "encoders": encoders.cases,
-    "classifiers": classifiers.cases,
-    "encoder_decoders": encoder_decoders.cases,
-    "decoders": decoders.cases,
-}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     if "--tracing" in argv:
         return tracing.run([argument for argument in argv if argument != "--tracing"])
     options = parse_options(
-        SpeedOptions(),
+        CheckedOptions(),
         argv,
         prog="python -m eval.speed",
         about="Times attention, functions and layers, side by side. With --generation: a whole network that generates, "
@@ -73,28 +53,16 @@ def main(argv: Sequence[str]) -> None:
     if pictures is not None:
         make_folder(pictures)
     console = Console()
-    compared = set(options.levels) & {"functions", "encoders"}
-    if compared and options.torch and not functions.has_torch(options):
+    if options.torch and not has_torch(options) and any(LEVELS[level].has_torch for level in options.levels):
         console.print("PyTorch is not installed: no rows for it; ratios are to this package's full attention")
-    measured: dict[Level, list[dict]] = {level: [] for level in options.levels}
-    # A scheduler's SIGTERM must not lose an hour's measurements.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    measured: dict[str, list[dict]] = {level: [] for level in options.levels}
     try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with sigterm_interrupts(), Progress(console=Console(stderr=True), transient=True) as progress:
             for level, rows in measured.items():
                 for length in options.lengths:
-                    measure(
-                        LEVELS[level](options, length),
-                        length,
-                        rows,
-                        progress,
-                        label=level,
-                        repeats=options.repeats,
-                        patience=options.patience,
-                        limit=options.limit,
-                    )
+                    cases = LEVELS[level].cases(options, length)
+                    measure(cases, length, rows, progress, label=level, **report.limits(options))
     finally:
-        signal.signal(signal.SIGTERM, before)
         _report(measured, options, console, path, pictures)
     wrong = [
         f"{row['name']} at n = {row['length']}"
@@ -107,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _report(
-    measured: dict[Level, list[dict]],
+    measured: dict[str, list[dict]],
     options: SpeedOptions,
     console: Console,
     path: Path | None,
@@ -117,19 +85,19 @@ def _report(
     for level, found in measured.items():
         completed = report.complete(found, level, options)
         rows += completed
-        if completed:
-            console.print(*report.as_tables(completed, level, options))
-    fitted = report.exponent_table(report.exponents(rows, options.fit_from), options)
+        for table in report.as_tables(completed, level, options) if completed else ():
+            console.print(table)
+    exponents = report.exponents(rows, options.fit_from)
+    fitted = report.exponent_table(exponents, options)
     if fitted is not None:
         console.print(fitted)
     for line in report.note_lines(rows) + report.target_lines(rows, options):
         console.print(line, highlight=False, soft_wrap=True)
     if path is not None:
-        report.write_json(path, rows, options, exponents=report.exponents(rows, options.fit_from))
-    if pictures is not None:
-        for picture in draw(rows, options.fit_from, pictures):
-            console.print(f"drew {picture}", highlight=False, soft_wrap=True)
+        report.write_json(path, rows, options, exponents=exponents)
+    for picture in draw(rows, options.fit_from, pictures) if pictures is not None else ():
+        console.print(f"drew {picture}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    sys.exit(command(main, "eval.speed"))
+    start(main, "eval.speed")

@@ -1,15 +1,15 @@
 """Encoders that only infer: four layers and their forward pass, in the setting of BRL-Attention's figure 6.
 
-Full attention, Performer, Linformer, local and BRL attention at the widths that the paper compares, bidirectional, and
-the same network in PyTorch with the parameters of this package's full attention and PyTorch's
-`scaled_dot_product_attention`, whose outputs must be the same.
+Full attention, Performer, Linformer, local and BRL attention at the widths that the paper compares, bidirectional. The
+same network in PyTorch, with `scaled_dot_product_attention` and the parameters of this package's full attention, must
+give the same outputs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,17 +27,16 @@ from brl_jax.layers import (
 )
 from brl_jax.models.stack import Stack
 from eval.speed.functions import TORCH, has_torch, torch_device
+from eval.speed.gpu_references import wait_for_torch
 from eval.speed.measure import Candidate, Case, NoNumber, Program, check_equal, check_finite, compile_program
-
-if TYPE_CHECKING:
-    from eval.speed.options import SpeedOptions
+from eval.speed.options import SpeedOptions
 
 NUM_LAYERS = 4
 NAMES = ("full", "performer", "linformer", "local", "brl")
 
 
 def mechanisms(length: int) -> dict[str, tuple[str, Mechanism]]:
-    """For each row the listed mechanism that it belongs to, and its configuration."""
+    """For each row the name of its mechanism, and its configuration."""
     rows: dict[str, tuple[str, Mechanism]] = {
         "full": ("full", FullConfig()),
         "performer": ("performer", PerformerConfig()),
@@ -57,7 +56,7 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
     made = [
         Case(row, 1 if mechanism.linear_cost else 2, functools.partial(_make, mechanism, options, length))
         for row, (name, mechanism) in mechanisms(length).items()
-        if name in options.mechanisms
+        if options.wants(name)
     ]
     if has_torch(options):
         made.append(Case(TORCH, 2, functools.partial(_make_torch, options, length)))
@@ -83,7 +82,7 @@ def _make(mechanism: Mechanism, options: SpeedOptions, length: int) -> Candidate
 
 
 def _make_torch(options: SpeedOptions, length: int) -> Candidate:
-    """The same network as the row "full", on PyTorch's threads; checked where full attention is quick enough."""
+    """The same network as the row "full", on PyTorch's threads; checked if full attention is quick enough."""
     import torch
 
     stack, variables, x = _network(FullConfig(), options, length)
@@ -94,14 +93,11 @@ def _make_torch(options: SpeedOptions, length: int) -> Candidate:
             got = jnp.asarray(forward().float().cpu().numpy())
         check_equal("PyTorch's encoder", got, expected, options.dtype)
 
-    def run() -> Any:
+    def start() -> Any:
         with torch.inference_mode():
-            out = forward()
-        if out.is_cuda:  # the call returns before it is computed
-            torch.cuda.synchronize()
-        return out
+            return forward()
 
-    return Candidate({"forward": Program(run, None)})
+    return Candidate({"forward": Program(start, None, wait=wait_for_torch)})
 
 
 def torch_encoder(params: Any, dimensions: Dimensions, x: jax.Array) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Bare attention functions beside PyTorch's, each checked against a float64 reference on a sample of rows."""
+"""Bare attention functions, ours and PyTorch's, each checked against a float64 reference on a sample of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed import gpu_references
 from eval.speed.measure import Candidate, Case, NoNumber, compile_program
+from eval.speed.options import SpeedOptions
 from eval.speed.references import (
     BETA,
+    LOG_DECAY,
     Arrays,
     Level,
     decayed_reference,
@@ -33,12 +35,6 @@ from eval.speed.references import (
     native_sparse_reference,
     softmax_reference,
 )
-
-if TYPE_CHECKING:
-    from eval.speed.options import SpeedOptions
-
-
-LOG_DECAY = -0.1  # of the gated delta rule and of Mamba-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +65,6 @@ def _mlr_levels(options: SpeedOptions, length: int) -> list[Level]:
     return levels
 
 
-def _full(options: SpeedOptions) -> Callable:
-    return functools.partial(full_attention, is_causal=True)
-
-
 def _local(options: SpeedOptions) -> Callable:
     pattern = SlidingWindow.of_width(options.window, is_causal=True)
     return functools.partial(local_attention, pattern=pattern, is_causal=True)
@@ -87,7 +79,7 @@ def _mlr(options: SpeedOptions) -> Callable:
 
 
 def _mlr_dense(options: SpeedOptions) -> Callable:
-    """MLR attention by its matrix of scores, level by level; what its form in rectangles is compared with."""
+    """MLR attention by its matrix of scores, level by level, for comparison with its form in rectangles."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         place = jnp.arange(key.shape[1])
@@ -102,8 +94,8 @@ def _mlr_dense(options: SpeedOptions) -> Callable:
     return attend
 
 
-def _diag(options: SpeedOptions) -> Callable:
-    return functools.partial(diag_attention, is_causal=True)
+def _causal(function: Callable) -> Callable[[SpeedOptions], Callable]:
+    return lambda options: functools.partial(function, is_causal=True)
 
 
 def _native_sparse(options: SpeedOptions) -> Callable:
@@ -123,10 +115,6 @@ def _native_sparse_reference(
     return native_sparse_reference(options, arrays, rows, tail, DEFAULT_SIZES, options.window)
 
 
-def _linear(options: SpeedOptions) -> Callable:
-    return functools.partial(linear_attention, is_causal=True)
-
-
 def _delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         return delta_rule(query, key, value, jnp.full(key.shape[:3], BETA, key.dtype))
@@ -144,7 +132,7 @@ def _gated_delta(options: SpeedOptions) -> Callable:
 
 
 def _feature_log_decay(options: SpeedOptions) -> np.ndarray:
-    """From a state that keeps a feature to one that forgets it within a few tokens."""
+    """Ranges from a state that keeps a feature to one that forgets it within a few tokens."""
     return -np.geomspace(1e-3, 1.0, options.head_dim)
 
 
@@ -158,7 +146,7 @@ def _kimi_delta(options: SpeedOptions) -> Callable:
 
 
 def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
-    """Linear attention whose state decays by (heads, 1) or (heads, features), given for each token or once."""
+    """Linear attention with a decay of shape (heads, 1) or (heads, features), given for each token or once."""
 
     def function(options: SpeedOptions) -> Callable:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
@@ -184,7 +172,7 @@ def _decayed_reference(log_decay: Callable[[SpeedOptions], np.ndarray]) -> Calla
 
 
 def _decayed_scan(options: SpeedOptions) -> Callable:
-    """GLA's recurrence token by token, which the chunked forms of all decays are compared with."""
+    """GLA's recurrence token by token, for comparison with the chunked forms of all decays."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tokens = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
@@ -222,7 +210,7 @@ def _kimi_reference(
 
 
 def _delta_scan(options: SpeedOptions) -> Callable:
-    """The delta rule token by token, as the recurrence is written; what its chunked form is compared with."""
+    """The delta rule token by token, for comparison with its chunked form."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         query, key, value = (x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
@@ -245,17 +233,19 @@ _FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
 _MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
 
 CASES: dict[str, FunctionCase] = {
-    "full": FunctionCase(_full, _FULL_REFERENCE, growth=2),
+    "full": FunctionCase(_causal(full_attention), _FULL_REFERENCE, growth=2),
     "local": FunctionCase(
         _local, softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window)), growth=1
     ),
     "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
     "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
     "diag": FunctionCase(
-        _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
+        _causal(diag_attention),
+        softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)),
+        growth=1,
     ),
     "native_sparse": FunctionCase(_native_sparse, _native_sparse_reference, growth=2),
-    "linear": FunctionCase(_linear, linear_reference, growth=1),
+    "linear": FunctionCase(_causal(linear_attention), linear_reference, growth=1),
     "retnet": _decayed(_slopes, tokens=False),
     "mamba2": _decayed(_constant_decay),
     "gla": _decayed(_feature_decays),
@@ -294,14 +284,13 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
         return made
 
     made = []
-    for name in options.mechanisms:
-        if name in CASES:
-            case = CASES[name]
+    for name in filter(options.wants, CASES):
+        case = CASES[name]
 
-            def candidate(case: FunctionCase = case) -> Candidate:
-                return jax_candidate(case.function(options), arrays(), options)
+        def candidate(case: FunctionCase = case) -> Candidate:
+            return jax_candidate(case.function(options), arrays(), options)
 
-            made.append(Case(name, case.growth, functools.partial(make, candidate, case.reference)))
+        made.append(Case(name, case.growth, functools.partial(make, candidate, case.reference)))
     if has_torch(options):
         made.append(Case(TORCH, 2, lambda: make(lambda: torch_candidate(arrays(), options), _FULL_REFERENCE)))
     for name in options.references:
@@ -317,13 +306,13 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
 
 
 def _window_by(implementation: str, arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """Our causal window by a backend that was asked for by name; NoNumber where it does not serve the call."""
+    """Our causal window by a named backend; NoNumber if the backend does not support the call."""
     try:
         return jax_candidate(
             functools.partial(_local(options), implementation=implementation), arrays, options
         )
     except (NotImplementedError, ValueError) as error:  # cuDNN's requirements are of the arguments
-        raise NoNumber(f"not served: {error}") from error
+        raise NoNumber(f"not supported: {error}") from error
 
 
 def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> Candidate:
@@ -343,14 +332,14 @@ def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> 
 
 
 def torch_device() -> str:
-    """Where PyTorch computes beside JAX: on a GPU if JAX does, and PyTorch can."""
+    """The device that PyTorch uses: a GPU if JAX uses one and PyTorch can, else the CPU."""
     import torch
 
     return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """PyTorch's full causal attention, on its own threads, or on the GPU where JAX computes on one."""
+    """PyTorch's full causal attention, on its own threads, or on the GPU if JAX uses one."""
     import torch
 
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
@@ -379,7 +368,7 @@ def verify(
         "value's gradient": (d_value[:, tail:], expected[3]),
     }
     for what, (got, right) in results.items():
-        # Of a single token's softmax the gradient is 0, and its error is one of rounding.
+        # The gradient of a single token's softmax is 0, up to rounding.
         error = float(np.linalg.norm(got - right)) / max(float(np.linalg.norm(right)), 1e-2)
         if not error <= tolerance:
             raise NoNumber(

@@ -1,6 +1,6 @@
 """Generation with a cache: python -m eval.speed --generation.
 
-TLinFormer beside the plain decoder of the same parameters.
+Compares TLinFormer with the plain decoder of the same parameters.
 
 For each length N of the text so far:
   first token  from nothing to the first logits: TLinFormer computes the first block's keys and values and then its
@@ -8,8 +8,8 @@ For each length N of the text so far:
   miss         the step with which a window fills: the context and the later blocks' history are recomputed;
   hit          a step inside a window (the plain decoder has no other kind);
   cache        its bytes, for N tokens and one window more.
-Both caches are preallocated and written in place; their contents do not affect the time, so they are not computed.
-A line is fitted through the misses and through the hits.
+Both caches are preallocated and written in place. Their contents do not affect the time, so they are not computed.
+Lines are fitted through the misses and through the hits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import json_path, make_folder
+from eval.harness.output import json_path, make_folder
+from eval.harness.table import Table
 from eval.speed import generation_pictures, report
-from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
+from eval.speed.measure import Candidate, Case, Program, check_memory, compile_lowered, measure
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 
@@ -61,19 +60,19 @@ class GenerationOptions:
     window: int = 256
     """Tokens that share one state of the history (W_og)."""
     context: int = 256
-    """Last tokens of the history that stand for it in a block's inner layers (W_oh)."""
+    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
     vocabulary: int = 50257
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation and the cache."""
+    """Data type of the computation and the cache."""
     plain: bool = True
     """Measure the plain decoder too."""
     repeats: int = 3
     """Rounds; the fastest counts."""
     patience: float = 30.0
-    """Seconds after which a slow case sits out the remaining rounds (it runs two at least)."""
+    """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
     limit: float = 300.0
-    """A case whose round would take longer, in seconds, by what it took at a shorter length is skipped."""
+    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
     json: str | None = None
     """File to write the rows and lines to, as one JSON object."""
     pictures: str | None = None
@@ -106,12 +105,8 @@ class GenerationOptions:
 
 def run(argv: Sequence[str]) -> None:
     """Prints the table and the lines; see the module's text and --generation --help."""
-    options = parse_options(
-        GenerationOptions(),
-        argv,
-        prog="python -m eval.speed --generation",
-        about="Times generation with a cache: TLinFormer beside a plain decoder.",
-    )
+    about = "Times generation with a cache: TLinFormer and a plain decoder."
+    options = parse_options(GenerationOptions(), argv, prog="python -m eval.speed --generation", about=about)
     path = json_path(options.json)
     if options.pictures is not None:
         make_folder(Path(options.pictures))
@@ -124,18 +119,10 @@ def run(argv: Sequence[str]) -> None:
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in options.lengths:
-                measure(
-                    _cases(options, params, length),
-                    length,
-                    rows,
-                    progress,
-                    label="generation",
-                    repeats=options.repeats,
-                    patience=options.patience,
-                    limit=options.limit,
-                )
+                cases = _cases(options, params, length)
+                measure(cases, length, rows, progress, label="generation", **report.limits(options))
     finally:
-        console.print(_table(rows, options))
+        console.print(_table(rows, options).for_terminal())
         fitted = lines(rows)
         for name, line in fitted.items():
             console.print(
@@ -170,14 +157,10 @@ def _cases(options: GenerationOptions, params: Any, length: int) -> list[Case]:
 
 
 def _cache(options: GenerationOptions, model: DecoderLM, length: int) -> Any:
-    """A cache for `length` tokens and a window more; NoNumber where there is no room for it."""
-    room = length + options.window
-    needed = _bytes(jax.eval_shape(lambda: model.init_cache(1, room)))
-    if needed > 0.8 * available_bytes():
-        raise NoNumber(
-            f"no room: the cache needs {needed / 2**30:.1f} GiB, {available_bytes() / 2**30:.1f} GiB are there"
-        )
-    return model.init_cache(1, room)
+    """A cache for `length` tokens and a window more; NoNumber if it does not fit into memory."""
+    size = length + options.window
+    check_memory(_bytes(jax.eval_shape(lambda: model.init_cache(1, size))), 0.8, "for the cache")
+    return model.init_cache(1, size)
 
 
 def _bytes(cache: Any) -> int:
@@ -185,27 +168,43 @@ def _bytes(cache: Any) -> int:
 
 
 class _CarriedCache:
-    """A cache that programs change in place, shared by those of a row."""
+    """A cache that the programs of a row share and change in place."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        self.bytes = _bytes(cache)
 
-    def program(self, compiled: Any, params: Any, tokens: Any, **places: int) -> Program:
-        """A run of compiled(params, tokens, cache) with the cache's counters set to `places`, by their names."""
+    def compile(self, function: Callable, params: Any, count: int) -> Any:
+        """Compiles function(params, tokens, cache) for this number of tokens; NoNumber if it does not fit."""
+        lowered = jax.jit(function, donate_argnums=2).lower(params, _token(count), self.cache)
+        compiled = compile_lowered(lowered)
+        check_memory(compiled.memory_analysis().temp_size_in_bytes, 0.8)
+        return compiled
 
-        def run():
-            cache = _at(self.cache, **places)
-            out, self.cache = compiled(params, tokens, cache)
-            return jax.block_until_ready(out)
+    def run(self, compiled: Any, params: Any, count: int = 1) -> Any:
+        """Runs a compiled function on the cache; returns its result."""
+        out, self.cache = compiled(params, _token(count), self.cache)
+        return out
 
-        return Program(run, compiled.memory_analysis().temp_size_in_bytes)
+    def place(self, **places: int) -> None:
+        """Sets the cache's counters of these names."""
+        self.cache = _at(self.cache, **places)
+
+    def program(self, compiled: Any, params: Any, **places: int) -> Program:
+        """One step with the cache's counters set to `places`."""
+
+        def start() -> Any:
+            self.place(**places)
+            return self.run(compiled, params)
+
+        return Program(start, compiled.memory_analysis().temp_size_in_bytes)
 
 
 def _at(cache: Any, **places: int) -> Any:
     """A cache with the arrays of these names filled with these numbers.
 
     Raises:
-      KeyError: it has no array of a name.
+      KeyError: the cache lacks one of these arrays.
     """
     found = {
         jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(cache)
@@ -222,62 +221,48 @@ def _at(cache: Any, **places: int) -> Any:
     return jax.tree_util.tree_map_with_path(place, cache)
 
 
-def _compile(function: Callable, params: Any, tokens: Any, cache: Any) -> Any:
-    compiled: Any = jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
-    temp, room = compiled.memory_analysis().temp_size_in_bytes, available_bytes()
-    if temp > 0.8 * room:
-        raise NoNumber(
-            f"no room: needs {temp / 2**30:.1f} GiB of temporary memory, {room / 2**30:.1f} GiB are there"
-        )
-    return compiled
-
-
 def _token(count: int) -> jax.Array:
     return jnp.zeros((1, count), jnp.int32)
+
+
+def _step(model: DecoderLM) -> Callable:
+    return lambda params, tokens, cache: model.apply(params, tokens, cache=cache)
 
 
 def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(TLINFORMER)
     carried = _CarriedCache(_cache(options, model, length))
-    size = _bytes(carried.cache)
-    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), carried.cache)
+    step = carried.compile(_step(model), params, 1)
     piece = math.gcd(length, max(_PIECE // options.window, 1) * options.window)
 
-    def read(p, t, c):
-        c = model.apply(p, t, c, method="absorb")
-        return c.num_tokens, c
+    def read(params: Any, tokens: Any, cache: Any) -> Any:
+        cache = model.apply(params, tokens, cache, method="absorb")
+        return cache.num_tokens, cache
 
-    absorb = _compile(read, params, _token(piece), carried.cache)
-    miss = carried.program(step, params, _token(1), num_tokens=length, window_index=0)
+    absorb = carried.compile(read, params, piece)
+    miss = carried.program(step, params, num_tokens=length, window_index=0)
 
-    def first_token():
-        carried.cache = _at(carried.cache, num_tokens=0, window_index=0)
+    def first_token() -> Any:
+        carried.place(num_tokens=0, window_index=0)
         for _ in range(length // piece):
-            _, carried.cache = absorb(params, _token(piece), carried.cache)
-        return miss.run()
+            carried.run(absorb, params, piece)
+        return miss.start()
 
+    middle = {"num_tokens": length + options.window // 2, "window_index": length // options.window}
     programs = {
         "first_token": Program(first_token, None),
         "miss": miss,
-        "hit": carried.program(
-            step,
-            params,
-            _token(1),
-            num_tokens=length + options.window // 2,
-            window_index=length // options.window,
-        ),
+        "hit": carried.program(step, params, **middle),
     }
-    return Candidate(programs, {"cache_bytes": size})
+    return Candidate(programs, {"cache_bytes": carried.bytes})
 
 
 def _plain(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
     carried = _CarriedCache(_cache(options, model, length))
-    size = _bytes(carried.cache)
-    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), carried.cache)
-    return Candidate(
-        {"hit": carried.program(step, params, _token(1), num_tokens=length)}, {"cache_bytes": size}
-    )
+    step = carried.compile(_step(model), params, 1)
+    programs = {"hit": carried.program(step, params, num_tokens=length)}
+    return Candidate(programs, {"cache_bytes": carried.bytes})
 
 
 def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candidate:
@@ -285,23 +270,24 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
     carried = _CarriedCache(_cache(options, model, length))
     piece = math.gcd(length, _PIECE)
 
-    def read(p, t, c):
-        hidden, c = model.apply(p, t, cache=c, method="hidden")
-        return model.apply(p, hidden[:, -1:], method="logits"), c
+    def read(params: Any, tokens: Any, cache: Any) -> Any:
+        hidden, cache = model.apply(params, tokens, cache=cache, method="hidden")
+        return model.apply(params, hidden[:, -1:], method="logits"), cache
 
-    prefill = _compile(read, params, _token(piece), carried.cache)
+    prefill = carried.compile(read, params, piece)
 
-    def first_token():
-        carried.cache = _at(carried.cache, num_tokens=0)
+    def first_token() -> Any:
+        carried.place(num_tokens=0)
         for _ in range(length // piece):
-            out, carried.cache = prefill(params, _token(piece), carried.cache)
-        return jax.block_until_ready(out)
+            out = carried.run(prefill, params, piece)
+        return out
 
     return Candidate({"first_token": Program(first_token, prefill.memory_analysis().temp_size_in_bytes)})
 
 
 def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]]:
-    """The line t = a + b N through the times of misses and of hits from N = `start` on, where three are known."""
+    """The lines t = a + b N through the times of misses and of hits from N = `start` on, if at least three are
+    known."""
     found = {}
     for what in ("miss", "hit"):
         points = [
@@ -327,33 +313,22 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
 def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
     width = options.heads * options.head_dim
     table = Table(
+        "n", "tlin first", "plain first", "miss", "hit", "plain step", "tlin MiB", "plain MiB", "cache",
         title=f"generation, {options.layers} layers of width {width}, {options.dtype}, "
         f"on {jax.devices()[0].device_kind}: seconds for the first token, milliseconds a step",
-        box=box.SIMPLE,
-    )
-    for title in (
-        "n",
-        "tlin first",
-        "plain first",
-        "miss",
-        "hit",
-        "plain step",
-        "tlin MiB",
-        "plain MiB",
-        "cache",
-    ):
-        table.add_column(title, justify="right")
+    )  # fmt: skip
     for length in options.lengths:
         own = {row["name"]: row for row in rows if row["length"] == length}
         tlin, plain, prompt = (own.get(name, {}) for name in (TLINFORMER, PLAIN, PLAIN_PROMPT))
         caches = [row.get("cache_bytes") for row in (tlin, plain)]
-        table.add_row(
-            str(length),
+        table.add(
+            length,
             _number(tlin.get("first_token_s"), 1),
             _number(prompt.get("first_token_s"), 1),
-            _number(tlin.get("miss_s"), 1e3),
-            _number(tlin.get("hit_s"), 1e3),
-            _number(plain.get("hit_s"), 1e3),
+            *(
+                _number(row.get(name), 1e3)
+                for row, name in ((tlin, "miss_s"), (tlin, "hit_s"), (plain, "hit_s"))
+            ),
             *(_number(size, 2**-20) for size in caches),
             f"{caches[0] / caches[1]:.3f}" if caches[0] and caches[1] else "",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.harness.pictures import plain_log_axis, save
+from eval.harness.pictures import panels, plain_log_axis, save
 
 _TLIN, _PLAIN, _DARK = "#0072B2", "#D55E00", "#333333"
 
@@ -19,7 +19,7 @@ def draw(rows: Sequence[dict], folder: Path) -> Path:
 
 
 def picture(rows: Sequence[dict]) -> Figure:
-    """The rows of `eval.speed.generation` as panels, without those that would have one point only."""
+    """The rows of `eval.speed.generation` as panels, without panels of a single point."""
     by_name: dict[str, dict[int, dict]] = {}
     for row in rows:
         if not row["note"]:
@@ -38,7 +38,7 @@ def picture(rows: Sequence[dict]) -> Figure:
     first, step = curve(prompt, "first_token_s"), curve(plain, "hit_s")
     whole, miss, hit = (curve(tlin, f"{name}_s") for name in ("first_token", "miss", "hit"))
     size, plain_size = curve(tlin, "cache_bytes", 2**-20), curve(plain, "cache_bytes", 2**-20)
-    panels = [
+    wanted = [
         ("(a) plain decoder", "milliseconds", {"first token": (first, _DARK), "next token": (step, _PLAIN)}),
         (
             "(b) TLinFormer",
@@ -58,18 +58,18 @@ def picture(rows: Sequence[dict]) -> Figure:
             },
         ),
     ]
-    # A curve of one point shows nothing: where there are others, its number stands beside them.
-    shown = [panel for panel in panels if _longest(panel[2]) > 1] or panels
+    # A curve of one point shows nothing; its number goes below the panels of longer curves.
+    shown = [panel for panel in wanted if _longest(panel[2]) > 1] or wanted
     columns = min(len(shown), 3)
-    figure = Figure(figsize=(16 * columns / 3, 4.75 * -(-len(shown) // columns)), layout="constrained")
-    places = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).ravel()
-    for axes, panel in zip(places, shown):
+    lines = -(-len(shown) // columns)
+    figure, axs = panels(lines, columns, (16 * columns / 3, 4.75 * lines))
+    for axes, panel in zip(axs.ravel(), shown):
         _panel(axes, *panel)
-    for axes in places[len(shown) :]:
+    for axes in axs.ravel()[len(shown) :]:
         axes.set_visible(False)
     numbers = [
         f"{panel[0]}: {_number(points[0][1])} at {points[0][0]:,} tokens, the only length measured"
-        for panel in panels
+        for panel in wanted
         if panel not in shown
         for points, _ in panel[2].values()
         if points
@@ -90,8 +90,7 @@ def _number(value: float) -> str:
 
 
 def _panel(axes: Axes, title: str, label: str, curves: dict[str, tuple[list, str]]) -> None:
-    """Draws curves over the length, with the numbers of those that have one point; where no curve has two, the numbers
-    alone."""
+    """Draws curves over the length, and writes the numbers of curves with one point."""
     axes.set(title=title, xlabel="tokens so far", ylabel=label)
     known = {name: curve for name, curve in curves.items() if curve[0]}
     alone = [
@@ -110,7 +109,6 @@ def _panel(axes: Axes, title: str, label: str, curves: dict[str, tuple[list, str
     axes.set(xscale="log", yscale="log")
     plain_log_axis(axes.yaxis)
     axes.set_xscale("log", base=2)
-    axes.grid(True, which="major", alpha=0.3)
     if alone:
         axes.set_title("\n".join([title, *alone]), fontsize="medium")
     if len(known) > 1:

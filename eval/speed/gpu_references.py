@@ -1,7 +1,6 @@
-"""Functions of other libraries, and our own window by a named backend, timed beside ours on an NVIDIA GPU.
+"""Other libraries' functions, and our own window by a named backend, for comparison on an NVIDIA GPU.
 
-None of them runs by default: `--references` names those that are wanted. One that cannot run here has a word in its row
-in place of a number.
+`--references` names the ones to run. If one cannot run here, its row has a word instead of a number.
 """
 
 from __future__ import annotations
@@ -9,21 +8,20 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eval.speed.measure import Candidate, NoNumber, Program
-
-if TYPE_CHECKING:
-    from eval.speed.options import SpeedOptions
+from eval.speed.options import SpeedOptions
+from eval.speed.references import BETA, LOG_DECAY
 
 
 class Reference(NamedTuple):
     """A function of another library.
 
     Attributes:
-      like: the case of `eval.speed.functions.CASES` that computes the same.
+      like: the case of `eval.speed.functions.CASES` with the same results.
       function: (options, length) -> f(query, key, value) -> out, of PyTorch arrays on the GPU.
       modules: what it imports; PyTorch comes first.
       heads_first: whether its arrays are (B, N, n, H), and not (B, n, N, H).
@@ -70,11 +68,8 @@ def _unit(key: Any) -> Any:
 
 
 def _gates(key: Any) -> tuple[Any, Any]:
-    """The strength and the log-decay of each token, those of the cases that do the same."""
+    """The strength and the log-decay of each token, as in our own cases."""
     import torch
-
-    from eval.speed.functions import LOG_DECAY
-    from eval.speed.references import BETA
 
     shape = key.shape[:3]
     return key.new_full(shape, BETA), torch.full(shape, LOG_DECAY, device=key.device)
@@ -94,7 +89,7 @@ def _of_fla(like: str, module: str, name: str, how: Callable) -> Reference:
     return Reference(like, function, ("torch", module), False)
 
 
-#: By their names, of which "flex" is FlexAttention and "fla" flash-linear-attention.
+#: flex is FlexAttention, fla is flash-linear-attention.
 REFERENCES = {
     "flex_window": Reference("local", flex_window, ("torch", "torch.nn.attention.flex_attention"), True),
     "fla_linear": _of_fla("linear", "fla.ops.linear_attn", "chunk_linear_attn", _linear),
@@ -103,13 +98,13 @@ REFERENCES = {
         "gated_deltanet", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _gated_delta
     ),
 }
-#: Our own causal window by a backend's name; None takes cuDNN before Triton.
+#: Our own causal window by a backend's name; by default cuDNN comes before Triton.
 WINDOWS = {"cudnn_window": "cudnn", "triton_window": "triton"}
 NAMES = (*WINDOWS, *REFERENCES)
 
 
 def candidate(name: str, arrays: tuple[np.ndarray, ...], options: SpeedOptions) -> Candidate:
-    """The reference's programs; NoNumber where a library or a GPU is missing."""
+    """The reference's programs; NoNumber if a library or a GPU is missing."""
     reference = REFERENCES[name]
     for module in reference.modules:
         try:
@@ -127,9 +122,9 @@ def candidate(name: str, arrays: tuple[np.ndarray, ...], options: SpeedOptions) 
 def programs(
     function: Callable, arrays: tuple[np.ndarray, ...], dtype: str, device: str, *, heads_first: bool
 ) -> Candidate:
-    """A function of PyTorch arrays, forward and with its backward pass; a run waits for the device.
+    """A function of PyTorch arrays, forward and with its backward pass.
 
-    arrays: (B, n, N, H), as the results are. The function's own are (B, N, n, H) with `heads_first`.
+    Arrays and results are (B, n, N, H). With `heads_first` the function's own are (B, N, n, H).
     """
     import torch
 
@@ -140,17 +135,25 @@ def programs(
     query, key, value, d_out = map(load, arrays)
     learned = [x.clone().requires_grad_() for x in (query, key, value)]
 
-    def finished(*results: Any) -> list[Any]:
-        if device == "cuda":
-            torch.cuda.synchronize()
+    def turned(*results: Any) -> list[Any]:
         return [x.transpose(1, 2) if heads_first else x for x in results]
 
     def forward() -> Any:
         with torch.no_grad():
-            return finished(function(query, key, value))[0]
+            return turned(function(query, key, value))[0]
 
     def both() -> Any:
         out = function(*learned)
-        return finished(out, *torch.autograd.grad(out, learned, d_out))
+        return turned(out, *torch.autograd.grad(out, learned, d_out))
 
-    return Candidate({"forward": Program(forward, None), "forward_backward": Program(both, None)})
+    made = {"forward": forward, "forward_backward": both}
+    return Candidate({name: Program(start, None, wait=wait_for_torch) for name, start in made.items()})
+
+
+def wait_for_torch(result: Any) -> Any:
+    """Waits for PyTorch's GPU, whose calls return before they are computed."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return result

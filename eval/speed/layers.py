@@ -1,8 +1,7 @@
 """One transformer layer of each listed mechanism: forward, with its backward pass, and decoding.
 
-A layer is a stack of one block as the models use it (norms, mechanism, feed-forward network), at the mechanism's
-default configuration, so whatever is listed in MECHANISMS is measured. A mechanism without a causal form is
-measured in both directions, and does not decode.
+A layer is a stack of one block as in the models (norms, mechanism, feed-forward network), with the mechanism's default
+configuration. A mechanism without a causal form is measured in both directions, and does not decode.
 """
 
 from __future__ import annotations
@@ -26,17 +25,15 @@ _STEPS = 16
 
 def cases(options: SpeedOptions, length: int) -> list[Case]:
     """One layer of each named mechanism at one length, on the same inputs."""
+    chosen = {name: kind() for name, kind in MECHANISMS.items() if options.wants(name) and kind().group == 1}
     return [
-        Case(
-            name, 1 if MECHANISMS[name]().linear_cost else 2, functools.partial(_make, name, options, length)
-        )
-        for name in options.mechanisms
-        if name in MECHANISMS and MECHANISMS[name]().group == 1
+        Case(name, 1 if config.linear_cost else 2, functools.partial(_make, name, options, length))
+        for name, config in chosen.items()
     ]
 
 
 def default_config(name: str, length: int) -> Mechanism:
-    """A mechanism's default configuration; one whose parameters end at a `max_length` gets room for `length`."""
+    """A mechanism's default configuration, with its `max_length` raised to `length` if necessary."""
     config = MECHANISMS[name]()
     longest: int | None = getattr(config, "max_length", None)
     if longest is not None and longest < length:

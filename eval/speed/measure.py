@@ -1,11 +1,20 @@
-"""Timing: candidates in turn, round by round; the fastest counts."""
+"""Checks and times candidates; the fastest round counts.
+
+On a CPU all candidates of a length run in turn, round by round, so that other load on the machine falls on all alike.
+On a GPU, programs compile in threads, and each candidate is timed as soon as it is compiled and checked: many calls are
+enqueued before one wait, because a clock around a single call measures the launch.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
+# Candidates that compile at the same time on a GPU's host.
+_THREADS = 16
+
 
 class NoNumber(Exception):
     """Why a candidate gets no number at this length: a word or two for the table, a colon, and the reason."""
+
+
+def on_gpu() -> bool:
+    """Whether JAX computes on a GPU."""
+    return jax.default_backend() == "gpu"
 
 
 @dataclasses.dataclass
@@ -24,34 +41,41 @@ class Program:
     """Something to run and time.
 
     Attributes:
-      run: runs it and waits for the result.
-      temp_bytes: temporary memory of the compiled program, where it is known.
-      steps: what one run does, in steps: a time counts for one of them.
+      start: begins a run and returns its result, which may not be there yet.
+      temp_bytes: temporary memory of the compiled program, if known.
+      steps: what one run does, in steps; times are for one step.
+      wait: waits for a result and returns it.
     """
 
-    run: Callable[[], Any]
+    start: Callable[[], Any]
     temp_bytes: int | None
     steps: int = 1
+    wait: Callable[[Any], Any] = jax.block_until_ready
     calls: int = 1
     short: bool = False
     seconds: list[float] = dataclasses.field(default_factory=list)
 
+    def run(self) -> Any:
+        """Runs it and waits for the result."""
+        return self.wait(self.start())
+
     def warm_up(self) -> None:
-        """Decides how often a round calls it: a short program often enough for the clock. For a long one this is a
-        round: it is compiled already, and what a first run costs besides is nothing beside a second."""
+        """Decides how often a round calls it: a short program often enough for the clock. A long first run counts as a
+        round, because it is compiled already and other costs of a first run are small."""
         spent = self._timed(1)
         if spent > 1.0:
             self.seconds.append(spent / self.steps)
             return
         spent = self._timed(1)
-        self.calls = max(1, min(50, int(0.005 / spent)))
+        most, wanted = (200, 0.02) if on_gpu() else (50, 0.005)
+        self.calls = max(1, min(most, int(wanted / spent)))
         self.short = spent < 0.1
 
     def measure(self) -> float:
-        """Notes the time of one step in one round; returns that of the round.
+        """Notes the time of one step in one round; returns the time of the round.
 
-        A short program runs once before that: a large one before it gives memory back to the system in the background,
-        and decoding was measured at a hundred times its time meanwhile.
+        A short program runs once before that. After a large program, memory goes back to the system in the background,
+        and decoding meanwhile took a hundred times as long.
         """
         if self.short:
             self.run()
@@ -60,21 +84,44 @@ class Program:
         return spent
 
     def _timed(self, calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.run()
-        return time.perf_counter() - start
+        began = time.perf_counter()
+        if on_gpu():  # runs calls in order; a CPU may run independent calls at the same time
+            for _ in range(calls):
+                result = self.start()
+            self.wait(result)
+        else:
+            for _ in range(calls):
+                self.run()
+        return time.perf_counter() - began
 
 
 @dataclasses.dataclass
 class Candidate:
     """A case at one length, compiled and checked: its programs by name (the keys of `eval.speed.report.PROGRAMS`).
 
-    facts: further columns of its row.
+    Attributes:
+      facts: more columns of its row.
+      spent: seconds of all rounds so far.
     """
 
     programs: dict[str, Program]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    spent: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """How often all its programs were timed."""
+        return min(len(program.seconds) for program in self.programs.values())
+
+    def warm_up(self) -> None:
+        """See `Program.warm_up`."""
+        for program in self.programs.values():
+            program.warm_up()
+            self.spent += sum(program.seconds)
+
+    def measure(self) -> None:
+        """Times a round of all its programs."""
+        self.spent += sum(program.measure() for program in self.programs.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +131,22 @@ class Case:
     Attributes:
       name: of the row.
       growth: the power of the length that its time grows with, at most.
-      make: compiles and checks the candidate; raises NoNumber with the reason where there is nothing to time.
+      make: compiles and checks the candidate; raises NoNumber with the reason if there is nothing to time.
     """
 
     name: str
     growth: int
     make: Callable[[], Candidate]
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Turns a scheduler's SIGTERM into Ctrl-C, so that it does not lose an hour's measurements."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def available_bytes() -> int:
@@ -105,29 +162,53 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+# Held by the thread that traces, checks or times. Compilers work without it.
+_DEVICE = threading.Lock()
+_holds = threading.local()
+
+
+@contextlib.contextmanager
+def _device() -> Iterator[None]:
+    with _DEVICE:
+        _holds.device = True
+        try:
+            yield
+        finally:
+            _holds.device = False
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """Compiles a lowered program; meanwhile other threads may use the device."""
+    if not getattr(_holds, "device", False):
+        return lowered.compile()
+    _DEVICE.release()
+    try:
+        return lowered.compile()
+    finally:
+        _DEVICE.acquire()
+
+
 def compile_program(function: Callable, *arguments: Any, steps: int = 1) -> Program:
-    """A program that runs a function on these arguments; NoNumber where its temporary memory would not fit."""
-    compiled = jax.jit(function).lower(*arguments).compile()
-    analysis: Any = compiled.memory_analysis()
-    check_room(analysis.temp_size_in_bytes)
-    return Program(lambda: jax.block_until_ready(compiled(*arguments)), analysis.temp_size_in_bytes, steps)
+    """A program that runs a function on these arguments; NoNumber if its temporary memory would not fit."""
+    compiled = compile_lowered(jax.jit(function).lower(*arguments))
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    check_memory(temp)
+    return Program(lambda: compiled(*arguments), temp, steps)
 
 
-def check_room(temp: int) -> None:
-    """NoNumber where this many bytes of temporary memory would not fit.
+def check_memory(temp: int, share: float = 0.6, what: str = "of temporary memory") -> None:
+    """NoNumber if this many bytes take more than a share of the available memory.
 
-    The compiler's figure leaves out what the runtime takes besides: a CPU program of three quarters of the room was
-    killed by the operating system.
+    The compiler's figure leaves out the runtime's own memory: the operating system has killed a CPU program that took
+    three quarters of what was free.
     """
-    room = available_bytes()
-    if temp > 0.6 * room:
-        raise NoNumber(
-            f"no room: needs {temp / 2**30:.1f} GiB of temporary memory, {room / 2**30:.1f} GiB are there"
-        )
+    free = available_bytes()
+    if temp > share * free:
+        raise NoNumber(f"no room: needs {temp / 2**30:.1f} GiB {what}, {free / 2**30:.1f} GiB are available")
 
 
 def check_patience(case: Case, length: int, earlier: Sequence[dict], limit: float) -> None:
-    """NoNumber where a round would take longer than `limit` seconds, by the longest of the `earlier` rows."""
+    """NoNumber if a round would take longer than `limit` seconds, judging by the longest of the `earlier` rows."""
     own = [row for row in earlier if row["name"] == case.name and row["length"] < length and not row["note"]]
     if not own:
         return
@@ -152,31 +233,66 @@ def measure(
     patience: float,
     limit: float,
 ) -> None:
-    """Checks and times all cases at one length; appends their rows, also when interrupted.
+    """Checks and times all cases at one length; appends their rows, also when interrupted, and prints each.
 
     rows: what the same cases took at other lengths. repeats, patience, limit: see `SpeedOptions`.
     """
     candidates: dict[str, Candidate] = {}
     notes: dict[str, str] = {}
     task = progress.add_task("", total=len(cases))
-    try:
-        for case in cases:
-            progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
-            try:
-                check_patience(case, length, rows, limit)
-                candidate = case.make()
-                for program in candidate.programs.values():
-                    program.warm_up()
-                candidates[case.name] = candidate
-            except NoNumber as reason:
-                notes[case.name] = str(reason)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                notes[case.name] = "no room: ran out of memory"
+    earlier = list(rows)
+
+    def prepare(case: Case) -> Candidate | None:
+        progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
+        try:
+            check_patience(case, length, earlier, limit)
+            candidate = case.make()
+            candidate.warm_up()
+            candidates[case.name] = candidate
+            return candidate
+        except NoNumber as reason:
+            notes[case.name] = str(reason)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            notes[case.name] = "no room: ran out of memory"
+        finally:
             progress.advance(task)
+        return None
+
+    def another_round(candidate: Candidate) -> None:
+        if candidate.rounds < repeats and (candidate.spent < patience or candidate.rounds < 2):
+            candidate.measure()
+
+    def report(name: str) -> None:
+        if name in candidates:
+            rows.append(as_row(length, name, candidates[name]))
+        else:
+            rows.append({"length": length, "name": name, "note": notes[name]})
+        progress.console.print(f"{label}, {row_line(rows[-1])}", highlight=False, soft_wrap=True)
+
+    def on_its_own(case: Case) -> None:
+        with _device():
+            candidate = prepare(case)
+            if candidate is not None:
+                for _ in range(repeats):
+                    another_round(candidate)
+            report(case.name)
+
+    try:
+        if on_gpu():
+            pool = concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+            try:
+                for done in concurrent.futures.as_completed(
+                    [pool.submit(on_its_own, case) for case in cases]
+                ):
+                    done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+            return
+        for case in cases:
+            prepare(case)
         progress.reset(task, total=repeats * len(candidates))
-        spent = {name: sum(sum(p.seconds) for p in c.programs.values()) for name, c in candidates.items()}
         for i in range(repeats):
             if not progress.console.is_terminal:  # where nobody sees a bar
                 progress.console.print(
@@ -184,13 +300,13 @@ def measure(
                 )
             for name, candidate in candidates.items():
                 progress.update(task, description=f"{label}, n = {length}: timing {name}")
-                done = min(len(program.seconds) for program in candidate.programs.values())
-                if done < repeats and (spent[name] < patience or done < 2):
-                    spent[name] += sum(program.measure() for program in candidate.programs.values())
+                another_round(candidate)
                 progress.advance(task)
     finally:
-        rows.extend(as_row(length, name, candidate) for name, candidate in candidates.items())
-        rows.extend({"length": length, "name": name, "note": note} for name, note in notes.items())
+        reported = {row["name"] for row in rows[len(earlier) :]}
+        for name in (*candidates, *notes):
+            if name not in reported:
+                report(name)
         progress.remove_task(task)
 
 
@@ -200,9 +316,15 @@ def as_row(length: int, name: str, candidate: Candidate) -> dict:
     for which, program in candidate.programs.items():
         row[f"{which}_s"] = min(program.seconds, default=None)
         row[f"{which}_temp_bytes"] = program.temp_bytes
-    if any(not program.seconds for program in candidate.programs.values()):
+    if not candidate.rounds:
         row["note"] = "interrupted: not timed to the end of a round"
-    return {**row, "rounds": min(len(p.seconds) for p in candidate.programs.values()), **candidate.facts}
+    return {**row, "rounds": candidate.rounds, **candidate.facts}
+
+
+def row_line(row: dict) -> str:
+    """A row as a line of progress."""
+    times = [f"{name[:-2]} {1e3 * row[name]:.4g} ms" for name in row if name.endswith("_s") and row[name]]
+    return f"n = {row['length']}, {row['name']}: {row['note'] or ', '.join(times)}"
 
 
 def check_finite(what: str, got: Any, shape: tuple[int, ...]) -> None:

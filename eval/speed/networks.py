@@ -1,4 +1,4 @@
-"""The networks that are compared: one for each mechanism that has a bidirectional form, alike in everything else."""
+"""Networks that differ only in their mechanism: one for each mechanism that has a bidirectional form."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from brl_jax.models.transnormer import Variant, transnormer
 M = TypeVar("M", bound=StackConfig)
 
 CONTROL = "no_mixing"
-"""The network in which no token sees another: what it lacks to the others is what a task needs attention for."""
+"""The network in which no token sees another; what the others do better is what a task needs attention for."""
 
 _TRANSNORMERS: dict[str, Variant] = {f"transnormer_{variant}": variant for variant in get_args(Variant)}
-# Fields that count the tokens that a query sees or the ones that stand for all of them, where a mechanism has them.
+# Fields of some mechanisms that count the tokens a query sees, or the tokens that summarise all of them.
 _OF_SIZE = (
     "window",
     "block_size",
@@ -30,7 +30,7 @@ _OF_LENGTH = ("max_length", "context")
 
 
 class Network(NamedTuple):
-    """The mechanism of all layers, or of the early ones where there is another for the late ones."""
+    """The mechanism of all layers, or of the early layers if the late ones have another."""
 
     mechanism: Mechanism
     late_mechanism: Mechanism | None = None
@@ -60,11 +60,11 @@ def network_names() -> tuple[str, ...]:
 def network(name: str, *, length: int, size: int | None = None) -> Network:
     """The network of this name for sequences of `length` tokens.
 
-    A mechanism has its default configuration, but for fields that follow the length and, with a `size`, for those that
-    count tokens: the width of a window or a block, and the number of tokens that stand for the whole sequence.
+    A mechanism has its default configuration, except for fields that follow the length and, with a `size`, for fields
+    that count tokens, such as the width of a window or the number of compressed tokens.
 
     Raises:
-      KeyError: there is none of this name.
+      KeyError: the name is not in `network_names`.
     """
     if name == CONTROL:
         return Network(LocalConfig(window=1))
@@ -78,7 +78,7 @@ def network(name: str, *, length: int, size: int | None = None) -> Network:
 def _fit(mechanism: Mechanism, length: int, size: int | None) -> Mechanism:
     named = {f.name for f in dataclasses.fields(mechanism)}
     changes = {name: length for name in _OF_LENGTH if name in named}
-    # Any other field that is None by default has a rule of its own.
+    # A field without a default number follows its own rule.
     fields = {name for name in named if type(getattr(mechanism, name)) is int}
     if size is not None:
         changes |= {name: size for name in _OF_SIZE if name in fields}

@@ -1,5 +1,5 @@
-"""The five pictures of the layers' measurements, after the BSBR article: scaling, heat map, radar, memory, bubbles; and
-one of each kind of network: encoders, classifiers, encoder-decoders, decoders."""
+"""Five pictures of the layers' measurements, after the BSBR article (scaling, heat map, radar, memory, bubbles), and
+one of each level of whole networks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from brl_jax.layers import MECHANISMS
-from eval.harness.pictures import label_points, legend_outside, line_styles, plain_log_axis, save
-from eval.speed.options import NETWORKS
+from eval.harness.pictures import label_points, legend_outside, line_styles, panels, plain_log_axis, save
+from eval.speed.levels import LEVELS
 from eval.speed.report import fitted_exponent
 
 # What a spoke of the radar shows, and the field it is read from: the less, the better.
@@ -36,12 +36,12 @@ _STEPS = {
 
 
 def draw(rows: Sequence[dict], fit_from: int, folder: Path) -> list[Path]:
-    """Draws what was measured of layers and whole networks; returns the files. Rows are those of `report.complete`."""
+    """Draws what was measured of layers and whole networks; returns the files. `report.complete` makes the rows."""
     rows = [row for row in rows if not row["note"]]
     figures: dict[str, Figure] = {}
     if layers := [row for row in rows if row["level"] == "layers"]:
         figures |= _of_layers(layers, fit_from)
-    for level in NETWORKS:
+    for level in (name for name, level in LEVELS.items() if level.is_network):
         if networks := [row for row in rows if row["level"] == level]:
             fields = {
                 field: panel for field, panel in _STEPS.items() if any(field in row for row in networks)
@@ -79,10 +79,8 @@ def _of(rows: Sequence[dict], name: str) -> list[dict]:
 
 def _curves(rows: Sequence[dict], fit_from: int, fields: Mapping[str, tuple[str, float, str]]) -> Figure:
     """A panel for each field, which has a title, a unit and the unit's name."""
-    figure = Figure(figsize=(8 * len(fields), 6.5), layout="constrained")
-    for axes, (field, (title, unit, label)) in zip(
-        figure.subplots(1, len(fields), squeeze=False).flat, fields.items()
-    ):
+    figure, [axs] = panels(1, len(fields), (8 * len(fields), 6.5))
+    for axes, (field, (title, unit, label)) in zip(axs, fields.items()):
         _panel(axes, rows, fit_from, field, unit)
         axes.set(xlabel="sequence length n", ylabel=label, title=title)
     return figure
@@ -99,7 +97,7 @@ def _panel(axes: Axes, rows: Sequence[dict], fit_from: int, field: str, unit: fl
             continue
         exponent = fitted_exponent(own, field, fit_from)
         label = name if exponent is None else f"{name}  $n^{{{exponent:.2f}}}$"
-        # The legend stands in the order of the curves at their right end, carried on where one ends early.
+        # The legend has the order of the curves at their right end; one that ends early is extended.
         ends[label] = own[-1][field] * (lengths[-1] / own[-1]["length"]) ** (exponent or 1.0)
         values = [row[field] / unit for row in own]
         axes.plot(
@@ -111,19 +109,18 @@ def _panel(axes: Axes, rows: Sequence[dict], fit_from: int, field: str, unit: fl
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:.0f}"))
     axes.tick_params(axis="x", rotation=45)
     plain_log_axis(axes.yaxis)
-    axes.grid(True, which="major", alpha=0.3)
     legend_outside(axes, order=lambda label: -ends[label])
 
 
 def _heat_map(rows: Sequence[dict]) -> Figure:
-    """Forward time of each mechanism at each length in milliseconds, coloured by how it stands to the fastest."""
+    """Forward time of each mechanism at each length in milliseconds, coloured by its ratio to the fastest."""
     lengths = sorted({row["length"] for row in rows})
     times = {(row["name"], row["length"]): row["forward_s"] for row in rows}
     names = sorted(_names(rows), key=lambda name: [times.get((name, n), math.inf) for n in reversed(lengths)])
     table = np.array([[times.get((name, n), np.nan) for n in lengths] for name in names])
     slower = table / np.nanmin(table, axis=0)
-    figure = Figure(figsize=(3.5 + 0.95 * len(lengths), 2.6 + 0.42 * len(names)), layout="constrained")
-    axes = figure.subplots()
+    size = (3.5 + 0.95 * len(lengths), 2.6 + 0.42 * len(names))
+    figure, [[axes]] = panels(1, 1, size, grid=None)
     limit = max(2.0, float(np.nanmax(slower)))
     image = axes.imshow(np.log2(slower), cmap="viridis_r", aspect="auto", vmin=0, vmax=math.log2(limit))
     axes.set_facecolor("#eeeeee")
@@ -167,9 +164,9 @@ def _radar(rows: Sequence[dict], fit_from: int) -> Figure:
     median = np.median(list(scores.values()), axis=0)
     columns = min(4, len(here))
     lines = -(-len(here) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.2 * lines + 1.0), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False, subplot_kw={"projection": "polar"}).ravel()
-    for axes, (name, values) in zip(panels, scores.items()):
+    size = (3.6 * columns, 3.2 * lines + 1.0)
+    figure, axs = panels(lines, columns, size, grid=None, subplot_kw={"projection": "polar"})
+    for axes, (name, values) in zip(axs.ravel(), scores.items()):
         axes.fill(angles, median, color="#bbbbbb", alpha=0.6)
         colour = styles[name]["color"]
         axes.plot(np.append(angles, angles[0]), [*values, values[0]], color=colour, linewidth=2)
@@ -180,11 +177,11 @@ def _radar(rows: Sequence[dict], fit_from: int) -> Figure:
         axes.set_xticks(angles, labels, fontsize=9)
         axes.tick_params(axis="x", pad=12)
         axes.set_title(name, color=colour, fontweight="bold", pad=14)
-    for axes in panels[len(here) :]:
+    for axes in axs.ravel()[len(here) :]:
         axes.set_visible(False)
     figure.suptitle(
         f"one layer at n = {length}: on each spoke the best mechanism's cost over this one's\n"
-        "(1: the best; 0: has none); scaling: 1 / exponent of the training time; grey: the median",
+        "(1: the best; 0: not measured); scaling: 1 / exponent of the training time; grey: the median",
         fontsize=11,
     )
     return figure
@@ -198,8 +195,7 @@ def _bubbles(rows: Sequence[dict]) -> Figure:
     memory = np.array([row["forward_backward_temp_bytes"] / 2**20 for row in here])
     seconds = np.array([row["forward_backward_s"] * 1e3 for row in here])
     parameters = np.array([row["parameters"] for row in here])
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots()
+    figure, [[axes]] = panels(1, 1, (11, 7))
     axes.set(xscale="log", yscale="log", xlim=(memory.min() / 1.5, memory.max() * 1.5))
     axes.set_ylim(seconds.min() / 1.5, seconds.max() * 1.5)
     area = 700 * parameters / parameters.max()
@@ -215,7 +211,6 @@ def _bubbles(rows: Sequence[dict]) -> Figure:
     )
     plain_log_axis(axes.xaxis)
     plain_log_axis(axes.yaxis)
-    axes.grid(True, which="major", alpha=0.3)
     axes.set(
         xlabel="temporary memory of the forward and backward pass, MiB",
         ylabel="time of the forward and backward pass, ms",

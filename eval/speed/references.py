@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from eval.speed.options import SpeedOptions
+from eval.speed.options import SpeedOptions
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
-
-
-# How far a token's value replaces what the state holds for its key.
+# How far a token's value replaces the state's value for its key.
 BETA = 0.5
+# The decay in the gated delta rule and in Mamba-2.
+LOG_DECAY = -0.1
 
 
 class Level(NamedTuple):
@@ -33,7 +32,7 @@ def softmax_reference(
     sees: Callable[[SpeedOptions, Any, Any], Any],
     levels: Callable[[SpeedOptions, int], list[Level]] = _one_level,
 ) -> Callable:
-    """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
+    """The reference of causal softmax attention; query i sees key j if sees(options, i, j)."""
 
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
@@ -66,7 +65,7 @@ def softmax_reference(
 def native_sparse_reference(
     options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, sizes: Any, window: int
 ) -> tuple[np.ndarray, ...]:
-    """The reference of native sparse attention whose blocks are compressed to their means, with gates of one third."""
+    """The reference of native sparse attention that compresses blocks to their means, with gates of one third."""
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
     length, at = key.shape[1], rows[:, None]
     columns = np.arange(length)
@@ -106,7 +105,7 @@ class _SoftmaxRows:
         self.out = np.einsum("bnrs,bsnh->brnh", self.weights, value)
 
     def gradients(self, d_out: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Those of the queries, and of keys and values by the last rows alone."""
+        """The gradients of the queries, and of keys and values by the last rows alone."""
         weights = self.weights
         d_weights = np.einsum("brnh,bsnh->bnrs", d_out, self.value)
         d_scores = self.scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
@@ -166,7 +165,7 @@ def delta_reference(
     """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient.
 
     Args:
-      log_decay: that of the state before each token: a number, or one for each key feature.
+      log_decay: of the state before each token: a number, or one for each key feature.
     """
     decay = np.broadcast_to(np.exp(log_decay), options.head_dim)[:, None]
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
@@ -203,10 +202,10 @@ def delta_reference(
 def decayed_reference(
     options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any
 ) -> tuple[np.ndarray, ...]:
-    """The reference of linear attention whose state decays, by its recurrence and, over the tail, its gradient's.
+    """The reference of linear attention with a decaying state, by its recurrence and, over the tail, its gradient's.
 
     Args:
-      log_decay: that of the state before each token: (heads, 1) or (heads, features).
+      log_decay: of the state before each token: (heads, 1) or (heads, features).
     """
     decay = np.exp(np.asarray(log_decay, np.float64))[..., None]
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)

@@ -1,34 +1,33 @@
-"""What eval.speed reports of its measurements: ratios, fitted exponents, tables, targets, JSON."""
+"""What eval.speed reports about its measurements: ratios, fitted exponents, tables, targets, JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
-from rich import box
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from eval.speed.encoders import NUM_LAYERS
-from eval.speed.functions import TORCH, has_torch
-from eval.speed.options import Level, SpeedOptions
+from eval.harness.table import Table
+from eval.speed.functions import TORCH
+from eval.speed.levels import LEVELS, base_name
+from eval.speed.options import SpeedOptions
 from train.engine.storage import write_whole
 
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 
 
-def base_name(level: str, options: SpeedOptions) -> str:
-    """The row that the others of its level and length are compared with."""
-    return TORCH if level in ("functions", "encoders") and has_torch(options) else "full"
+def limits(options: Any) -> dict[str, Any]:
+    """How long to measure."""
+    return {"repeats": options.repeats, "patience": options.patience, "limit": options.limit}
 
 
-def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[dict]:
+def complete(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[dict]:
     """The rows of a level with what follows from them: ratios to the base's time, tokens per second."""
     bases = {row["length"]: row for row in rows if row["name"] == base_name(level, options)}
     done = []
@@ -53,7 +52,7 @@ def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[
 def fitted_exponent(rows: Sequence[dict], what: str, fit_from: int) -> float | None:
     """Slope of log(row[what]) over log(length), by least squares over lengths of at least `fit_from`.
 
-    All lengths count where that leaves fewer than two; None where there are fewer than two in all.
+    All lengths count if that leaves fewer than two; None if there are fewer than two in all.
     """
     points = [(row["length"], row[what]) for row in rows if row.get(what)]
     long = [point for point in points if point[0] >= fit_from]
@@ -76,101 +75,71 @@ def exponents(rows: Sequence[dict], fit_from: int) -> list[dict[str, Any]]:
     return fitted
 
 
-def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[Table]:
+def as_tables(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[RichTable]:
     """The rows of a level: times and ratios, then throughput and memory; each fits in 80 columns."""
     size = f"batch {options.batch}, {options.heads} heads of {options.head_dim}, {options.dtype}"
-    what = {
-        "functions": f"causal attention functions, window {options.window}",
-        "layers": f"one transformer layer of width {options.heads * options.head_dim}",
-        "encoders": f"encoders of {NUM_LAYERS} layers of width {options.heads * options.head_dim}",
-        "classifiers": f"classifiers of width {options.heads * options.head_dim}, inference and training",
-        "encoder_decoders": f"encoder-decoders of width {options.heads * options.head_dim}, training",
-        "decoders": f"decoders of width {options.heads * options.head_dim}, inference and training",
-    }[level]
     base = base_name(level, options)
-    programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]
-    times: dict[str, Callable[[dict], str]] = {}
-    rates: dict[str, Callable[[dict], str]] = {}
-    memory: dict[str, Callable[[dict], str]] = {}
-    for name in programs:
-        short = PROGRAMS[name]
-        times[f"{short} ms"] = functools.partial(_cell, field=f"{name}_s", unit=1e-3)
-        times[f"{short} x {base}"] = functools.partial(_cell, field=f"{name}_ratio", digits=2)
-        rate = "steps" if "train" in programs else "tokens"
-        rates[f"{short} {rate}/s"] = functools.partial(_cell, field=f"{name}_{rate}_per_s")
-        memory[f"{short} temp MiB"] = functools.partial(_cell, field=f"{name}_temp_bytes", unit=2**20)
-    memory.pop("step temp MiB", None)
+    programs = {name: short for name, short in PROGRAMS.items() if any(f"{name}_s" in row for row in rows)}
+    trains = "train" in programs
+    rate = "steps" if trains else "tokens"
+    # The field, its unit and the digits behind the point of each column.
+    times: dict[str, tuple[str, float, int | None]] = {}
+    rest: dict[str, tuple[str, float, int | None]] = {}
+    for name, short in programs.items():
+        times[f"{short} ms"] = (f"{name}_s", 1e-3, None)
+        times[f"{short} x {base}"] = (f"{name}_ratio", 1.0, 2)
+        rest[f"{short} {rate}/s"] = (f"{name}_{rate}_per_s", 1.0, None)
+    for name, short in programs.items():
+        if name != "step":
+            rest[f"{short} temp MiB"] = (f"{name}_temp_bytes", 2.0**20, None)
     if "step" in programs:
-        memory["state MiB"] = functools.partial(_cell, field="state_bytes", unit=2**20)
-    if "train" in programs:
-        memory["train MiB"] = functools.partial(_cell, field="train_bytes", unit=2**20)
-        memory[f"train MiB / {base}"] = functools.partial(_cell, field="train_bytes_ratio", digits=2)
-    return [
-        _table(f"{what}: {title}\n{size}, on {jax.devices()[0].device_kind}", rows, columns)
-        for title, columns in {"time": times, "throughput and memory": rates | memory}.items()
-    ]
+        rest["state MiB"] = ("state_bytes", 2.0**20, None)
+    if trains:
+        rest["train MiB"] = ("train_bytes", 2.0**20, None)
+        rest[f"train MiB / {base}"] = ("train_bytes_ratio", 1.0, 2)
+    tables = []
+    for title, columns in {"time": times, "throughput and memory": rest}.items():
+        what = f"{LEVELS[level].title.format(options)}: {title}\n{size}, on {jax.devices()[0].device_kind}"
+        table = Table("n", "case", *columns, title=what)
+        for row in rows:
+            cells = [_cell(row, *column) for column in columns.values()]
+            if row["note"]:
+                cells = [row["note"].partition(":")[0], *["-"] * (len(columns) - 1)]
+            name = row["name"] if row.get("causal", True) else f"{row['name']} *"
+            table.add(row["length"], name, *cells)
+        tables.append(table.for_terminal(left=2, sections=True))
+    return tables
 
 
-def _table(title: str, rows: Sequence[dict], columns: dict[str, Callable[[dict], str]]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("n", justify="right", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", min_width=7)
-    last = None
-    for row in rows:
-        if row["length"] != last:
-            table.add_section()
-            last = row["length"]
-        name = row["name"] if row.get("causal", True) else f"{row['name']} *"
-        cells = [show(row) for show in columns.values()]
-        if row["note"]:
-            cells = [row["note"].partition(":")[0], *["-"] * (len(columns) - 1)]
-        table.add_row(str(row["length"]), name, *cells)
-    return table
-
-
-def _cell(row: dict, *, field: str, unit: float = 1.0, digits: int | None = None) -> str:
+def _cell(row: dict, field: str, unit: float, digits: int | None) -> str | None:
     value = row.get(field)
     if value is None:
-        return "-"
+        return None
     value /= unit
     if digits is not None:
         return f"{value:.{digits}f}"
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | None:
-    """The fitted exponents; None where no case was measured at two lengths."""
+def exponent_table(fitted: Sequence[dict[str, Any]], options: SpeedOptions) -> RichTable | None:
+    """The `exponents` of all cases that have any; None if no case has."""
+    kinds = {"s": "time", "temp_bytes": "temp memory"}
     titles = {
-        "forward_s": "fwd time",
-        "forward_backward_s": "fwd+bwd time",
-        "step_s": "step time",
-        "train_s": "train time",
-        "forward_temp_bytes": "fwd temp memory",
-        "forward_backward_temp_bytes": "fwd+bwd temp memory",
-        "train_temp_bytes": "train temp memory",
+        f"{name}_{unit}": f"{PROGRAMS[name]} {word}" for unit, word in kinds.items() for name in PROGRAMS
     }
-    columns = [column for column in titles if any(entry[column] is not None for entry in fitted)]
+    columns = {name: title for name, title in titles.items() if any(e[name] is not None for e in fitted)}
+    columns.pop("step_temp_bytes", None)
     known = [entry for entry in fitted if any(entry[column] is not None for column in columns)]
     if not known:
         return None
     many = sum(n >= options.fit_from for n in set(options.lengths)) > 1
     span = [n for n in options.lengths if n >= options.fit_from] if many else list(options.lengths)
-    table = Table(
-        title=f"growth with n: fitted exponents, n = {min(span)} to {max(span)}",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("level", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    for column in columns:
-        table.add_column(titles[column], justify="right")
+    title = f"growth with n: fitted exponents, n = {min(span)} to {max(span)}"
+    table = Table("level", "case", *columns.values(), title=title)
     for entry in known:
-        values = ["-" if entry[c] is None else f"{round(entry[c], 2) + 0.0:.2f}" for c in columns]
-        table.add_row(entry["level"], entry["name"], *values)
-    return table
+        values = (None if entry[c] is None else f"{round(entry[c], 2) + 0.0:.2f}" for c in columns)
+        table.add(entry["level"], entry["name"], *values)
+    return table.for_terminal(left=2)
 
 
 class Target(NamedTuple):
@@ -181,7 +150,7 @@ class Target(NamedTuple):
     base: str
     program: str
     least: float
-    level: Level = "functions"
+    level: str = "functions"
 
 
 TARGETS = (
@@ -208,7 +177,7 @@ TARGETS = (
 
 
 def target_lines(rows: Sequence[dict], options: SpeedOptions) -> list[str]:
-    """How rows stand against their targets, where both sides were measured at that length."""
+    """Whether rows meet their targets, if both sides were measured at that length."""
     default = SpeedOptions()
     same = ("window", "heads", "head_dim", "batch", "dtype")
     if any(getattr(options, n) != getattr(default, n) for n in same):
@@ -237,7 +206,7 @@ def note_lines(rows: Sequence[dict]) -> list[str]:
 
 
 def write_json(path: Path, rows: Sequence[dict], options: Any, **fitted: Any) -> None:
-    """Options, rows and what was fitted to them as one JSON object; written aside and then renamed."""
+    """Writes options, rows and what was fitted to them as one JSON object; the file appears when it is whole."""
     result = {
         "options": dataclasses.asdict(options),
         "device": jax.devices()[0].device_kind,

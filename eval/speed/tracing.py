@@ -27,7 +27,7 @@ import brl_jax as bj
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import json_path
+from eval.harness.output import json_path
 from eval.speed import report
 from train.cli.options import parse_options
 

@@ -1,19 +1,18 @@
 """Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png].
 
 The held-out loss of runs of train.lm against the floating-point operations of their training: the axis of figures 4b
-and 14 of arXiv:2509.07963. The presets `chars-NAME` train as many steps as take the same operations, and so do
+and 14 of arXiv:2509.07963. The presets `chars-NAME` all take the same number of operations, and so do
 `owt-chars-NAME`. The operations are counted in one of two ways:
 
-    --count formulas  by `train.tasks.decoder_flops`, pair by pair: full, MLR, global-window and local attention
+    --count formulas  pair by pair (`train.tasks.decoder_flops`): full, MLR, global-window and sliding-window attention
     --count program   the matrix products that the network's XLA implementation traces to, masked parts of blocks
                       included: any mechanism
 
 --workdir DIR prints a JSON object of one run: `flops_per_token` of training, the `attention_share` that scores and
 values have in it (by formulas), `tflop` of the whole run, `loss` at its end, and the `curve` of losses while training
-(step, tokens, tflop, loss); `whole` says of each loss whether it is of all held-out text, as at the end of training, or
-of its beginning. --table prints a row for each group of runs that differ in their seed only, and --picture draws them
-over the tokens and over the operations of training. Runs that have no loss of all held-out text yet are left out where
-others have one.
+(step, tokens, tflop, loss). `whole` says whether a loss covers all held-out text, as at the end of training, or only
+its beginning. --table prints a row for each group of runs that differ only in their seed, and --picture draws them over
+the tokens and over the operations of training. If some runs have a loss of all held-out text, the others are left out.
 """
 
 from __future__ import annotations
@@ -25,26 +24,24 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.harness.main import Evaluation, Measured, TableOptions, unfinished
-from eval.harness.pictures import legend_outside, line_styles
-from eval.harness.runs import Run, run_facts
-from eval.tasks.recall_table import grouped
-from train.engine.config_file import flatten, to_json
+from eval.harness.groups import by_network, run_settings
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.output import Measured
+from eval.harness.pictures import legend_outside, line_styles, panels
+from eval.harness.runs import Run, run_facts, unfinished
+from eval.harness.table import Result, Table, mean_range, seeds
 from train.engine.errors import UserError
 from train.engine.metrics import log, read_metrics
 from train.engine.throughput import step_flops
 from train.tasks.decoder_flops import decoder_multiplications, training_flops
 from train.tasks.lm import LM
 
-Result = Mapping[str, Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class ComputeOptions(TableOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     count: Literal["formulas", "program"] = "formulas"
     """How operations are counted: by the formulas of some mechanisms, or in the program of any."""
 
@@ -62,10 +59,10 @@ def losses(workdir: str) -> list[tuple[int, float]]:
 
 
 def _by_formulas(run: Run) -> tuple[float, float]:
-    """Operations of training on a token, and the share of scores and values in them.
+    """Operations of training on a token, and their share in scores and values.
 
     Raises:
-      UserError: there is no formula for a mechanism of the network.
+      UserError: a mechanism of the network has no formula.
     """
     try:
         parts = decoder_multiplications(run.config.model, run.config.loop.length)
@@ -85,86 +82,83 @@ def _of_program(run: Run) -> tuple[float, None]:
     return step_flops(objective, run.params, batch) / (loop.batch * loop.length), None
 
 
-class _ComputeEvaluation(Evaluation[ComputeOptions]):
-    of_unfinished = "its losses so far"
+def measure(run: Run, options: ComputeOptions) -> dict[str, Any]:
+    """The operations of a run and its losses."""
+    loop = run.config.loop
+    a_token, share = _of_program(run) if options.count == "program" else _by_formulas(run)
+    tokens = loop.batch * loop.length
+    found = losses(loop.workdir)
+    has_ended = unfinished(loop.workdir, run.config) is None
+    curve = [
+        {
+            "step": step,
+            "tokens": step * tokens,
+            "tflop": step * tokens * a_token / 1e12,
+            "loss": loss,
+            "whole": loop.eval_tokens == 0 or (loop.full_eval and has_ended and step == found[-1][0]),
+        }
+        for step, loss in found
+    ]
+    return {
+        "settings": run_settings(run.config, "batch", "length", "steps"),
+        "flops_per_token": a_token,
+        "attention_share": share,
+        **{name: curve[-1][name] for name in ("tflop", "loss", "whole")},
+        "curve": curve,
+        **run_facts(run),
+    }
 
-    def _measure_all(self, folder: str, options: ComputeOptions) -> list[Measured]:
-        measured = super()._measure_all(folder, options)
-        whole = [each for each in measured if each.result["whole"]]
-        for each in measured:
-            if whole and not each.result["whole"]:
-                log(
-                    f"{self.name}: {each.result['workdir']} is left out: its last loss is of the beginning of the "
-                    "held-out text, and those of others are of all of it"
-                )
-        return whole or measured
 
-    def measure(self, run: Run, options: ComputeOptions) -> Measured:
-        """The operations of a run and its losses."""
-        config = run.config
-        a_token, share = _of_program(run) if options.count == "program" else _by_formulas(run)
-        tokens = config.loop.batch * config.loop.length
-        settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
-        settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "length", "steps")}
-        found = losses(config.loop.workdir)
-        has_ended = unfinished(config.loop.workdir, config) is None
-        curve = [
-            {
-                "step": step,
-                "tokens": step * tokens,
-                "tflop": step * tokens * a_token / 1e12,
-                "loss": loss,
-                "whole": config.loop.eval_tokens == 0
-                or (config.loop.full_eval and has_ended and step == found[-1][0]),
-            }
-            for step, loss in found
-        ]
-        return Measured(
-            {
-                "settings": flatten(settings),
-                "flops_per_token": a_token,
-                "attention_share": share,
-                "tflop": curve[-1]["tflop"],
-                "loss": curve[-1]["loss"],
-                "whole": curve[-1]["whole"],
-                "curve": curve,
-                **run_facts(run),
-            }
-        )
+def select(measured: list[Measured]) -> list[Measured]:
+    """The runs with a loss of all held-out text, if there are any; otherwise all runs."""
+    whole = [each for each in measured if each.result["whole"]]
+    for each in measured if whole else ():
+        if not each.result["whole"]:
+            log(
+                f"eval.compute: {each.result['workdir']} is left out: its last loss is of the beginning of the "
+                "held-out text, and the losses of others are of all of it"
+            )
+    return whole or measured
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row for each group of runs that differ in their seed only."""
-    lines = [
-        "| mechanism | parameters | MFLOP a token | of them attention | steps | TFLOP | seeds | held-out loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for label, runs in grouped(results).items():
+    """A row for each group of runs that differ only in their seed."""
+    table = Table(
+        "mechanism",
+        "parameters",
+        "MFLOP a token",
+        "of them attention",
+        "steps",
+        "TFLOP",
+        "seeds",
+        "held-out loss",
+    )
+    for label, runs in by_network(results).items():
         first = runs[0]
-        last = [run["loss"] for run in runs]
-        steps = _each(str(run["curve"][-1]["step"]) for run in runs)
-        tflop = _each(f"{run['tflop']:.2f}" for run in runs)
-        share = "-" if first["attention_share"] is None else f"{100 * first['attention_share']:.1f}%"
-        spread = "" if len(runs) == 1 else f" ({min(last):.3f} to {max(last):.3f})"
-        lines.append(
-            f"| {label} | {first['parameters']} | {first['flops_per_token'] / 1e6:.3f} "
-            f"| {share} | {steps} | {tflop} "
-            f"| {', '.join(str(run['seed']) for run in runs)} | {np.mean(last):.3f}{spread} |"
+        share = first["attention_share"]
+        table.add(
+            label,
+            first["parameters"],
+            f"{first['flops_per_token'] / 1e6:.3f}",
+            None if share is None else f"{100 * share:.1f}%",
+            _each(str(run["curve"][-1]["step"]) for run in runs),
+            _each(f"{run['tflop']:.2f}" for run in runs),
+            seeds(runs),
+            mean_range([run["loss"] for run in runs]),
         )
-    return "\n".join(lines)
+    return str(table)
 
 
 def _each(values: Iterable[str]) -> str:
-    """The values of a group's runs, once where all are alike."""
+    """The different values of a group's runs."""
     return ", ".join(dict.fromkeys(values))
 
 
 def _curve(runs: Sequence[Result]) -> tuple[list[Mapping[str, Any]], list[float]]:
-    """The evaluations that all runs of a group have, as the first run has them, and their losses averaged over the
-    runs.
+    """The evaluations that all runs of a group have, as the first run has them, and their losses averaged over runs.
 
-    The evaluation at the end of training is left out where it is of other text: it reads all held-out text, and the
-    others the beginning. Where there is no other it stays.
+    The last evaluation is left out if it reads other text: all of the held-out text, when the others read its
+    beginning.
     """
     known = []
     for run in runs:
@@ -176,11 +170,9 @@ def _curve(runs: Sequence[Result]) -> tuple[list[Mapping[str, Any]], list[float]
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """The loss over the tokens and over the operations of training, averaged over seeds, and the last loss of each
-    seed."""
-    groups = grouped(results)
-    figure = Figure(figsize=(17, 5), layout="constrained")
-    by_tokens, by_operations, ends = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    """The loss over the tokens and over the operations of training, averaged over seeds, and each seed's last loss."""
+    groups = by_network(results)
+    figure, [[by_tokens, by_operations, ends]] = panels(1, 3, (17, 5), width_ratios=(3, 3, 2))
     styles = line_styles(list(groups))
     for label, runs in groups.items():
         points, y = _curve(runs)
@@ -192,25 +184,22 @@ def draw(results: Sequence[Result]) -> Figure:
     # The first losses would hide the differences between the last ones.
     drawn = [point["loss"] for run in results for point in run["curve"]]
     limits = 0.99 * min(drawn), min(1.02 * max(drawn), 1.35 * min(drawn))
+    ylabel = "held-out loss, nats a token"
     for axes, xlabel in ((by_tokens, "million tokens of training"), (by_operations, "TFLOP of training")):
-        axes.set(
-            xlabel=xlabel, ylabel="held-out loss, nats a token", title="while training, mean over the seeds",
-            ylim=limits,
-        )  # fmt: skip
-    ends.set(xlabel="TFLOP of training", ylabel="held-out loss, nats a token", title="the end, each seed")
-    for axes in (by_tokens, by_operations, ends):
-        axes.grid(True, alpha=0.3)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title="while training, mean over the seeds", ylim=limits)
+    ends.set(xlabel="TFLOP of training", ylabel=ylabel, title="the end, each seed")
     legend_outside(ends)
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures or the table; see the module's text and --help."""
-    _ComputeEvaluation(
-        [LM],
-        ComputeOptions(),
-        name="eval.compute",
-        about="Language models at equal compute.",
-        markdown=markdown,
-        draw=draw,
-    ).main(argv)
+main = Evaluation(
+    [LM],
+    ComputeOptions(),
+    "eval.compute",
+    "Language models at equal compute.",
+    measure,
+    markdown,
+    draw,
+    of_unfinished="its losses so far",
+    select=select,
+).main

@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse as sample
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,8 +29,10 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import line_styles, plain_log_axis, report, shared_legend
-from train.cli.options import parse_options
+from eval.harness.options import OutputOptions
+from eval.harness.output import Study
+from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.engine.step import init_state, make_train_step
@@ -38,12 +40,11 @@ from train.tasks.lm import lm_objective
 
 # Modules whose outputs are recorded, by their names in the network.
 _FOLLOWED = {"mixer": "mixer", "feed_forward": "feed-forward network"}
-Options = TypeVar("Options", bound="WidthOptions")
 PARAMETRIZATIONS = ("standard", "muP")
 
 
 @dataclasses.dataclass(frozen=True)
-class WidthOptions:
+class WidthOptions(OutputOptions):
     """One decoder at several widths."""
 
     mechanism: str = "full"
@@ -63,7 +64,7 @@ class WidthOptions:
     seeds: int = 1
     """Number of networks to average over."""
     picture: str | None = None
-    """File to draw the curves in (PNG)."""
+    """A .png file to draw."""
 
     def __post_init__(self):
         if self.mechanism not in MECHANISMS:
@@ -86,16 +87,16 @@ class CoordinateOptions(WidthOptions):
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
-def text_batch(options: WidthOptions, step: int) -> dict[str, Any]:
+def text_batch(options: WidthOptions, step: int) -> Batch:
     """Bytes of a source file of Python's standard library and the byte after each."""
     text = np.frombuffer(Path(sample.__file__).read_bytes(), np.uint8)
     rows = (np.arange(options.batch) + step * options.batch)[:, None] * options.length
     window = text.take(rows + np.arange(options.length + 1), mode="wrap").astype(np.int32)
-    return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(True)}
+    return Batch({"tokens": window[:, :-1], "targets": window[:, 1:]}, reset=np.True_)
 
 
 def make_model(options: WidthOptions, width: int, parametrization: str) -> DecoderLM:
-    """The decoder of one width. Raises UserError if the mechanism has none of that width."""
+    """The decoder of one width. Raises UserError if the mechanism does not support the width."""
     try:
         return DecoderLM(
             DecoderConfig(
@@ -110,7 +111,7 @@ def make_model(options: WidthOptions, width: int, parametrization: str) -> Decod
         raise UserError(f"--widths: {width} will not do: {error}") from error
 
 
-def activations(model: DecoderLM, params: Any, batch: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
+def activations(model: DecoderLM, params: Any, batch: Batch) -> dict[str, Float[Array, "..."]]:
     """The outputs of each layer's mixer and feed-forward network, (layers, B, T, D), and the logits (B, T, V)."""
 
     def followed(module: Any, method: str) -> bool:
@@ -180,11 +181,11 @@ def measure(options: CoordinateOptions, parametrization: str) -> dict[str, Any]:
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
     """The change over the width, one curve for each step; a row of panels for each parametrisation."""
     names = list(results[0]["change"])
-    figure = Figure(figsize=(4.4 * len(names) + 1.6, 3.6 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), len(names), squeeze=False, sharex=True, sharey="col")
+    size = (4.4 * len(names) + 1.6, 3.6 * len(results))
+    figure, axs = panels(len(results), len(names), size, sharex=True, sharey="col")
     steps = len(results[0]["change"][names[0]][0])
     styles = line_styles([f"after step {i + 1}" for i in range(steps)])
-    for row, result in zip(panels, results):
+    for row, result in zip(axs, results):
         for axes, name in zip(row, names):
             for i, (label, style) in enumerate(styles.items()):
                 values = [moved[i] for moved in result["change"][name]]
@@ -194,30 +195,18 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
             plain_log_axis(axes.yaxis)
             axes.set_xticks(result["widths"], [str(width) for width in result["widths"]])
             axes.set_title(f"{result['parametrization']}: {name}, ~ width^{result['slope'][name]:.2f}")
-            axes.grid(True, alpha=0.3)
         row[0].set_ylabel("change since the start, RMS")
-    for axes in panels[-1]:
+    for axes in axs[-1]:
         axes.set_xlabel("width")
-    shared_legend(figure, panels[0, 0])
+    shared_legend(figure, axs[0, 0])
     figure.suptitle(f"{results[0]['mechanism']}, AdamW at {results[0]['learning_rate']:g}")
     return figure
 
 
-def compare(
-    default: Options,
-    argv: Sequence[str],
-    measure: Callable[[Options, str], dict[str, Any]],
-    draw: Callable[[Sequence[dict[str, Any]]], Figure],
-    *,
-    name: str,
-    about: str,
-) -> None:
-    """The command `name`: measures each parametrisation, prints it as a JSON object, and draws the picture."""
-    options = parse_options(default, argv, prog=f"python -m {name}", about=about)
-    report((measure(options, parametrization) for parametrization in PARAMETRIZATIONS), draw, options.picture)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each parametrisation and draws the picture; see the module's docstring and --help."""
-    about = "How activations grow with the width in the first steps, with muP and without."
-    compare(CoordinateOptions(), argv, measure, draw, name="eval.coordinates", about=about)
+main = Study(
+    CoordinateOptions(),
+    "eval.coordinates",
+    "How activations grow with the width in the first steps, with muP and without.",
+    lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
+    draw,
+).main

@@ -1,4 +1,4 @@
-"""Gradients by attention scores beside their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...].
+"""Compares gradients by attention scores with their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...].
 
 TransNormer (arXiv:2210.10340, section 3.1 and appendix D) bounds how strongly the loss L depends on the scores s_ij of
 softmax attention (f = exp), linear attention (f the identity) and NormAttention. With p_ij = f(s_ij) / sum_k f(s_ik),
@@ -13,8 +13,8 @@ the outputs O, the values V, c_1 = max_i |dL / dO_i|, c_2 = max_j |V_j| and c_3 
 Here both sides are measured on the layers of trained language models: the gradients by automatic differentiation of the
 mean loss of a row, for every pair that a token sees, with c_1, c_2 and c_3 of each row, layer and head. In
 NormAttention d is the width of the merged heads, over which it normalises, O_i is the normalised row before the learned
-scale, and c_1 is of all heads. Networks with rotary positions have no equation 6 in linear attention: its scores are
-rotated and its denominator is not.
+scale, and c_1 covers all heads. Linear attention with rotary positions has no bound, because it rotates its scores but
+not its denominator.
 
 Prints a JSON object for each run: for each layer, or each of two mechanisms that share it, the `kind` of its attention,
 the `largest` and the `median` of |dL / ds_ij| / (c_1 c_2), the smallest `bound` on it, and `share_of_bound`, the
@@ -22,9 +22,9 @@ greatest of the measured values over their own bounds; `relative`, the largest |
 gradient by the logarithm of a score, which does not depend on the scores' size (of softmax attention, whose score is
 that logarithm, the same as `largest`); `entry`, `entry_bound` and `entry_share`, the largest |dp_ij / ds_ik|, the
 largest bound (9) or (11) on it, and the greatest ratio of the two (null for NormAttention, which has no p);
-`smallest_score`, c_3 (linear attention only); and for NormAttention `share_of_row_bound`, with |dL / dO_i| |V_j| /
-sqrt(sigma_i^2 + eps) in place of (15): what remains of it with the norm of the matrix (52) and each row's own mean
-square sigma_i^2.
+`smallest_score`, c_3 (linear attention only); and for NormAttention `share_of_row_bound`, which replaces (15) by
+|dL / dO_i| |V_j| / sqrt(sigma_i^2 + eps): the tighter bound with the norm of the matrix (52) and each row's mean square
+sigma_i^2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -42,6 +42,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.layers import (
@@ -57,47 +58,38 @@ from brl_jax.layers.core.protocol import MechanismLayer
 from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
-from eval.harness.pictures import legend_outside, line_styles, report
+from eval.harness.options import StudyOptions
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.studies.locality import layer_weights
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 Kind = Literal["softmax", "linear", "norm"]
 
-# The collection of variables that the layers' scan keeps apart by layer and nothing else here reads.
+# A collection of variables that the scan over layers keeps apart by layer, and that nothing else here reads.
 _COLLECTION = "intermediates"
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundOptions:
+class BoundOptions(StudyOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs, of train.lm."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the run's data."""
-    checkpoint: str = "best"
-    """best (the best evaluation while training), last, or a step."""
     sequences: int = 4
     """Rows to read, the first of the split."""
     length: int = 256
-    """Tokens of a row, at most those of training."""
-    picture: str | None = None
-    """File to draw the gradients and their bounds in (PNG)."""
+    """Tokens of a row, at most as in training."""
 
     def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
-        for name, least in (("sequences", 1), ("length", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, "sequences")
+        check_at_least(self, "length", least=2)
 
 
 def kind_of(mechanism: Mechanism, dimensions: Dimensions) -> Kind | None:
-    """Which bounds are those of a layer; None if none are."""
+    """Which bounds apply to a layer; None if the paper has none for it."""
     match mechanism:
         case FullConfig() | LocalConfig():
             return None if mechanism.sinks or mechanism.logits_soft_cap is not None else "softmax"
@@ -111,7 +103,7 @@ def kind_of(mechanism: Mechanism, dimensions: Dimensions) -> Kind | None:
 
 
 def kinds_of(mechanism: Mechanism, dimensions: Dimensions) -> list[Kind]:
-    """The bounds of a layer, of both mechanisms where two share it; empty if there are none."""
+    """The bounds of a layer, one for each of two mechanisms that share it; empty without bounds."""
     parts = mechanism.both.values() if isinstance(mechanism, SideBySideConfig) else (mechanism,)
     return [kind for part in parts if (kind := kind_of(part, dimensions)) is not None]
 
@@ -120,10 +112,10 @@ class LayerGradients(NamedTuple):
     """The scores of one layer and the loss's gradients by them.
 
     Attributes:
-      weights: (B, N, T, T), p_ij; of NormAttention the scores.
-      scores: (B, N, T, T), s_ij; of softmax attention their logarithmic weights, -inf where a token sees nothing.
+      weights: (B, N, T, T), p_ij; for NormAttention the scores.
+      scores: (B, N, T, T), s_ij; for softmax attention the logarithms of the weights, -inf for unseen pairs.
       value: (B, T, N, V).
-      mean_square: (B, T), of the rows that NormAttention normalises; of the others 0.
+      mean_square: (B, T), of the rows that NormAttention normalises; 0 for the other kinds.
       by_score: (B, N, T, T), dL / ds_ij.
       by_output: (B, T, N, V), dL / dO_i.
     """
@@ -137,8 +129,8 @@ class LayerGradients(NamedTuple):
 
 
 def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """In place of a layer's attention function, attention by its matrix of scores, which the variable "moved_scores"
-    is added to, as "moved_output" is to the outputs. Both, and what they are added to, are in `_COLLECTION`."""
+    """Replaces a layer's attention function by attention through its matrix of scores. Adds the variable "moved_scores"
+    to the scores and "moved_output" to the outputs, and puts both sums' terms into `_COLLECTION`."""
     module = context.module
     if not isinstance(module, MechanismLayer) or context.method_name != "attend":
         return run(*args, **kwargs)
@@ -185,8 +177,8 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
 def layer_gradients(
     model: DecoderLM, params: Any, tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"]
 ) -> dict[int, list[LayerGradients]]:
-    """The gradients of each layer that `kind_of` knows, for the mean loss of each row; two for a layer that two
-    mechanisms share."""
+    """The gradients of the mean loss of each row in each layer that `kind_of` knows; two in a layer that two mechanisms
+    share."""
     rows = tuple(jnp.asarray(array) for array in (tokens, targets, np.ones(tokens.shape, np.float32)))
 
     def loss(variables: Any) -> tuple[Array, Any]:
@@ -219,8 +211,8 @@ def layer_gradients(
 
 
 def summary(kind: Kind, g: LayerGradients, epsilon: float) -> tuple[dict[str, Any], Float[np.ndarray, " P"]]:
-    """The measures of the module's text, and |dL / ds_ij| / (c_1 c_2) of every pair that a token sees; `epsilon` is
-    what NormAttention's norm adds to the mean square."""
+    """The measures of the module's text, and |dL / ds_ij| / (c_1 c_2) of every pair that a token sees. NormAttention's
+    norm adds `epsilon` to the mean square."""
     weights, scores, value, mean_square, by_score, by_output = (x.astype(np.float64) for x in g)
     length = weights.shape[-1]
     seen = np.tril(np.ones((length, length), bool)) & (np.isfinite(scores) if kind == "softmax" else True)
@@ -267,11 +259,11 @@ def summary(kind: Kind, g: LayerGradients, epsilon: float) -> tuple[dict[str, An
     return measures, size[seen]
 
 
-def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> dict[str, Any]:
-    """The JSON object of one run; `kept` gets the sizes of the gradients of all pairs, which the picture shows.
+def measure_run(options: BoundOptions, workdir: str) -> Measured:
+    """The JSON object of one run, and for the picture the sizes of the gradients of all pairs.
 
     Raises:
-      UserError: there is no run, or none of its layers has bounds.
+      UserError: the run does not exist, or no layer of it has bounds.
     """
     run = open_run([LM], workdir, options.checkpoint)
     config = run.config.model
@@ -291,8 +283,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> 
             measures, size = summary(kind, part, config.norm_epsilon)
             layers.append({"layer": layer, **measures})
             sizes.append(size)
-    kept.append(np.concatenate(sizes))
-    return {
+    result = {
         "workdir": workdir,
         "mechanism": name,
         "step": run.step,
@@ -300,58 +291,41 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> 
         "sequences": len(tokens),
         "layers": layers,
     }
+    return Measured(result, np.concatenate(sizes))
 
 
-def draw(results: Sequence[dict[str, Any]], kept: Sequence[np.ndarray]) -> Figure:
+def measure(options: BoundOptions) -> Iterator[Measured]:
+    """The measures of each run."""
+    return (measure_run(options, workdir) for workdir in options.workdir)
+
+
+def draw(measured: list[Measured]) -> Figure:
     """How the gradients are distributed over the pairs, with their bounds, and both in each layer."""
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    shares, by_layer = figure.subplots(1, 2)
+    figure, [[shares, by_layer]] = panels(1, 2, (13, 5))
+    results = [each.result for each in measured]
     labels = run_labels(results)
     styles = line_styles(labels)
     places = np.concatenate([np.linspace(0, 0.99, 100), 1 - np.geomspace(0.01, 1e-6, 60)])
-    for name, result, sizes in zip(labels, results, kept, strict=True):
+    for name, (result, sizes) in zip(labels, measured, strict=True):
         layers = result["layers"]
         style = styles[name]
         line = {"color": style["color"], "linestyle": style["linestyle"]}
         shares.plot(np.quantile(sizes, places), 1 - places, label=name, **line)
-        shares.axvline(min(layer["bound"] for layer in layers), **{**line, "alpha": 0.5})
+        shares.axvline(min(layer["bound"] for layer in layers), **line, alpha=0.5)
         numbers = [layer["layer"] + 1 for layer in layers]
         by_layer.plot(numbers, [layer["largest"] for layer in layers], label=f"{name}, largest", **style)
-        by_layer.plot(
-            numbers,
-            [layer["bound"] for layer in layers],
-            label=f"{name}, bound",
-            **{**style, "linestyle": ":", "fillstyle": "none"},
-        )
-    shares.set(
-        xscale="log",
-        yscale="log",
-        xlabel="|dL / ds| / (c1 c2)",
-        ylabel="share of pairs above",
-        title="all pairs; vertical: the smallest bound",
-    )
+        dotted = {**style, "linestyle": ":", "fillstyle": "none"}
+        by_layer.plot(numbers, [layer["bound"] for layer in layers], label=f"{name}, bound", **dotted)
+    size = "|dL / ds| / (c1 c2)"
+    title = "all pairs; vertical: the smallest bound"
+    shares.set(xscale="log", yscale="log", xlabel=size, ylabel="share of pairs above", title=title)
     shares.set_xlim(left=1e-8)
-    by_layer.set(
-        yscale="log", xlabel="layer", ylabel="|dL / ds| / (c1 c2)", title="the largest, and its bound"
-    )
+    by_layer.set(yscale="log", xlabel="layer", ylabel=size, title="the largest, and its bound")
     by_layer.set_xticks(sorted({layer["layer"] + 1 for result in results for layer in result["layers"]}))
-    for axes in (shares, by_layer):
-        axes.grid(True, alpha=0.3)
     legend_outside(by_layer)
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        BoundOptions(),
-        argv,
-        prog="python -m eval.gradient_bounds",
-        about="Gradients by attention scores beside their bounds.",
-    )
-    kept: list[np.ndarray] = []
-    report(
-        (measure_run(options, folder, kept) for folder in options.workdir),
-        lambda results: draw(results, kept),
-        options.picture,
-    )
+main = Study(
+    BoundOptions(), "eval.gradient_bounds", "Gradients by attention scores and their bounds.", measure, draw
+).main

@@ -1,10 +1,10 @@
 """How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
 Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
-gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in train/moments.py). Prints a
-JSON object a run, with the values at its last step, and draws how they developed. In a short run the first steps, whose
-gradients are several times as large as all later ones, decide that number: with --after N it also prints
-`grad_rsd_after`, that of the whole gradient's norm over the steps after N.
+gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2). Prints a JSON object for each run, with
+the values at its last step, and draws how they developed. In a short run the first steps decide this number, because
+their gradients are several times as large as all later ones: --after N also prints `grad_rsd_after`, which counts the
+norms of the whole gradient at the steps after N.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
-from eval.harness.pictures import legend_outside, line_styles, report
+from eval.harness.options import OutputOptions
+from eval.harness.output import Study
+from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import run_labels
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.metrics import read_metrics
@@ -34,15 +35,15 @@ _TITLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientStdOptions:
+class GradientStdOptions(OutputOptions):
     """Which runs to compare."""
 
     workdir: tuple[str, ...] = ("runs/small",)
     """Folders of the runs; each becomes a curve."""
     after: int = 0
-    """Also give the relative standard deviation over the steps after this one; 0: only that over all steps."""
+    """Also give the relative standard deviation over the steps after this one; 0: only over all steps."""
     picture: str | None = None
-    """File to draw the curves in (PNG)."""
+    """A .png file to draw."""
 
     def __post_init__(self):
         if not self.workdir:
@@ -54,7 +55,7 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     """The steps of a run and the values logged at each.
 
     Raises:
-      UserError: there is no run, or it did not log them.
+      UserError: the run does not exist, or it did not log them.
     """
     lines = [line for line in read_metrics(workdir) if "grad_rsd" in line]
     if not lines:
@@ -63,10 +64,10 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
 
 
 def last_values(workdir: str, after: int = 0) -> dict[str, Any]:
-    """The JSON object of one run: the values at its last step, and with `after` that over the steps after it.
+    """The JSON object of one run: the values at its last step and, with `after`, over the later steps.
 
     Raises:
-      UserError: there is no run, it did not log them, or it has no step after `after`.
+      UserError: the run does not exist, did not log them, or ends before `after`.
     """
     _, config = read_config([LM], epath.Path(workdir) / "config.json")
     curves = read_curves(workdir)
@@ -82,33 +83,24 @@ def last_values(workdir: str, after: int = 0) -> dict[str, Any]:
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
     """The relative standard deviation up to each step, one curve for each run."""
     curves = [read_curves(result["workdir"]) for result in results]
-    figure = Figure(figsize=(13, 5), layout="constrained")
+    figure, [axs] = panels(1, len(_TITLES), (13, 5))
     styles = line_styles([result["workdir"] for result in results])
     labels = run_labels(results)
-    panels = figure.subplots(1, len(_TITLES))
-    for axes, (name, title) in zip(panels, _TITLES.items()):
+    for axes, (name, title) in zip(axs, _TITLES.items()):
         for label, result, curve in zip(labels, results, curves, strict=True):
-            axes.plot(
-                curve["step"],
-                curve[name],
-                label=label,
-                markevery=max(1, len(curve["step"]) // 10),
-                markersize=5,
-                **styles[result["workdir"]],
-            )
+            style = {**styles[result["workdir"]], "markersize": 5}
+            every = max(1, len(curve["step"]) // 10)
+            axes.plot(curve["step"], curve[name], label=label, markevery=every, **style)
         axes.set(xlabel="step", ylabel="std / mean over the steps so far", title=title)
         axes.set_ylim(bottom=0)
-        axes.grid(True, alpha=0.3)
-    legend_outside(panels[-1])
+    legend_outside(axs[-1])
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        GradientStdOptions(),
-        argv,
-        prog="python -m eval.gradient_std",
-        about="How much the gradients of runs varied.",
-    )
-    report((last_values(folder, options.after) for folder in options.workdir), draw, options.picture)
+main = Study(
+    GradientStdOptions(),
+    "eval.gradient_std",
+    "How much the gradients of runs varied.",
+    lambda options: (last_values(folder, options.after) for folder in options.workdir),
+    draw,
+).main

@@ -2,17 +2,17 @@
 
 Two figures of BRL-Attention (OpenReview Vpyg3fqXbl, appendix C), by the network of the runs, which are of train.graph:
 
-"tokens" (figure 12): the attention among the tokens of a node's list in each layer, the mean over heads and test nodes:
-local attention, with the reconstructed regularizer score of BRL (S_prop S_comp, see eval.regularizer) added to it.
-"nodes" (figure 13): what the network makes of nodes, in two dimensions by t-SNE, coloured by class. Grey lines are the
-strongest pairs of the first layer's attention, one for each of the drawn nodes; red lines those that BRL's compressed
-tokens connect, and black points the compressed tokens, each in the middle of the nodes that it reads, by weight.
-A sample of all nodes is read as a set of its own: the maps of all pairs of 10,000 nodes would take gigabytes.
+"tokens" (figure 12): the attention among the tokens of a node's list in each layer, averaged over heads and test nodes:
+local attention plus the reconstructed regularizer score of BRL (S_prop S_comp, see eval.regularizer).
+"nodes" (figure 13): the network's outputs for nodes, in two dimensions by t-SNE, coloured by class. Grey lines are the
+strongest pairs of the first layer's attention, one for each node; red lines are the pairs that BRL's compressed tokens
+connect, and black points the compressed tokens, each at the weighted mean of the nodes that it reads. The network reads
+a sample of the nodes as one set, because the maps of all pairs of 10,000 nodes would take gigabytes.
 
 Prints a JSON object for each run, with these means over heads and existing tokens for each layer: the row sums of the
 attention ("local") and of the absolute regularizer score ("row_sum_absolute"), the share of the latter outside the
-window ("beyond_window"), and where nodes attend to nodes the shares of both that connect nodes of different classes
-("across_classes_local", "across_classes"; "across_classes_of_all_pairs" is what equal weights would give).
+window ("beyond_window"), and if nodes attend to nodes the shares of both that connect nodes of different classes
+("across_classes_local", "across_classes"; equal weights would give "across_classes_of_all_pairs").
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from jaxtyping import Array, Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
-from eval.harness.pictures import report
+from eval.harness.options import OutputOptions
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import panels
 from eval.harness.runs import Run, open_run
 from eval.studies.locality import layer_weights
 from eval.studies.regularizer import summary
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.data.graphs.poly_tokens import PolyTokens
 from train.engine.errors import UserError
@@ -42,7 +44,7 @@ from train.tasks.graph import GRAPH, GraphData
 
 
 @dataclasses.dataclass(frozen=True)
-class GraphMapsOptions:
+class GraphMapsOptions(OutputOptions):
     """What to draw."""
 
     workdir: tuple[str, ...] = ("runs/graph",)
@@ -50,15 +52,14 @@ class GraphMapsOptions:
     nodes: int = 600
     """How many nodes to read: of the test split for lists of tokens, else of all labelled nodes."""
     seed: int = 0
-    """Chooses the nodes, and begins t-SNE."""
+    """Chooses the nodes, and starts t-SNE."""
     picture: str | None = None
-    """File to draw in (PNG)."""
+    """A .png file to draw."""
 
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must name at least one run")
-        if self.nodes < 4:
-            raise ValueError(f"nodes must be at least 4, got {self.nodes}")
+        check_at_least(self, "nodes", least=4)
 
 
 class LayerMaps(NamedTuple):
@@ -89,8 +90,7 @@ class Looked(NamedTuple):
 def set_maps(
     model: NodeClassifier, params: Any, features: Float[np.ndarray, "B T F"], present: Int[np.ndarray, "B T"]
 ) -> tuple[dict[int, LayerMaps], Float[np.ndarray, "B T D"]]:
-    """The maps of every layer, with tokens as they stand in the lists and 0 for those that do not exist, and the
-    encoder's outputs."""
+    """The maps of every layer, with tokens in the order of the lists and 0 for absent ones, and the encoder's rows."""
 
     @jax.jit
     def run(params: Any, features: Array, present: Array) -> Any:
@@ -138,7 +138,7 @@ def look(run: Run, options: GraphMapsOptions) -> Looked:
     """Reads a run's nodes.
 
     Raises:
-      UserError: a network without attention, or nodes that may have several classes where classes are drawn.
+      UserError: the network has no attention, or its nodes may have several classes, which cannot be drawn.
     """
     config = run.config
     network = config.model.network
@@ -163,7 +163,7 @@ def look(run: Run, options: GraphMapsOptions) -> Looked:
     kinds = (graph.target,) * len(at)
     model = NodeClassifier(dataclasses.replace(config.model, kinds=kinds))
     features = data.source.features[graph.target][nodes[at]][None]
-    # The parameters of a kind stand at its number, and those of kinds after the last one are not asked for.
+    # The parameters of a kind are at its number; kinds after the target are not needed.
     params = dict(run.params)
     params["projection"] = {
         name: x[: graph.target + 1] if name in ("kernel", "bias") else x
@@ -195,43 +195,33 @@ def measures(found: Looked) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the JSON objects and draws the picture; see the module's text and --help."""
-    options = parse_options(
-        GraphMapsOptions(),
-        argv,
-        prog="python -m eval.graph_maps",
-        about="What transformers on graphs attend to.",
-    )
-    drawn: list[Looked] = []
-
-    def measured() -> Iterator[dict[str, Any]]:
-        for workdir in options.workdir:
-            run = open_run([GRAPH], workdir, "best")
-            found = look(run, options)
-            if drawn and (drawn[0].classes is None) != (found.classes is None):
-                raise UserError(
-                    "--workdir: expected runs with the same network, got lists of tokens and sets of nodes"
-                )
-            drawn.append(found)
-            result = {"workdir": workdir, "step": run.step, "network": run.config.model.network}
-            if found.classes is not None:
-                counts = np.bincount(found.classes) / len(found.classes)
-                result["across_classes_of_all_pairs"] = float(1 - (counts**2).sum())
-            yield {**result, "layers": measures(found)}
-
-    report(measured(), lambda _: draw(drawn, options.seed), options.picture)
+def measure(options: GraphMapsOptions) -> Iterator[Measured]:
+    """The JSON object of each run, and what its picture needs."""
+    first: Looked | None = None
+    for workdir in options.workdir:
+        run = open_run([GRAPH], workdir, "best")
+        found = look(run, options)
+        first = first or found
+        if (first.classes is None) != (found.classes is None):
+            raise UserError(
+                "--workdir: expected runs with the same network, got lists of tokens and sets of nodes"
+            )
+        result = {"workdir": workdir, "step": run.step, "network": run.config.model.network}
+        if found.classes is not None:
+            counts = np.bincount(found.classes) / len(found.classes)
+            result["across_classes_of_all_pairs"] = float(1 - (counts**2).sum())
+        yield Measured({**result, "layers": measures(found)}, (found, options.seed))
 
 
-def draw(drawn: Sequence[Looked], seed: int = 0) -> Figure:
-    """Figure 12 of runs on lists of tokens, figure 13 of runs on sets of nodes."""
-    return _draw_lists(drawn) if drawn[0].classes is None else _draw_sets(drawn, seed)
+def draw(measured: Sequence[Measured]) -> Figure:
+    """Figure 12 for runs on lists of tokens, figure 13 for runs on sets of nodes."""
+    drawn = [each.example[0] for each in measured]
+    return _draw_lists(drawn) if drawn[0].classes is None else _draw_sets(drawn, measured[0].example[1])
 
 
 def _draw_lists(drawn: Sequence[Looked]) -> Figure:
     rows = max(len(found.layers) for found in drawn)
-    figure = Figure(figsize=(1.5 + 4.2 * len(drawn), 4.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, len(drawn), squeeze=False)
+    figure, axs = panels(rows, len(drawn), (1.5 + 4.2 * len(drawn), 4.2 * rows), grid=None)
     shown = {
         (j, column): (found, (maps.local if maps.score is None else maps.local + maps.score).mean((0, 1)))
         for column, found in enumerate(drawn)
@@ -239,12 +229,12 @@ def _draw_lists(drawn: Sequence[Looked]) -> Figure:
     }
     top = max(float(np.abs(values).max()) for _, values in shown.values())
     for place, (found, values) in shown.items():
-        axes = panels[place]
+        axes = axs[place]
         image = axes.imshow(values, cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
         axes.set_title(f"{found.title}, layer {place[0] + 1}", fontsize=10)
         axes.set_xticks(range(len(found.names)), found.names, rotation=90, fontsize=7)
         axes.set_yticks(range(len(found.names)), found.names, fontsize=7)
-    figure.colorbar(image, ax=list(panels.ravel()), label="mean weight", shrink=0.6)
+    figure.colorbar(image, ax=list(axs.ravel()), label="mean weight", shrink=0.6)
     return figure
 
 
@@ -253,8 +243,8 @@ def _draw_sets(drawn: Sequence[Looked], seed: int) -> Figure:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError as error:
         raise UserError("--picture needs scikit-learn: pip install -e '.[graph]'") from error
-    figure = Figure(figsize=(4.8 * len(drawn), 4.8), layout="constrained")
-    for axes, found in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn):
+    figure, [axs] = panels(1, len(drawn), (4.8 * len(drawn), 4.8), grid=None)
+    for axes, found in zip(axs, drawn):
         assert found.outputs is not None
         assert found.classes is not None
         maps = found.layers[min(found.layers)]
@@ -278,8 +268,13 @@ def _draw_sets(drawn: Sequence[Looked], seed: int) -> Figure:
 
 
 def _lines(axes: Axes, places: np.ndarray, weights: np.ndarray, colour: str) -> None:
-    """A line from each node to the one that it weighs most, itself left out."""
+    """Draws a line from each node to the other node with the largest weight."""
     others = weights * (1 - np.eye(len(weights)))
     best = others.argmax(1)
     for start, end in zip(places, places[best]):
         axes.plot(*zip(start, end), color=colour, linewidth=0.3, alpha=0.6, zorder=1)
+
+
+main = Study(
+    GraphMapsOptions(), "eval.graph_maps", "What transformers on graphs attend to.", measure, draw
+).main

@@ -5,10 +5,10 @@ x_p the p-th row that enters the first layer (token and position) and y_i the i-
 
     s(i, p) = |d y_i / d x_p|_F / sqrt(D),
 
-which is 1 where an output is its own input. The Frobenius norm is estimated by `probes` random directions of y_i, one
-backward pass each: E |v^T J|^2 = |J|_F^2 for v of unit normal numbers. Printed is its root mean square over positions i
-and sequences, by the distance |i - p|. Proposition 2.2: sliding windows alone pass nothing on beyond `reach`, so that
-s is exactly 0 there; proposition 2.7: compressed tokens connect every pair that their histories cover.
+which is 1 for an output that is its own input. `probes` random directions of y_i estimate the Frobenius norm, with one
+backward pass each: E |v^T J|^2 = |J|_F^2 for a vector v of unit normal numbers. The command prints the root mean square
+over positions i and sequences, by the distance |i - p|. Proposition 2.2: sliding windows alone pass nothing on beyond
+`reach`, so that s is exactly 0 there; proposition 2.7: compressed tokens connect every pair that their histories cover.
 
 Prints a JSON object for each run: `sensitivity` for each range of distances, `reach` of the windows without
 compressed tokens, and `farthest`, the greatest distance with a sensitivity other than 0.
@@ -17,10 +17,9 @@ compressed tokens, and `farthest`, the greatest distance with a sensitivity othe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,11 +28,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.models.stack import Stack
-from eval.harness.pictures import legend_outside, line_styles, plain_log_axis, report
+from eval.harness.options import StudyOptions
+from eval.harness.output import Study
+from eval.harness.pictures import legend_outside, line_styles, panels, plain_log_axis
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.tasks.reach import window_reach
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.step import Objective
@@ -41,34 +42,22 @@ from train.tasks.every import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
-class JacobianOptions:
+class JacobianOptions(StudyOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs; each becomes a curve."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the run's data."""
-    checkpoint: str = "best"
-    """best (the best evaluation while training), last, or a step."""
     sequences: int = 4
     """Sequences to read, the first of the split."""
     positions: int = 16
-    """Outputs of each sequence whose sensitivity is measured, spaced evenly; the last token is one of them."""
+    """Outputs of each sequence to measure, spaced evenly up to the last token."""
     probes: int = 4
     """Random directions of each output."""
     seed: int = 0
     """Seed of the random directions."""
-    picture: str | None = None
-    """File to draw the runs in (PNG)."""
 
     def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
-        for name in ("sequences", "positions", "probes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        super().__post_init__()
+        check_at_least(self, "sequences", "positions", "probes")
+        check_at_least(self, "seed", least=0)
 
 
 def _moved(
@@ -80,7 +69,7 @@ def _moved(
       batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
 
     Raises:
-      UserError: the network has no single stack.
+      UserError: the network does not call one stack once.
     """
     seen: list[tuple[Array, Array]] = []
 
@@ -109,7 +98,7 @@ def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple
       batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
 
     Raises:
-      UserError: the network has no single stack.
+      UserError: the network does not call one stack once.
     """
     _, x, y = _moved(objective, params, batch, moved)
     return x, y
@@ -122,7 +111,7 @@ def loss_gradients(objective: Objective, params: Any, batch: Any) -> Float[Array
       batch: of the objective.
 
     Raises:
-      UserError: the network has no single stack.
+      UserError: the network does not call one stack once.
     """
     shape = jax.eval_shape(lambda: stack_io(objective, params, batch, None)[0])
     gradient = jax.grad(lambda moved: _moved(objective, params, batch, moved)[0]["loss"])
@@ -140,27 +129,29 @@ def sensitivities(
 
     def one(args: Any) -> Array:
         place, key = args
-        v = (
-            jnp.zeros(shape.shape, jnp.float32)
-            .at[rows, place]
-            .set(jax.random.normal(key, (shape.shape[0], shape.shape[2])))
-        )
+        random = jax.random.normal(key, (shape.shape[0], shape.shape[2]))
+        v = jnp.zeros(shape.shape, jnp.float32).at[rows, place].set(random)
         (pulled,) = pull(v.astype(shape.dtype))
         return jnp.sum(jnp.square(pulled.astype(jnp.float32)), axis=-1) / shape.shape[2]
 
     count = places.shape[1]
     keys = jax.random.split(key, count * probes)
-    # One backward pass at a time: its memory is that of a training step.
+    # One backward pass at a time: it needs the memory of a training step.
     squares = jax.lax.map(one, (jnp.repeat(places.T, probes, axis=0), keys))
     return jnp.moveaxis(squares.reshape(count, probes, *squares.shape[1:]).mean(1), 0, 1)
+
+
+def spaced_places(lengths: Int[np.ndarray, " B"], count: int) -> Int[np.ndarray, "B Q"]:
+    """This many positions in each row, spaced evenly up to its last token; rows that are too short repeat some."""
+    ends = np.stack([np.linspace(0, length, count + 1)[1:].astype(np.int64) for length in lengths])
+    return np.maximum(ends - 1, 0)
 
 
 def by_distance(
     squares: Float[np.ndarray, "B Q T"], places: Int[np.ndarray, "B Q"], lengths: Int[np.ndarray, " B"]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Root mean squares over ranges of distances (0, 1, 2 to 3, 4 to 7, ...), and the greatest distance with a
-    sensitivity other than 0. Pairs outside a row's length are left out; in a decoder so are later tokens, whose
-    sensitivity is exactly 0 for all."""
+    """Root mean squares over ranges of distances (0, 1, 2 to 3, 4 to 7, ...), and the greatest distance with a nonzero
+    sensitivity. Leaves out pairs beyond a row's length, and the later tokens of a decoder, which move nothing."""
     tokens = np.arange(squares.shape[2])
     distance = np.abs(places[..., None] - tokens)
     exists = tokens < lengths[:, None, None]
@@ -183,7 +174,7 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
     """The JSON object of one run.
 
     Raises:
-      UserError: there is no run, or its network has no single stack of layers.
+      UserError: the run does not exist, or its network has more than one stack of layers.
     """
     run = open_run(list(TASKS.values()), workdir, options.checkpoint)
     objective = run.task.objective(run.model, run.config)
@@ -191,11 +182,10 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
     shape = jax.eval_shape(lambda: stack_io(objective, run.params, batch, None)[0]).shape
     lengths = np.full(shape[0], shape[1])
     if "lengths" in batch:
-        # A learned token in front of the others is one more.
+        # Some networks put a learned token in front of the others.
         extra = shape[1] - batch["tokens"].shape[-1]
         lengths = batch["lengths"].reshape(-1) + extra
-    places = np.stack([np.linspace(0, n, options.positions + 1)[1:].astype(np.int64) - 1 for n in lengths])
-    places = np.maximum(places, 0)
+    places = spaced_places(lengths, options.positions)
     squares = jax.jit(
         lambda params, batch, places, key: sensitivities(
             objective, params, batch, places, options.probes, key
@@ -219,37 +209,31 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
     """The sensitivity by distance, one curve for each run, and the reach of each run's windows."""
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
-    axes = figure.subplots()
+    figure, [[axes]] = panels(1, 1, (10, 5.5))
     styles = line_styles([result["workdir"] for result in results])
     for label, result in zip(run_labels(results), results, strict=True):
-        style = styles[result["workdir"]]
         ranges = [each for each in result["sensitivity"] if each["first"] > 0 and each["sensitivity"] > 0]
         middles = [math.sqrt(each["first"] * max(each["end"] - 1, 1)) for each in ranges]
-        axes.plot(
-            middles, [each["sensitivity"] for each in ranges], label=label, **{**style, "markersize": 5}
-        )
+        values = [each["sensitivity"] for each in ranges]
+        axes.plot(middles, values, label=label, markersize=5, **styles[result["workdir"]])
     for reach in sorted({each["reach"] for each in results if each["reach"] < each["length"] - 1}):
         axes.axvline(reach, color="#999999", linestyle=":", label=f"reach of windows alone, {reach}")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    plain_log_axis(axes.xaxis)
     axes.set(
+        yscale="log",
         xlabel="distance between input and output, tokens",
         ylabel="sensitivity |dy / dx| / sqrt(D), root mean square",
         title="how strongly outputs depend on far inputs (values of exactly 0 are not drawn)",
     )
-    axes.grid(True, alpha=0.3)
+    plain_log_axis(axes.xaxis)
     legend_outside(axes)
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        JacobianOptions(),
-        argv,
-        prog="python -m eval.jacobian",
-        about="How strongly outputs depend on far inputs.",
-    )
-    report(map(functools.partial(measure_run, options), options.workdir), draw, options.picture)
+main = Study(
+    JacobianOptions(),
+    "eval.jacobian",
+    "How strongly outputs depend on far inputs.",
+    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    draw,
+).main

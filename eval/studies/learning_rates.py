@@ -23,8 +23,9 @@ import optax
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from eval.harness.pictures import legend_outside, line_styles
-from eval.studies.coordinates import WidthOptions, compare, make_model, text_batch
+from eval.harness.output import Study
+from eval.harness.pictures import legend_outside, line_styles, panels
+from eval.studies.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
 from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
 
@@ -70,8 +71,7 @@ def losses(options: RateOptions, width: int, parametrization: str, seed: int) ->
     state = jax.vmap(optimizer.init)(params)
     read = []
     for i in range(options.steps):
-        batch = {name: value for name, value in text_batch(options, i).items() if name != "reset"}
-        params, state, value = step(rates, params, state, batch)
+        params, state, value = step(rates, params, state, text_batch(options, i).arrays)
         read.append(value)
     return np.stack(read, axis=1)
 
@@ -79,18 +79,11 @@ def losses(options: RateOptions, width: int, parametrization: str, seed: int) ->
 def measure(options: RateOptions, parametrization: str) -> dict[str, Any]:
     """The mean loss at the end, by width and rate."""
     last = max(1, options.steps // 10)
-    table = np.array(
-        [
-            np.mean(
-                [
-                    losses(options, width, parametrization, seed)[:, -last:].mean(1)
-                    for seed in range(options.seeds)
-                ],
-                axis=0,
-            )
-            for width in options.widths
-        ]
-    )
+    rows = []
+    for width in options.widths:
+        found = [losses(options, width, parametrization, seed) for seed in range(options.seeds)]
+        rows.append(np.mean([each[:, -last:].mean(1) for each in found], axis=0))
+    table = np.array(rows)
     finite = np.where(np.isfinite(table), table, np.inf)
     return {
         "mechanism": options.mechanism,
@@ -104,10 +97,9 @@ def measure(options: RateOptions, parametrization: str) -> dict[str, Any]:
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
     """The loss over the rate, one curve for each width and one panel for each parametrisation."""
-    figure = Figure(figsize=(5.2 * len(results) + 1.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
+    figure, [axs] = panels(1, len(results), (5.2 * len(results) + 1.6, 4.4), sharey=True)
     styles = line_styles([f"width {width}" for width in results[0]["widths"]])
-    for axes, result in zip(panels, results):
+    for axes, result in zip(axs, results):
         for (label, style), row, best in zip(styles.items(), result["loss"], result["best"]):
             values = [math.nan if value is None else value for value in row]
             axes.plot(result["rates"], values, label=label, markersize=5, **style)
@@ -118,14 +110,16 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(result["rates"], [f"{rate:g}" for rate in result["rates"]])
         axes.set(xlabel="learning rate", title=result["parametrization"])
-        axes.grid(True, alpha=0.3)
-    panels[0].set_ylabel("training loss at the end, nats a byte")
-    legend_outside(panels[-1])
+    axs[0].set_ylabel("training loss at the end, nats a byte")
+    legend_outside(axs[-1])
     figure.suptitle(f"{results[0]['mechanism']}; rings: the best rate of a width")
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each parametrisation and draws the picture; see the module's docstring and --help."""
-    about = "Which learning rate is best at which width, with muP and without."
-    compare(RateOptions(), argv, measure, draw, name="eval.learning_rates", about=about)
+main = Study(
+    RateOptions(),
+    "eval.learning_rates",
+    "Which learning rate is best at which width, with muP and without.",
+    lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
+    draw,
+).main

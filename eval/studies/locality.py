@@ -7,22 +7,21 @@ position i to position j (eq. 4), a neighbourhood of r N positions around i and 
     l(i, r, N) = p_i,start + ... + p_i,end,     end = start + w - 1,  w = max(1, round(r N)),
     start = i - floor(w / 2), moved as little as needed for all w positions to lie in the sequence,
 
-so that l(i, 1, N) = 1. It is averaged over the positions i, the heads and the sequences read. Where entries can be
+so that l(i, 1, N) = 1. It is averaged over the positions i, the heads and the sequences read. If entries can be
 negative or a row does not sum to 1 (NormAttention, a delta rule), p_ij = |a_ij| / sum_k |a_ik|, with a the matrix by
-which values become outputs; for softmax and linear attention that is eq. 4 as it stands. BRL's matrix is that of its
-local attention: what its compressed tokens contribute from earlier blocks belongs to no single token.
+which values become outputs; for softmax and linear attention this is eq. 4 itself. For BRL it is the matrix of its
+local attention, because what compressed tokens contribute from earlier blocks belongs to no single token.
 
 Prints a JSON object for each run: score (l at each of `ratios`, averaged over layers), area (under it; 1 means that all
-attention is on the neighbours, `uniform_area` is that of attention spread evenly over the past), and both for each
-layer.
+attention is on the neighbours, and `uniform_area` is the area of attention spread evenly over the past), and both for
+each layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,44 +29,36 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
-from eval.harness.pictures import legend_outside, line_styles, report
-from eval.harness.runs import run_labels
-from eval.tasks.lm import read_run
-from train.cli.options import parse_options
+from eval.harness.options import StudyOptions
+from eval.harness.output import Study
+from eval.harness.pictures import legend_outside, line_styles, panels
+from eval.harness.runs import open_run, run_labels
 from train.cli.summary import mechanism_names
 from train.data import load
 from train.engine.errors import UserError
+from train.tasks.lm import LM
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalityOptions:
+class LocalityOptions(StudyOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs; each becomes a curve."""
     data: str | None = None
-    """A text to read in place of the run's own, as for train.lm; the run's tokenizer encodes it."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the text."""
-    checkpoint: str = "best"
-    """best (lowest held-out loss), last, or a step."""
+    """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""
     length: int = 256
     """Tokens of a sequence."""
     sequences: int = 16
     """Number of sequences, spaced evenly over the text."""
     ratios: tuple[float, ...] = tuple(i / 20 for i in range(1, 21))
     """Sizes of the neighbourhood, as shares of the sequence."""
-    picture: str | None = None
-    """File to draw the curves in (PNG)."""
 
     def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
-        for name, least in (("length", 2), ("sequences", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, "length", least=2)
+        check_at_least(self, "sequences")
         if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
             raise ValueError(f"ratios must be above 0 and at most 1, got {self.ratios}")
 
@@ -149,9 +140,9 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
     """The JSON object of one run.
 
     Raises:
-      UserError: there is no run, too little text, or a mechanism without an attention matrix.
+      UserError: the run does not exist, the text is too short, or the mechanism has no attention matrix.
     """
-    config, model, params, step = read_run(workdir, options.checkpoint)
+    _, config, model, params, step = open_run([LM], workdir, options.checkpoint)
     mechanism = mechanism_names(config.model)
     longest = min((m.segment for m in config.model.mechanisms if m.segment is not None), default=None)
     if longest is not None and options.length > longest:
@@ -189,8 +180,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
     """The score over the size of the neighbourhood, one curve for each run, and its area in each layer."""
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    curves, areas = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, [[curves, areas]] = panels(1, 2, (13, 5.5), width_ratios=(3, 2))
     styles = line_styles([result["workdir"] for result in results])
     for run, result in zip(run_labels(results), results, strict=True):
         order = np.argsort(result["ratios"])
@@ -215,18 +205,14 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     )
     areas.set(xlabel="layer", ylabel="area under the curve", title="by layer", ylim=(0, 1.02))
     areas.set_xticks(sorted({layer["layer"] + 1 for result in results for layer in result["layers"]}))
-    for axes in (curves, areas):
-        axes.grid(True, alpha=0.3)
     legend_outside(areas)
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        LocalityOptions(),
-        argv,
-        prog="python -m eval.locality",
-        about="How local a trained model's attention is.",
-    )
-    report(map(functools.partial(measure_run, options), options.workdir), draw, options.picture)
+main = Study(
+    LocalityOptions(),
+    "eval.locality",
+    "How local a trained model's attention is.",
+    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    draw,
+).main

@@ -2,8 +2,8 @@
 
 Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p, the
 root mean square over channels, relative to the largest of its row. White is exactly 0: no change of input p can reach
-output i. Mechanisms with a causal form are drawn in it, the others as in an encoder. Derivatives show what a layer can
-see before training, for every mechanism in the same way; what a trained network looks at is another question.
+output i. Mechanisms are drawn in their causal form if they have one, the others as in an encoder. Derivatives show what
+a layer can see before training, in the same way for every mechanism; a trained network may look at less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
-from eval.harness.pictures import picture_path, save
+from eval.harness.output import picture_path
+from eval.harness.pictures import panels, save
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 
@@ -103,14 +104,14 @@ def small(name: str) -> Mechanism:
 def dependence(
     mechanism: Mechanism, length: int, seed: int = 0, *, is_causal: bool | None = None
 ) -> Float[Array, "T T"]:
-    """How far input p moves output i of one layer (of a group, where layers belong together), whose residual path
-    is on the diagonal: the root mean square of the Jacobian's block (i, p), relative to the largest of row i.
+    """How far input p moves output i of one layer, or of one group of layers that belong together: the root mean square
+    of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal.
 
     Args:
       mechanism: of the layer, whose parameters are random.
       length: tokens.
       seed: of the input.
-      is_causal: whether the layer is a decoder's; by default where the mechanism has that form.
+      is_causal: whether the layer is a decoder's; by default if the mechanism has that form.
     """
     if is_causal is None:
         is_causal = mechanism.causal
@@ -134,24 +135,24 @@ def draw(names: Sequence[str], length: int) -> Figure:
     """One panel for each mechanism, all on one scale."""
     columns = min(len(names), 5)
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(2.6 * columns + 1.2, 2.75 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    for axes, name in zip(panels, names):
+    figure, axs = panels(
+        rows, columns, (2.6 * columns + 1.2, 2.75 * rows), grid=None, sharex=True, sharey=True
+    )
+    axs = axs.ravel()
+    for axes, name in zip(axs, names):
         mechanism = small(name)
         sizes = np.asarray(dependence(mechanism, length))
-        scale = LogNorm(1e-4, 1)
-        image = axes.imshow(
-            np.where(sizes > 0, np.maximum(sizes, 1e-4), np.nan), cmap="viridis_r", norm=scale
-        )
+        shown = np.where(sizes > 0, np.maximum(sizes, 1e-4), np.nan)
+        image = axes.imshow(shown, cmap="viridis_r", norm=LogNorm(1e-4, 1))
         axes.set_title(name if mechanism.causal else f"{name} (encoder)", fontsize=10)
-    for axes in panels[len(names) :]:
+    for axes in axs[len(names) :]:
         axes.set_visible(False)
-    for axes in panels[: len(names)][-columns:]:
+    for axes in axs[: len(names)][-columns:]:
         axes.set_xlabel("input p")
         axes.tick_params(labelbottom=True)
-    for axes in panels[::columns]:
+    for axes in axs[::columns]:
         axes.set_ylabel("output i")
-    figure.colorbar(image, ax=list(panels), label="|dy / dx|, relative")
+    figure.colorbar(image, ax=list(axs), label="|dy / dx|, relative")
     return figure
 
 

@@ -5,11 +5,11 @@ of a trained decoder:
 
     RRS = S_prop S_comp,
 
-where S_prop (T, M) are the weights lambda sigma(.) of equation 9, by which the tokens of a block read its compressed
-tokens, and S_comp (M, R) the weights S1 - gamma S2 of equation 12, by which these read the history before the block.
-Like the paper's, it leaves out what happens to the compressed tokens between the two (their norm and beta, and in the
-formulation "algorithm" the norm and the ReLU after propagation), so that it shows where information may come from
-and not how much arrives.
+The tokens of a block read its compressed tokens with the weights S_prop (T, M), lambda sigma(.) of equation 9, and the
+compressed tokens read the history before the block with the weights S_comp (M, R), S1 - gamma S2 of equation 12.
+Like the paper, it leaves out what happens to the compressed tokens between the two (their norm and beta, and in the
+formulation "algorithm" the norm and the ReLU after propagation). So it shows where information may come from, and not
+how much arrives.
 
 Prints a JSON object: for each layer the mean over heads, sequences and tokens of the row sums of the local attention
 ("local", 1 by definition), of the RRS ("row_sum") and of its absolute values ("row_sum_absolute"), and the share of the
@@ -20,8 +20,8 @@ RRS, and their sum, of the first sequence, averaged over heads.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,37 +31,33 @@ from jaxtyping import Array, Float, Int
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
-from eval.harness.pictures import report
+from eval.harness.options import StudyOptions
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import panels
 from eval.harness.runs import Run, first_rows, open_run
 from eval.studies.locality import layer_weights
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.recall import RECALL
 
 
 @dataclasses.dataclass(frozen=True)
-class RegularizerOptions:
+class RegularizerOptions(StudyOptions):
     """What to measure."""
 
-    workdir: str = "runs/small"
+    workdir: str = "runs/small"  # type: ignore[assignment]
     """Folder of the run, of train.lm or train.recall, with BRL attention."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the run's data."""
-    checkpoint: str = "best"
-    """best (the best evaluation while training), last, or a step."""
     sequences: int = 4
     """Sequences to read, the first of the split."""
     length: int = 0
     """Tokens of a sequence to read, from its start; 0: all."""
-    picture: str | None = None
-    """File to draw the first sequence's maps in (PNG)."""
 
     def __post_init__(self):
-        if self.sequences < 1:
-            raise ValueError(f"sequences must be at least 1, got {self.sequences}")
+        super().__post_init__()
+        check_at_least(self, "sequences")
         if self.length < 0 or self.length == 1:
             raise ValueError(f"length must be at least 2, or 0 for all, got {self.length}")
 
@@ -138,45 +134,40 @@ def summary(local: Float[np.ndarray, "B N T T"], score: Float[np.ndarray, "B N T
     }
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the JSON object and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        RegularizerOptions(),
-        argv,
-        prog="python -m eval.regularizer",
-        about="Which tokens BRL's compressed tokens connect.",
-    )
+def measure(options: RegularizerOptions) -> Iterator[Measured]:
+    """The JSON object of the run, and the maps of its layers.
+
+    Raises:
+      UserError: the run does not exist or has no BRL attention, or no compressed token reads anything.
+    """
     run = open_run([LM, RECALL], options.workdir, options.checkpoint)
     require_brl(run)
     tokens = first_rows(run, options.split, options.sequences)["tokens"]
     # With the memory "output" a network reads a block at a time.
     segments = [m.segment for m in run.config.model.mechanisms if m.segment is not None]
     tokens = tokens[:, : min([options.length or tokens.shape[1], *segments])]
-    drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def measured() -> Any:
-        found = layer_maps(run.model, run.params, tokens)
-        if not found:
-            raise UserError(
-                "--length: no compressed token reads anything within the rows; expected more than one block"
-            )
-        drawn.update({layer: (np.asarray(a), np.asarray(b)) for layer, (a, b) in found.items()})
-        yield {
-            "workdir": options.workdir,
-            "step": run.step,
-            "length": tokens.shape[1],
-            "sequences": len(tokens),
-            "layers": [{"layer": layer, **summary(*maps)} for layer, maps in sorted(drawn.items())],
-        }
-
-    report(measured(), lambda _: draw(drawn), options.picture)
+    found = layer_maps(run.model, run.params, tokens)
+    if not found:
+        raise UserError(
+            "--length: no compressed token reads anything within the rows; expected more than one block"
+        )
+    maps = {layer: tuple(map(np.asarray, both)) for layer, both in sorted(found.items())}
+    result = {
+        "workdir": options.workdir,
+        "step": run.step,
+        "length": tokens.shape[1],
+        "sequences": len(tokens),
+        "layers": [{"layer": layer, **summary(*both)} for layer, both in maps.items()],
+    }
+    yield Measured(result, maps)
 
 
-def draw(maps: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """The local attention, the RRS and their sum in each layer: of the first sequence, averaged over heads."""
-    figure = Figure(figsize=(12, 3.8 * len(maps)), layout="constrained")
-    panels = figure.subplots(len(maps), 3, squeeze=False, sharex=True, sharey=True)
-    for row, (layer, (local, score)) in zip(panels, sorted(maps.items())):
+def draw(measured: list[Measured]) -> Figure:
+    """The local attention, the RRS and their sum in each layer, for the first sequence, averaged over heads."""
+    maps = measured[0].example
+    figure, axs = panels(len(maps), 3, (12, 3.8 * len(maps)), grid=None, sharex=True, sharey=True)
+    norm = SymLogNorm(1e-3, vmin=-1, vmax=1)
+    for row, (layer, (local, score)) in zip(axs, maps.items()):
         local, score = (x[0].mean(0) for x in (local, score))
         shown = {
             "local attention": local,
@@ -184,12 +175,15 @@ def draw(maps: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Figure:
             "their sum": local + score,
         }
         for axes, (name, values) in zip(row, shown.items()):
-            image = axes.imshow(
-                values, cmap="RdBu_r", norm=SymLogNorm(1e-3, vmin=-1, vmax=1), interpolation="nearest"
-            )
+            image = axes.imshow(values, cmap="RdBu_r", norm=norm, interpolation="nearest")
             axes.set_title(f"{name}, layer {layer + 1}", fontsize=10)
         row[0].set_ylabel("token i")
-    for axes in panels[-1]:
+    for axes in axs[-1]:
         axes.set_xlabel("token j")
-    figure.colorbar(image, ax=list(panels.ravel()), label="weight, linear below 0.001")
+    figure.colorbar(image, ax=list(axs.ravel()), label="weight, linear below 0.001")
     return figure
+
+
+main = Study(
+    RegularizerOptions(), "eval.regularizer", "Which tokens BRL's compressed tokens connect.", measure, draw
+).main

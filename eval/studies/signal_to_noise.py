@@ -1,14 +1,14 @@
 """How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...].
 
 The attention signal-to-noise ratio of BRL-Attention (OpenReview Vpyg3fqXbl, equations 16 to 18), on trained runs of
-`train.recall`, whose rows say which tokens matter: relevant keys are the tokens of the records that a row asks for, all
+`train.recall`, whose rows say which tokens matter. Relevant keys are the tokens of the records that a row asks for; all
 others in the history of a block are irrelevant. For a compressed token of one head with the weights S,
 
     r = mean of S over the relevant keys / mean of S over the irrelevant keys     (16)
 
-is computed for S = S1, the plain softmax (17), and for S = S1 - gamma S2, the differential form (18), which may be
-negative: then r is no ratio of signal to noise. Proposition D.2 asserts that (18) is at least (17) wherever
-delta_1 - delta_2 <= delta, for every positive gamma, which is to say r of S2 <= r of S1.
+is computed for S = S1, the plain softmax (17), and for S = S1 - gamma S2, the differential form (18). The latter may be
+negative, and then r is not a ratio of signal to noise. Proposition D.2 asserts that (18) is at least (17) wherever
+delta_1 - delta_2 <= delta, for every positive gamma; the condition says that r of S2 <= r of S1.
 
 Prints a JSON object for each run, for each layer: the medians over heads, compressed tokens, blocks and rows of
 "first" (17), of "differential" (18, where its denominator is positive) and of "absolute" (16 of |S1 - gamma S2|, which
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,36 +31,30 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 
-from eval.harness.pictures import report
+from brl_jax.attention.core.checks import check_at_least
+from eval.harness.options import StudyOptions
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import panels
 from eval.harness.runs import open_run, run_names
 from eval.studies.locality import layer_weights
 from eval.studies.regularizer import require_brl, sown_maps
-from train.cli.options import parse_options
 from train.data.recall import HeldOutRecall, Kind
 from train.engine.errors import UserError
 from train.tasks.recall import RECALL
 
 
 @dataclasses.dataclass(frozen=True)
-class SignalToNoiseOptions:
+class SignalToNoiseOptions(StudyOptions):
     """What to measure."""
 
     workdir: tuple[str, ...] = ("runs/recall/brl",)
     """Folders of the runs, of train.recall, with BRL attention."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the run's data."""
-    checkpoint: str = "best"
-    """best (the best evaluation while training), last, or a step."""
     sequences: int = 64
     """Rows to read, the first of the split with the most records."""
-    picture: str | None = None
-    """File to draw the distributions in (PNG)."""
 
     def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
-        if self.sequences < 1:
-            raise ValueError(f"sequences must be at least 1, got {self.sequences}")
+        super().__post_init__()
+        check_at_least(self, "sequences")
 
 
 def relevant_tokens(
@@ -69,11 +63,11 @@ def relevant_tokens(
     places: Int[np.ndarray, "B P"],
     targets: Int[np.ndarray, "B P"],
 ) -> Bool[np.ndarray, "B T"]:
-    """Which tokens belong to a record that is asked for: a question's token before it, and the answer that follows it;
-    in rows of "copy", which have no questions, the symbols.
+    """Which tokens belong to a record that is asked for: the key that the question names, and the answer that follows.
+    Rows of "copy" have no questions; there the symbols are relevant.
 
     Args:
-      kind: of the rows. tokens, places, targets: of `train.data.recall.draw_rows`.
+      kind, tokens, places, targets: as `train.data.recall.draw_rows` takes and returns them.
     """
     asked = np.take_along_axis(tokens, places, axis=1)
     first = places.min(axis=1)[:, None]
@@ -89,7 +83,7 @@ def relevant_tokens(
 
 
 def history_mask(values: Any, *, blocks: int, block: int, history: int) -> np.ndarray:
-    """Of (B, T) bools, those of the history of each block: (B, C, history); before token 0 False."""
+    """(B, C, history): the values (B, T) within the history of each block, False before token 0."""
     padded = np.pad(values, ((0, 0), (history, blocks * block)))
     return np.stack([padded[:, c * block : c * block + history] for c in range(blocks)], axis=1)
 
@@ -116,7 +110,7 @@ def compare(
 
     Args:
       first, signed: S1 and S1 - gamma S2.
-      relevant, irrelevant: the keys of each block's history. Blocks that lack one of the two kinds are left out.
+      relevant, irrelevant: the keys of each block's history. Blocks without one of the two are left out.
     """
     first, signed = (x.astype(np.float64) for x in (first, signed))
     present = np.asarray(relevant.any(-1) & irrelevant.any(-1))[:, :, None, None]
@@ -153,28 +147,28 @@ def compare(
     return measures, ratio[defined] / plain[defined]
 
 
-def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) -> dict[str, Any]:
-    """The JSON object of one run; `kept` gets what the picture shows.
+def measure_run(options: SignalToNoiseOptions, workdir: str) -> Measured:
+    """The JSON object of one run, and for the picture the name, the ratios and the measures of each layer.
 
     Raises:
-      UserError: there is no run, or none with differential compression.
+      UserError: the run does not exist, or has no differential compression.
     """
     run = open_run([RECALL], workdir, options.checkpoint)
     require_brl(run)
     # The rows with the most records.
     case = max(run.config.data.cases, key=lambda case: case.pairs)
     held_out = HeldOutRecall(run.config.data, split=options.split, cases=[case], batch=options.sequences)
-    rows = {name: np.asarray(array) for name, array in next(iter(held_out)).items()}
-    # A batch that is larger than the split is filled with rows without weight.
+    rows = {name: np.asarray(array) for name, array in next(iter(held_out)).arrays.items()}
+    # Rows without weight fill a batch that is larger than the split.
     real = rows["weights"].any(axis=1)
-    rows = {name: array[real] for name, array in rows.items() if name != "reset"}
+    rows = {name: array[real] for name, array in rows.items()}
     relevant = relevant_tokens(run.config.data.kind, rows["tokens"], rows["places"], rows["targets"])
     maps = jax.jit(functools.partial(sown_maps, run.model))(run.params, jnp.asarray(rows["tokens"]))
     signed, first = (
         {layer: np.asarray(x) for layer, (x, *_) in layer_weights(run.config.model, maps, name).items()}
         for name in ("compress", "compress_first")
     )
-    layers = []
+    layers, kept = [], []
     for layer, weights in sorted(signed.items()):
         m = run.config.model.mechanisms[layer]
         if m.gamma == 0.0:
@@ -190,44 +184,41 @@ def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) ->
         kept.append((f"{run_names(options.workdir)[workdir]}, layer {layer + 1}", change, measures))
     if not layers:
         raise UserError(f"--workdir: {workdir} has no differential compression of more than one block")
-    return {
+    result = {
         "workdir": workdir,
         "step": run.step,
         "sequences": len(rows["tokens"]),
         "relevant": float(relevant.mean()),
         "layers": layers,
     }
+    return Measured(result, kept)
 
 
-def draw(kept: Sequence[tuple[str, np.ndarray, dict[str, Any]]]) -> Figure:
+def measure(options: SignalToNoiseOptions) -> Iterator[Measured]:
+    """The measures of each run."""
+    return (measure_run(options, workdir) for workdir in options.workdir)
+
+
+def draw(measured: list[Measured]) -> Figure:
     """How the differential form changes the ratio: a histogram of (18) over (17) for each run and layer."""
-    figure = Figure(figsize=(9, 2.4 * len(kept) + 0.6), layout="constrained")
-    panels = figure.subplots(len(kept), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, (name, change, measures) in zip(panels, kept):
+    shown = [layer for each in measured for layer in each.example]
+    figure, axs = panels(len(shown), 1, (9, 2.4 * len(shown) + 0.6), grid=None, sharex=True)
+    for axes, (name, change, measures) in zip(axs[:, 0], shown):
         axes.hist(np.log2(np.clip(change, 2.0**-8, 2.0**8)), bins=np.linspace(-8, 8, 81), color="#0072B2")
         axes.axvline(0, color="#999999", linestyle=":")
-        axes.set_title(
-            f"{name}: {measures['undefined']:.0%} undefined, {measures['raised']:.0%} of all raised",
-            fontsize=10,
-        )
+        title = f"{name}: {measures['undefined']:.0%} undefined, {measures['raised']:.0%} of all raised"
+        axes.set_title(title, fontsize=10)
         axes.set_ylabel("weights")
-    panels[-1].set_xlabel(
-        "log2 of the ratio with difference (18) over the ratio without (17); the first and the last bar have all beyond"
+    axs[-1, 0].set_xlabel(
+        "log2 of the ratio with difference (18) over the ratio without (17); the first and last bars include all beyond"
     )
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        SignalToNoiseOptions(),
-        argv,
-        prog="python -m eval.signal_to_noise",
-        about="How well BRL's compressed tokens tell records from noise.",
-    )
-    kept: list[Any] = []
-    report(
-        (measure_run(options, folder, kept) for folder in options.workdir),
-        lambda _: draw(kept),
-        options.picture,
-    )
+main = Study(
+    SignalToNoiseOptions(),
+    "eval.signal_to_noise",
+    "How well BRL's compressed tokens tell records from noise.",
+    measure,
+    draw,
+).main

@@ -1,4 +1,4 @@
-"""TLinFormer's operations beside its equations: python -m eval.tlinformer_operations [--picture FILE.png].
+"""Compares TLinFormer's operations with its equations: python -m eval.tlinformer_operations [--picture FILE.png].
 
 Tang, arXiv:2508.20407, gives the cost of a cache miss (equation 4) and of a hit (equation 5) for a block of H + 2
 layers, with N tokens so far, the windows W_og and W_oh, and the width D:
@@ -6,23 +6,22 @@ layers, with N tokens so far, the windows W_og and W_oh, and the width D:
     miss  D [N (2 W_oh + W_og) + H (W_oh^2 + W_og^2 + W_og W_oh) + W_og^2 - W_og W_oh]
     hit   D [N - W_og + (H + 1) W_oh + (H + 2) W_og^2]
 
-Both count D multiplications for a pair of a query and a key, as many as their score takes; reading the values takes as
-many again, and the projections and feed-forward networks of the rows are left out. Here the multiplications of all
-matrix products are counted from the traced program (`eval.studies.operations`): of the first token of a window
-("first"), of a token in its middle ("hit"), and of all its tokens one by one ("miss", the first and W_og - 1 others),
-which is what equation 4 counts. Nothing is run.
+Both count the D multiplications of the score of a query and a key. They leave out the same number for reading the
+values, and the projections and feed-forward networks of the rows. This command counts the multiplications of all matrix
+products in the traced program (`eval.studies.operations`), and runs nothing: for the first token of a window ("first"),
+for a token in its middle ("hit"), and for all its tokens one by one ("miss", the first and W_og - 1 others), which is
+what equation 4 counts.
 
-Prints a JSON object for each number of tokens, and then one with the straight line through each: its slope in
-multiplications for each token of history, and R^2; "pairs" is what attention's pairs alone take by the equations, with
-the values, over all blocks and without the last block's restore, which nothing reads.
+Prints a JSON object for each number of tokens, and then one with a straight line through each count: its slope in
+multiplications for each token of history, and R^2. "pairs" is the slope of attention's pairs alone by the equations,
+with the values, over all blocks, without the last block's restore, which nothing reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -34,16 +33,17 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import legend_outside, line_styles, picture_path, save
+from eval.harness.options import OutputOptions
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.operations import products
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 KINDS = ("miss", "first", "hit")
 
 
 @dataclasses.dataclass(frozen=True)
-class OperationsOptions:
+class OperationsOptions(OutputOptions):
     """The network, by default the paper's, and the numbers of tokens."""
 
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
@@ -53,7 +53,7 @@ class OperationsOptions:
     context: int = 256
     """W_oh: tokens of the context."""
     hidden: int = 2
-    """H: layers of a block besides its first and its last."""
+    """H: layers of a block between its first and its last."""
     num_layers: int = 8
     """Layers, a multiple of H + 2."""
     d_model: int = 432
@@ -65,7 +65,7 @@ class OperationsOptions:
     vocab_size: int = 50257
     """Tokens of the vocabulary."""
     picture: str | None = None
-    """File to draw the counts in (PNG)."""
+    """A .png file to draw."""
 
     def __post_init__(self):
         check_at_least(self, "window", "context", "d_ff", "vocab_size")
@@ -100,7 +100,7 @@ def paper_cost(kind: str, tokens: int, o: OperationsOptions) -> int:
 
 
 def pair_slope(kind: str, o: OperationsOptions) -> int:
-    """Multiplications of attention's pairs for each token of history, scores and values: twice those of the equations,
+    """Multiplications of attention's pairs for each token of history, scores and values: twice the equations' number,
     without the last block's restore."""
     blocks = o.num_layers // (o.hidden + 2)
     if kind == "hit":
@@ -138,32 +138,12 @@ def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, f
     return {"slope": float(slope), "at_0": float(start), "r_squared": float(1 - np.sum(rest**2) / spread)}
 
 
-def draw(rows: Sequence[Mapping[str, float]], options: OperationsOptions) -> Figure:
-    """The counts, and the equations twice (for scores and values), over the tokens so far."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    x = [row["tokens"] for row in rows]
-    styles = line_styles([*KINDS, "equation 4", "equation 5"])
-    for kind in KINDS:
-        axes.plot(x, [row[kind] for row in rows], label=f"{kind}, counted", **styles[kind])
-    for name, kind in (("equation 4", "miss"), ("equation 5", "hit")):
-        y = [2 * paper_cost(kind, int(n), options) for n in x]
-        axes.plot(x, y, label=f"twice {name} ({kind})", **styles[name])
-    axes.set(xscale="log", yscale="log", xlabel="tokens so far, N", ylabel="multiplications")
-    axes.grid(True, alpha=0.3)
-    legend_outside(axes)
-    return figure
+def measure(options: OperationsOptions) -> Iterator[Measured]:
+    """The counts at each number of tokens, then the lines through them.
 
-
-def main(argv: Sequence[str]) -> None:
-    """Prints the JSON objects and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        OperationsOptions(),
-        argv,
-        prog="python -m eval.tlinformer_operations",
-        about="TLinFormer's operations beside its equations.",
-    )
-    path = picture_path(options.picture)
+    Raises:
+      UserError: the options of the network don't fit.
+    """
     try:
         options.model()
     except ValueError as error:
@@ -172,14 +152,35 @@ def main(argv: Sequence[str]) -> None:
     for tokens in options.lengths:
         paper = {f"paper_{kind}": paper_cost(kind, tokens, options) for kind in ("miss", "hit")}
         rows.append({"tokens": tokens, **counted(options, tokens), **paper})
-        print(json.dumps(rows[-1]), flush=True)
+        yield Measured(rows[-1], options)
     lines = {
-        kind: {
-            **straight_line(options.lengths, [row[kind] for row in rows]),
-            "pairs": pair_slope(kind, options),
-        }
+        kind: straight_line(options.lengths, [row[kind] for row in rows])
+        | {"pairs": pair_slope(kind, options)}
         for kind in KINDS
     }
-    print(json.dumps({"lines": lines}))
-    if path is not None:
-        save(draw(rows, options), path)
+    yield Measured({"lines": lines}, options)
+
+
+def draw(measured: list[Measured]) -> Figure:
+    """The counts, and the equations twice (for scores and values), over the tokens so far."""
+    figure, [[axes]] = panels(1, 1, (9, 5))
+    rows, options = [each.result for each in measured[:-1]], measured[0].example
+    x = [row["tokens"] for row in rows]
+    styles = line_styles([*KINDS, "equation 4", "equation 5"])
+    for kind in KINDS:
+        axes.plot(x, [row[kind] for row in rows], label=f"{kind}, counted", **styles[kind])
+    for name, kind in (("equation 4", "miss"), ("equation 5", "hit")):
+        y = [2 * paper_cost(kind, int(n), options) for n in x]
+        axes.plot(x, y, label=f"twice {name} ({kind})", **styles[name])
+    axes.set(xscale="log", yscale="log", xlabel="tokens so far, N", ylabel="multiplications")
+    legend_outside(axes)
+    return figure
+
+
+main = Study(
+    OperationsOptions(),
+    "eval.tlinformer_operations",
+    "TLinFormer's operations and its equations.",
+    measure,
+    draw,
+).main

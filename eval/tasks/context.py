@@ -2,8 +2,8 @@
 
 The held-out text is read twice, with the memory carried from row to row and with an empty memory at the start of each
 row. The losses of the single targets are averaged over all of them, by the position in the block, and by the distance
-from the token that predicts a target to the target's last occurrence before it, or to that of the N tokens that end
-with it (--ngram N):
+from the token that predicts a target to the target's last occurrence before it (with --ngram N, to the last occurrence
+of the N tokens that end with it):
 
     within reach    what layers of the window see without compressed tokens
     history         from there to the farthest token that BRL's compressed tokens of one layer read
@@ -11,7 +11,7 @@ with it (--ngram N):
     new             no occurrence since the start of the stream
 
 Several runs are measured by the same boundaries: the shortest reach, the longest history and the shortest block among
-them, or those of the options. Prints a table as markdown, or with --json True a JSON object for each run.
+them, unless options set them. Prints a table as markdown, or with --json True a JSON object for each run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import picture_path, save
-from eval.harness.runs import Run, open_run
-from eval.tasks.context_table import draw, markdown
+from eval.harness.options import StudyOptions
+from eval.harness.output import picture_path
+from eval.harness.pictures import line_styles, panels, plain_log_axis, save, shared_legend
+from eval.harness.runs import Run, open_run, run_labels
+from eval.harness.table import Table
+from eval.tasks.lm import reading
 from eval.tasks.reach import window_reach
 from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
@@ -46,17 +51,11 @@ _LOSSES = ("carried", "cleared")
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextOptions:
+class ContextOptions(StudyOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs, side by side."""
     data: str | None = None
-    """A text to read in place of the run's own, as for train.lm; the run's tokenizer encodes it."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of the text."""
-    checkpoint: str = "best"
-    """best (lowest held-out loss), last, or a step."""
+    """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""
     tokens: int = 100_000
     """Tokens of the text to read; 0: all."""
     ngram: int = 1
@@ -68,23 +67,19 @@ class ContextOptions:
     block: int | None = None
     """Tokens of a block; None: by the runs' blocks."""
     json: bool = False
-    """Print a JSON object for each run in place of the table."""
-    picture: str | None = None
-    """File to draw the runs in (PNG)."""
+    """Print a JSON object for each run instead of the table."""
 
     def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
+        super().__post_init__()
         if self.tokens < 0 or self.tokens == 1:
             raise ValueError(f"tokens must be at least 2, or 0 for all, got {self.tokens}")
         for name, least in (("ngram", 1), ("reach", 0), ("history", 1), ("block", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if getattr(self, name) is not None:
+                check_at_least(self, name, least=least)
 
 
 class Boundaries(NamedTuple):
-    """Distances in tokens: what layers see without compressed tokens, what these read, and the length of a block."""
+    """Distances in tokens: what layers see without compressed tokens, what compressed tokens read, and a block."""
 
     reach: int
     history: int
@@ -92,7 +87,7 @@ class Boundaries(NamedTuple):
 
 
 def boundaries(config: DecoderConfig, length: int) -> Boundaries:
-    """Those of a decoder that reads rows of a length; where a mechanism has no window, its reach is the row."""
+    """The boundaries of a decoder that reads rows of a length; the reach of a mechanism without a window is the row."""
     memories = [m for m in config.mechanisms if isinstance(m, BRLConfig) and m.num_compressed]
     return Boundaries(
         window_reach(config.mechanisms, length + 1),
@@ -101,17 +96,27 @@ def boundaries(config: DecoderConfig, length: int) -> Boundaries:
     )
 
 
-def last_distances(stream: Int[np.ndarray, " N"], ngram: int) -> Int[np.ndarray, " M"]:
-    """For each target stream[1:], how many tokens before its predecessor the same n-gram ended last; -1 for none.
+def common_boundaries(own: Sequence[Boundaries], options: ContextOptions) -> Boundaries:
+    """The boundaries by which all runs are measured: the options', or else what suits every run."""
+    return Boundaries(
+        min(each.reach for each in own) if options.reach is None else options.reach,
+        max(each.history for each in own) if options.history is None else options.history,
+        min(each.block for each in own) if options.block is None else options.block,
+    )
 
-    0 means that the predecessor itself ended it. Targets with fewer than ngram - 1 tokens before them have -1.
+
+def last_distances(stream: Int[np.ndarray, " N"], ngram: int) -> Int[np.ndarray, " M"]:
+    """For each target stream[1:], how many tokens before its predecessor the same n-gram ended last.
+
+    0 means that the predecessor itself ended it; -1 that it never occurred, or that the target has fewer than ngram - 1
+    tokens before it.
     """
     length = len(stream)
     if length < ngram:
         return np.full(length - 1, -1)
     tokens = names = np.unique(stream, return_inverse=True)[1].reshape(-1).astype(np.int64)
     for i in range(1, ngram):
-        # An n-gram's name is that of the one without its last token, and this token.
+        # The name of an n-gram combines the name without its last token, and this token.
         names = np.unique(names[:-1] * length + tokens[i:], return_inverse=True)[1].reshape(-1)
     order = np.argsort(names, kind="stable")
     found = np.full(len(names), -1)
@@ -123,7 +128,7 @@ def last_distances(stream: Int[np.ndarray, " N"], ngram: int) -> Int[np.ndarray,
 def token_losses(
     model: DecoderLM, params: Any, memory: Any, tokens: Int[Array, "B T"], targets: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Any]:
-    """The loss of each target in nats, and the new memory. The logits exist for one row at a time."""
+    """The loss of each target in nats, and the new memory. Logits are computed for one row at a time."""
     variables = {"params": params}
     hidden, memory = model.apply(variables, tokens, memory=memory, method="hidden")
 
@@ -135,10 +140,10 @@ def token_losses(
 
 
 def read_losses(run: Run, corpus: Corpus, limit: int) -> dict[str, np.ndarray]:
-    """The text as its rows read it, each one a stream: arrays (rows, N) of the stream's batches one after the other.
+    """The text as its rows read it, each a stream of N tokens: arrays (rows, N).
 
-    "tokens", "targets", "weights", and the losses "carried" and "cleared", with and without the memory of the batches
-    before.
+    "tokens", "targets", "weights", and the losses "carried" and "cleared", with and without the memory of earlier
+    batches.
     """
     config: LmConfig = run.config
     step = jax.jit(
@@ -152,13 +157,13 @@ def read_losses(run: Run, corpus: Corpus, limit: int) -> dict[str, np.ndarray]:
         carried, memory = step(run.params, memory, *arrays)
         # Without a memory, the second reading would repeat the first.
         cleared = carried if empty is None else step(run.params, empty, *arrays)[0]
-        batch = {name: batch[name] for name in ("tokens", "targets", "weights")}
-        read.append({**batch, "carried": np.asarray(carried), "cleared": np.asarray(cleared)})
+        shown = {name: batch[name] for name in ("tokens", "targets", "weights")}
+        read.append({**shown, "carried": np.asarray(carried), "cleared": np.asarray(cleared)})
     return {name: np.concatenate([part[name] for part in read], axis=1) for name in read[0]}
 
 
 def _averages(read: dict[str, np.ndarray], chosen: np.ndarray) -> dict[str, Any]:
-    """The number of some of the targets, and their losses; None where there are none."""
+    """The number of the chosen targets and their mean losses, or None without targets."""
     chosen = chosen & (read["weights"] > 0)
     count = int(chosen.sum())
     losses = {name: float(read[name][chosen].mean(dtype=np.float64)) if count else None for name in _LOSSES}
@@ -197,24 +202,18 @@ def measure(options: ContextOptions) -> list[dict[str, Any]]:
     """The JSON object of each run.
 
     Raises:
-      UserError: there is no run or checkpoint, or its text cannot be read.
+      UserError: a run or checkpoint does not exist, or its text cannot be read.
     """
-    runs = [open_run([LM], workdir, options.checkpoint) for workdir in options.workdir]
+    runs = [reading(open_run([LM], workdir, options.checkpoint), options.data) for workdir in options.workdir]
     own = [boundaries(run.config.model, run.config.loop.length) for run in runs]
-    borders = Boundaries(
-        min(each.reach for each in own) if options.reach is None else options.reach,
-        max(each.history for each in own) if options.history is None else options.history,
-        min(each.block for each in own) if options.block is None else options.block,
-    )
+    borders = common_boundaries(own, options)
     results = []
     for run in runs:
         config = run.config
-        if options.data is not None:
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=options.data))
         corpus = LM.load(config, (options.split,)).corpora[options.split]
         if len(corpus.tokens) < 2:
             raise UserError(f"--data: evaluation takes at least 2 tokens, got {len(corpus.tokens)}")
-        read = read_losses(run._replace(config=config), corpus, options.tokens)
+        read = read_losses(run, corpus, options.tokens)
         results.append(
             {
                 "workdir": config.loop.workdir,
@@ -230,6 +229,80 @@ def measure(options: ContextOptions) -> list[dict[str, Any]]:
     return results
 
 
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """Losses in nats a token: in all and by region, one row for each run, with the memory carried and cleared."""
+    first = results[0]
+    regions = list(first["regions"])
+    where = {
+        "within reach": f"within reach (to {first['reach']})",
+        "history": f"history (to {first['history']})",
+    }
+    what = "the target" if first["ngram"] == 1 else f"the {first['ngram']} tokens that end with the target"
+    title = f"Loss in nats a token, by the distance to the last occurrence of {what}."
+    by_region = Table("run", "memory", "all", *(where.get(name, name) for name in regions), title=title)
+    places = [str(part["first"]) for part in first["by_position"]]
+    title = f"By the first position of a part of the block of {first['block']} tokens, memory carried:"
+    by_position = Table("run", *places, title=title)
+    for label, result in zip(run_labels(results), results, strict=True):
+        parts = [result["regions"][name] for name in regions]
+        shares = [f"{100 * part['targets'] / max(result['targets'], 1):.1f}%" for part in parts]
+        by_region.add(label, "targets", result["targets"], *shares)
+        for memory in _LOSSES:
+            losses = (_number(part[memory]) for part in parts)
+            by_region.add(label, memory, _number(result[memory]), *losses)
+        by_position.add(label, *(_number(part["carried"]) for part in result["by_position"]))
+    return f"{by_region}\n\n{by_position}"
+
+
+def _by_distance(result: dict[str, Any], memory: str) -> np.ndarray:
+    """Rows (distance, loss) of the bins that have targets, at the middle of each on a logarithmic axis."""
+    bins = [each for each in result["by_distance"] if each["targets"]]
+    rows = [(np.sqrt((each["first"] + 1) * each["end"]), each[memory]) for each in bins]
+    return np.array(rows).reshape(-1, 2)  # two columns even without rows
+
+
+def draw(results: Sequence[dict[str, Any]]) -> Figure:
+    """Four panels: the loss with and without memory, by position in the block, by distance, and the difference by
+    distance from the first run (for a single run, carried less cleared)."""
+    figure, axs = panels(2, 2, (15, 9))
+    (totals, by_position), (by_distance, by_gain) = axs
+    names = run_labels(results)
+    styles = line_styles(names)
+    alone = len(results) == 1
+    for i, (name, result) in enumerate(zip(names, results)):
+        style = {**styles[name], "markersize": 5}
+        totals.plot([0, 1], [result["carried"], result["cleared"]], label=name, **style)
+        places = [part["first"] for part in result["by_position"]]
+        by_position.plot(places, [part["carried"] for part in result["by_position"]], **style)
+        carried, cleared = (_by_distance(result, memory) for memory in _LOSSES)
+        by_distance.plot(*carried.T, **style)
+        reference = cleared if alone else _by_distance(results[0], "carried")
+        # Runs that read other tokens have other bins, which cannot be subtracted.
+        if np.array_equal(reference[:, 0], carried[:, 0]) and (alone or i):
+            by_gain.plot(carried[:, 0], carried[:, 1] - reference[:, 1], **style)
+    for axes in (by_distance, by_gain):
+        for name, dashes in (("reach", "--"), ("history", ":")):
+            axes.axvline(results[0][name] + 1, color="#999999", linestyle=dashes, label=name)
+        axes.set_xscale("log", base=2)
+        plain_log_axis(axes.xaxis)
+        axes.set_xlabel("tokens back to the last occurrence")
+    by_gain.axhline(0, color="#999999", linewidth=0.8)
+    totals.set(ylabel="loss, nats a token", title="memory", xticks=[0, 1], xlim=(-0.5, 1.5))
+    totals.set_xticklabels(["carried", "cleared at every row"])
+    title = "by position, memory carried"
+    by_position.set(xlabel="position in the block", ylabel="loss, nats a token", title=title)
+    by_distance.set(ylabel="loss, nats a token", title="by distance, memory carried")
+    title = "carried less cleared" if alone else f"difference from {names[0]}"
+    by_gain.set(ylabel="difference of the loss, nats", title=title)
+    by_distance.legend(frameon=False)
+    shared_legend(figure, totals)
+    return figure
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the table or the JSON objects, and draws the picture; see the module's docstring and --help."""
     options = parse_options(
@@ -237,10 +310,6 @@ def main(argv: Sequence[str]) -> None:
     )
     picture = picture_path(options.picture)
     results = measure(options)
-    if options.json:
-        for result in results:
-            print(json.dumps(result), flush=True)
-    else:
-        print(markdown(results))
+    print("\n".join(map(json.dumps, results)) if options.json else markdown(results))
     if picture is not None:
         save(draw(results), picture)

@@ -1,11 +1,10 @@
 """Measures what an encoder-decoder writes by itself: python -m eval.copy --workdir DIR [--length N ...].
 
 The model generates each target greedily, from the source alone. The last line of stdout is one JSON object: for each
-length ("cases") the share of target tokens that are right at their place, END among them, and the share of targets
-that are right as a whole. Without --length the lengths of symbols are those of training, and two and four times the
-longest of these; every source has exactly that length. Pairs of texts are those of the test split, in the buckets of
-training. What is measured without options is kept as copy_test.json in the run's folder. `--source TEXT` writes the
-target of a text.
+length ("cases") the share of target tokens that are right at their place, END included, and the share of targets that
+are right as a whole. Without --length, symbols are measured at the lengths of training, and at two and four times the
+longest one; every source has exactly that length. Pairs of texts come from the test split, in the buckets of training.
+Measures without options are kept as copy_test.json in the run's folder. `--source TEXT` writes the target of a text.
 
 python -m eval.copy --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, prints a
 table of them as markdown, and draws accuracy against length.
@@ -14,36 +13,39 @@ table of them as markdown, and draws accuracy against length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
+from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
 from brl_jax.layers import mechanism_name
-from eval.harness.main import Evaluation, Measured, TableOptions
+from eval.harness import groups
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.pictures import line_styles, panels, shared_legend
 from eval.harness.runs import Run, run_facts
-from eval.tasks.copy_table import draw, markdown
-from train.data.copying import BEGIN, SPECIAL
-from train.data.lra.listops import END
+from eval.harness.table import Result, Table, percent, seeds
+from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.config_file import flatten, to_json
+from train.engine.batch import Batch
 from train.engine.errors import UserError, one_line
 from train.tasks.copy import COPY
 from train.tasks.copy_config import CopyConfig
+
+_MEASURES = {"token_accuracy": "tokens", "sequence_accuracy": "whole targets"}
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyEvalOptions(TableOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     length: tuple[int, ...] = ()
     """Symbols of the sources to measure on; by default the lengths of training, and two and four times the longest."""
     source: tuple[str, ...] = ()
-    """Texts whose targets are written, in place of measures."""
+    """Write the targets of these texts instead of measuring."""
 
     def __post_init__(self):
         if self.length and min(self.length) < 1:
@@ -53,7 +55,7 @@ class CopyEvalOptions(TableOptions):
 
 
 def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most: int) -> np.ndarray:
-    """(B, most) int32, the likeliest token after another: targets up to END, then zeros."""
+    """(B, most) int32, greedily generated targets up to END, then zeros."""
     first = run.config.model.vocab_size - SPECIAL
     try:
         written = generate(
@@ -66,13 +68,13 @@ def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most
             source=source,
             source_lengths=lengths,
         )
-    except ValueError as error:  # longer than a mechanism serves
+    except ValueError as error:  # longer than a mechanism supports
         raise UserError(f"--length: the model cannot write {most} tokens: {one_line(error)}") from error
     return np.asarray(written)[:, 1:]
 
 
-def measure_batches(run: Run, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The shares of right tokens and of right targets, and how many targets there were, for each length of a batch."""
+def measure_batches(run: Run, batches: Iterable[Batch]) -> list[dict[str, Any]]:
+    """The shares of right tokens and of right targets, and the number of targets, for each length of a batch."""
     counts: dict[int, np.ndarray] = {}
     for batch in batches:
         targets, counted = batch["targets"], batch["weights"] > 0
@@ -95,39 +97,26 @@ def measure_batches(run: Run, batches: Iterable[Mapping[str, Any]]) -> list[dict
 
 
 def run_settings(config: CopyConfig) -> dict[str, Any]:
-    """The settings in which runs of a row of the table agree. Where the encoder has a mechanism of its own, the name of
-    the decoder's (the first one's of a hybrid) begins with it: runs are labelled by the mechanisms of both sides."""
-    settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
-    settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "steps")}
-    del settings["data"]["test_rows"]
-    flat, encoder = flatten(settings), config.model.encoder_mechanism
+    """The settings in which runs of a row of the table agree. If the encoder has its own mechanism, the name says
+    "encoder to decoder"."""
+    settings, encoder = groups.run_settings(config, "batch", "steps"), config.model.encoder_mechanism
     if encoder is not None:
-        flat["model.mechanism.name"] = f"{mechanism_name(encoder)} to {flat['model.mechanism.name']}"
-    return flat
+        settings["model.mechanism.name"] = f"{mechanism_name(encoder)} to {settings['model.mechanism.name']}"
+    return settings
 
 
-class _CopyEvaluation(Evaluation[CopyEvalOptions]):
-    kept = "copy_test.json"
-
-    def is_standard(self, options: CopyEvalOptions) -> bool:
-        return super().is_standard(options) and not options.length and not options.source
-
-    def measure(self, run: Run, options: CopyEvalOptions) -> Measured:
-        """The accuracies of a run and what was measured; or the targets of texts."""
-        config = run.config
-        if options.source:
-            return Measured(_write_texts(run, options.source))
-        if config.data.data_dir and options.length:
-            raise UserError(
-                "--length: expected a run on symbols; pairs of texts have the lengths that they have"
-            )
-        longest = config.data.longest
-        lengths = options.length or (*config.data.length, 2 * longest, 4 * longest)
-        data = COPY.load(config, ("test",))
-        cases = measure_batches(run, COPY.held_out(config, data, "test", lengths=sorted(set(lengths))))
-        return Measured(
-            {"settings": run_settings(config), "trained": longest, "cases": cases, **run_facts(run)}
-        )
+def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
+    """The accuracies of a run and facts about it; or the targets of texts."""
+    config = run.config
+    if options.source:
+        return _write_texts(run, options.source)
+    if config.data.data_dir and options.length:
+        raise UserError("--length: expected a run on symbols; the lengths of pairs of texts are given")
+    longest = config.data.longest
+    lengths = options.length or (*config.data.length, 2 * longest, 4 * longest)
+    data = COPY.load(config, ("test",))
+    cases = measure_batches(run, COPY.held_out(config, data, "test", lengths=sorted(set(lengths))))
+    return {"settings": run_settings(config), "trained": longest, "cases": cases, **run_facts(run)}
 
 
 def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
@@ -152,13 +141,51 @@ def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
     return {"source": list(texts), "target": targets, "step": run.step}
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures or the table; see the module's text and --help."""
-    _CopyEvaluation(
-        [COPY],
-        CopyEvalOptions(),
-        name="eval.copy",
-        about="Measures what an encoder-decoder writes by itself.",
-        markdown=markdown,
-        draw=draw,
-    ).main(argv)
+def _values(runs: Sequence[Result], length: int, measure: str) -> list[float]:
+    return [case[measure] for run in runs for case in run["cases"] if case["length"] == length]
+
+
+def _lengths(results: Sequence[Result]) -> list[int]:
+    return sorted({case["length"] for result in results for case in result["cases"]})
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row for each group of runs that differ only in their seed."""
+    lengths = _lengths(results)
+    table = Table(
+        "mechanism", "parameters", "trained to", "seeds", *map(str, lengths),
+        title="Right tokens / right targets in percent by length of the source, written greedily: mean over the seeds "
+        "(lowest to highest).",
+    )  # fmt: skip
+    for label, runs in groups.by_network(results).items():
+        cells = []
+        for length in lengths:
+            found = [_values(runs, length, measure) for measure in _MEASURES]
+            cells.append(" / ".join(map(percent, found)) if found[0] else "-")
+        table.add(label, runs[0]["parameters"], runs[0]["trained"], seeds(runs), *cells)
+    return str(table)
+
+
+def draw(results: Sequence[Result]) -> Figure:
+    """Accuracy by token and by target against the length; vertical lines mark the longest lengths of training."""
+    named = groups.by_network(results)
+    figure, axs = panels(1, 2, (13, 5))
+    styles = line_styles(list(named))
+    for axes, (measure, name) in zip(axs[0], _MEASURES.items()):
+        for label, runs in named.items():
+            lengths = _lengths(runs)
+            means = [100 * float(np.mean(_values(runs, length, measure))) for length in lengths]
+            axes.plot(lengths, means, label=label, markersize=6, **styles[label])
+        for trained in sorted({result["trained"] for result in results}):
+            axes.axvline(trained, color="#999999", linestyle=":", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(_lengths(results), [str(length) for length in _lengths(results)])
+        axes.set(xlabel="length of the source", ylabel="accuracy, %", ylim=(-2, 102), title=name)
+    shared_legend(figure, axs[0, 0])
+    return figure
+
+
+main = Evaluation(
+    [COPY], CopyEvalOptions(), "eval.copy", "Measures what an encoder-decoder writes by itself.",
+    measure, markdown, draw, kept="copy_test.json",
+).main  # fmt: skip

@@ -1,10 +1,9 @@
 """Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
 
-A language model that an architecture of Hugging Face's transformers computes (docs/huggingface.md) is written in its
-layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under the names of their own
-parameters, with the run's config.json; those of train.mlm, train.glue, train.graph, denoise-TASK and trace-pathfinder
-are refused. Either folder has the run's tokenizer, and is read in one line:
-`brl_jax.loading.load_export(DIR)`.
+If an architecture of Hugging Face's transformers computes the same function (docs/huggingface.md), a language model is
+written in its layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under this library's
+parameter names, with the run's config.json; networks of train.mlm, train.glue, train.graph, denoise-TASK and
+trace-pathfinder are refused. Either folder has the run's tokenizer, and `brl_jax.loading.load_export(DIR)` reads it.
 
 The last line of stdout is one JSON object: layout, step, parameters.
 """
@@ -25,6 +24,8 @@ from brl_jax.loading import save_export
 from brl_jax.models import DecoderLM, huggingface
 from brl_jax.models.config import ComputationType
 from brl_jax.models.huggingface.files import TOKENIZER_FILES
+from eval.harness.options import RunOptions
+from eval.harness.output import emit
 from eval.harness.runs import open_run
 from train.cli.options import parse_options
 from train.engine.errors import UserError
@@ -33,7 +34,7 @@ from train.tasks.every import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(RunOptions):
     """What to write."""
 
     workdir: str = "runs/small"
@@ -41,12 +42,10 @@ class ExportOptions:
     out: str = "export"
     """A new folder on this machine."""
     layout: Literal["auto", "huggingface", "own"] = "auto"
-    """That of transformers ("huggingface"), that of this library's parameters ("own"), or the first where it can
-    hold the network ("auto")."""
-    checkpoint: str = "best"
-    """best (the best evaluation while training), last, or a step."""
+    """The layout of transformers ("huggingface"), of this library ("own"), or the first if it can hold the network
+    ("auto")."""
     dtype: ComputationType = "float32"
-    """Of the weights in the file."""
+    """Data type of the weights in the file."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -74,16 +73,16 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--workdir: {error}") from error
     number = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     log(f"read it by: brl_jax.loading.load_export({options.out!r})")
-    print(json.dumps({"layout": layout, "step": run.step, "parameters": number}))
+    emit({"layout": layout, "step": run.step, "parameters": number}, options.json)
 
 
 def _write_huggingface(model: Any, params: Any, options: ExportOptions, shared: dict[str, Any]) -> str | None:
-    """The architecture that was written; None where the network must be written in the other layout."""
+    """The architecture that was written; None if the network needs the other layout."""
     if options.layout == "own":
         return None
     try:
         if not isinstance(model, DecoderLM):
-            raise ValueError(f"a {type(model).__name__} is no decoder")
+            raise ValueError(f"a {type(model).__name__} is not a decoder")
         return huggingface.save(options.out, model.config, params, **shared)
     except ValueError as error:
         if options.layout == "huggingface":
@@ -93,7 +92,7 @@ def _write_huggingface(model: Any, params: Any, options: ExportOptions, shared: 
 
 
 def _copy_tokenizer(workdir: str, folder: str) -> str:
-    """The folder, with a copy of the run's tokenizer; transformers reads the byte-pair ones."""
+    """Copies the run's tokenizer into the folder, and says so to transformers if it can read it; returns the folder."""
     for name in TOKENIZER_FILES:
         source, copy = epath.Path(workdir) / name, Path(folder) / name
         if not source.exists():

@@ -1,11 +1,11 @@
-"""Measures forecasts on the test split beside naive ones: python -m eval.forecast --workdir DIR [DIR ...].
+"""Compares forecasts on the test split with naive ones: python -m eval.forecast --workdir DIR [DIR ...].
 
-A JSON object a run: mean absolute and mean squared error (`mae`, `mse`) over all windows, rows and columns, in the
-usual normalised units, those of repeating the last row (`naive`) and the last day (`seasonal_naive`, null where the
-known rows are less than a day or the rows no part of one), and the share of the true values that lie within the band of
-80% (`coverage`). A decoder of tokens is sampled: its forecast is the median (for `mse` the mean) of --samples
-continuations and its band is theirs; an encoder's band is that of its errors on the validation split. The object is
-kept as forecast_test.json in the run's folder.
+Prints a JSON object for each run: mean absolute and mean squared error (`mae`, `mse`) over all windows, rows and
+columns, in the usual normalised units; the errors of repeating the last row (`naive`) and the last day
+(`seasonal_naive`, null where the known rows do not cover a day, or a day is not a whole number of rows); and the share
+of the true values within the 80% band (`coverage`). A decoder of tokens is sampled: its forecast is the median (for
+`mse` the mean) of --samples continuations, which also give the band. An encoder's band comes from its errors on the
+validation split. The object is kept as forecast_test.json in the run's folder.
 
 --picture FILE.png draws forecasts with their bands. python -m eval.forecast --table DIR measures the runs under DIR
 that have not been measured, and prints a table of them as markdown, averaged over seeds.
@@ -25,13 +25,17 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
-from eval.harness.main import Evaluation, Measured, TableOptions
+from brl_jax.fields import Seed, check_fields
+from eval.harness.groups import alike
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.output import Measured
+from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
-from eval.tasks.forecast_table import Example, draw, markdown
+from eval.harness.table import Result, Table, mean_deviation, seeds
 from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
-from train.engine.config import check_seed
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,
@@ -41,35 +45,45 @@ from train.tasks.forecast import (
 )
 
 _BAND = (0.1, 0.9)
+# Windows that the picture shows of each run.
+_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class ForecastEvalOptions(TableOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ()
+    workdir: tuple[str, ...] = ()  # type: ignore[assignment]
     """Folders of runs."""
     stride: int = 1
     """Rows between the windows that are measured; 1 is the standard."""
     samples: int = 20
     """Continuations that a decoder of tokens samples for each window."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples."""
 
     def __post_init__(self):
         check_at_least(self, "stride", "samples")
-        check_seed(self.seed)
+        check_fields(self)
 
 
 class Forecasts(NamedTuple):
-    """Forecasts of windows, in normalised units (W, H, C): the median, the mean, and the ends of the band; `origin` is
-    the first row of each window's horizon."""
+    """Forecasts of windows in normalised units: the median, the mean, and the ends of the band; `origin` is the first
+    row of each window's horizon."""
 
     origin: Int[np.ndarray, " W"]
     median: Float[np.ndarray, "W H C"]
     mean: Float[np.ndarray, "W H C"]
     low: Float[np.ndarray, "W H C"]
     high: Float[np.ndarray, "W H C"]
+
+
+class Example(NamedTuple):
+    """A series, its true values in the windows of forecasts, in normalised units, and the forecasts."""
+
+    series: Series
+    true: Float[np.ndarray, "W H C"]
+    made: Forecasts
 
 
 def _by_encoder(
@@ -80,10 +94,9 @@ def _by_encoder(
     run = jax.jit(lambda params, batch: forecast(model, config, params, batch))
     parts = []
     for first in range(0, len(rows), size):
-        # The last batch is padded, so that one compiled program serves all.
+        # The last batch is padded, so that one compiled program is enough.
         chosen = rows[np.minimum(first + np.arange(size), len(rows) - 1)]
-        batch = {name: value for name, value in windows.batch(chosen).items() if name != "reset"}
-        parts.append(np.asarray(run(params, batch))[: len(rows) - first])
+        parts.append(np.asarray(run(params, windows.batch(chosen).arrays))[: len(rows) - first])
     return np.concatenate(parts)
 
 
@@ -124,14 +137,25 @@ def make_forecasts(
     rows: Int[np.ndarray, " W"],
     options: ForecastEvalOptions,
 ) -> Forecasts:
-    """The forecasts of a run for the windows whose horizon begins at these rows."""
+    """A run's forecasts for the windows with a horizon that begins at these rows."""
     if isinstance(config, ForecastConfig):
         point = _by_encoder(config, model, params, series, rows)
         before = origins(config.data, "valid", config.data.valid_stride)
         errors = truth(series, config, before) - _by_encoder(config, model, params, series, before)
-        low, high = np.quantile(errors, _BAND, axis=0)
-        return Forecasts(rows, point, point, point + low, point + high)
-    drawn = _by_tokens(config, model, params, series, rows, options)
+        return with_band(rows, point, errors)
+    return of_samples(rows, _by_tokens(config, model, params, series, rows, options))
+
+
+def with_band(
+    rows: Int[np.ndarray, " W"], point: Float[np.ndarray, "W H C"], errors: Float[np.ndarray, "V H C"]
+) -> Forecasts:
+    """Forecasts with a band that had 80% of earlier errors, for each row of the horizon and column."""
+    low, high = np.quantile(errors, _BAND, axis=0)
+    return Forecasts(rows, point, point, point + low, point + high)
+
+
+def of_samples(rows: Int[np.ndarray, " W"], drawn: Float[np.ndarray, "S W H C"]) -> Forecasts:
+    """The forecasts of samples: their median, mean and quantiles."""
     low, median, high = np.quantile(drawn, (_BAND[0], 0.5, _BAND[1]), axis=0)
     return Forecasts(rows, median, drawn.mean(axis=0), low, high)
 
@@ -139,7 +163,7 @@ def make_forecasts(
 def truth(
     series: Series, config: AnyForecastConfig, rows: Int[np.ndarray, " W"]
 ) -> Float[np.ndarray, "W H C"]:
-    """The true values, in normalised units."""
+    """The true values in normalised units."""
     return series.normalised[rows[:, None] + np.arange(config.data.horizon)]
 
 
@@ -148,53 +172,97 @@ def errors_of(point: Any, mean: Any, true: Any) -> dict[str, float]:
     return {"mae": float(np.abs(point - true).mean()), "mse": float(np.square(mean - true).mean())}
 
 
-class _ForecastEvaluation(Evaluation[ForecastEvalOptions]):
-    kept = "forecast_test.json"
-    drawn = "workdir"
-
-    def is_standard(self, options: ForecastEvalOptions) -> bool:
-        own = ForecastEvalOptions()
-        same = all(getattr(options, name) == getattr(own, name) for name in ("stride", "samples", "seed"))
-        return super().is_standard(options) and same
-
-    def measure(self, run: Run, options: ForecastEvalOptions) -> Measured:
-        """The errors of a run and what was measured, and windows to draw."""
-        config = run.config
-        series = run.task.load(config, ("test",))
-        rows = origins(config.data, "test", options.stride)
-        made = make_forecasts(config, run.model, run.params, series, rows, options)
-        true = truth(series, config, rows)
-        known = series.normalised[rows[:, None] + np.arange(-config.data.lookback, 0)]
-        plain = naive_forecast(known, config.data.horizon)
-        result = {
-            "model": ("tokens: " if isinstance(config, TokenForecastConfig) else "")
-            + mechanism_names(config.model),
-            **errors_of(made.median, made.mean, true),
-            "coverage": float(((true >= made.low) & (true <= made.high)).mean()),
-            "naive": errors_of(plain, plain, true),
-            "seasonal_naive": None,
-            "data": Path(config.data.data).name.split(".")[0],
-            "features": config.data.features,
-            "lookback": config.data.lookback,
-            "horizon": config.data.horizon,
-            "windows": len(rows),
-            **run_facts(run),
-        }
-        if series.day is not None and config.data.lookback >= series.day:
-            seasonal = naive_forecast(known, config.data.horizon, series.day)
-            result["seasonal_naive"] = errors_of(seasonal, seasonal, true)
-        return Measured(result, Example(series, made.origin, true, made.median, made.low, made.high))
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw(measured)
+def coverage(made: Forecasts, true: Float[np.ndarray, "W H C"]) -> float:
+    """The share of the true values that lie within the band, ends included."""
+    return float(((true >= made.low) & (true <= made.high)).mean())
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures or the table; see the module's text and --help."""
-    _ForecastEvaluation(
-        FORECAST_TASKS,
-        ForecastEvalOptions(),
-        name="eval.forecast",
-        about="Measures forecasts beside naive ones.",
-        markdown=markdown,
-    ).main(argv)
+def measure(run: Run, options: ForecastEvalOptions) -> Measured:
+    """The errors of a run and facts about it, and windows to draw."""
+    config = run.config
+    series = run.task.load(config, ("test",))
+    rows = origins(config.data, "test", options.stride)
+    made = make_forecasts(config, run.model, run.params, series, rows, options)
+    true = truth(series, config, rows)
+    known = series.normalised[rows[:, None] + np.arange(-config.data.lookback, 0)]
+    plain = naive_forecast(known, config.data.horizon)
+    seasonal = None
+    if series.day is not None and config.data.lookback >= series.day:
+        repeated = naive_forecast(known, config.data.horizon, series.day)
+        seasonal = errors_of(repeated, repeated, true)
+    kind = "tokens: " if isinstance(config, TokenForecastConfig) else ""
+    result = {
+        "model": kind + mechanism_names(config.model),
+        **errors_of(made.median, made.mean, true),
+        "coverage": coverage(made, true),
+        "naive": errors_of(plain, plain, true),
+        "seasonal_naive": seasonal,
+        "data": Path(config.data.data).name.split(".")[0],
+        "features": config.data.features,
+        "lookback": config.data.lookback,
+        "horizon": config.data.horizon,
+        "windows": len(rows),
+        **run_facts(run),
+    }
+    return Measured(result, Example(series, true, made))
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row for each model and horizon, averaged over seeds with their standard deviation, and for naive forecasts."""
+    places: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        places.setdefault(tuple(result[name] for name in ("data", "features", "horizon")), []).append(result)
+    table = Table("data", "horizon", "forecast", "MAE", "MSE", "within the 80% band", "seeds")
+    for (data, features, horizon), own in sorted(places.items()):
+        where = (f"{data}, {features}", horizon)
+        groups = sorted(alike(own, lambda result: result["model"]).items())
+        for name, words in (("naive", "the last row"), ("seasonal_naive", "the last day")):
+            plain = groups[0][1][0][name]
+            if plain is not None:
+                table.add(*where, words, f"{plain['mae']:.3f}", f"{plain['mse']:.3f}", None, None)
+        for model, runs in groups:
+            cells = [_cell([run[name] for run in runs]) for name in ("mae", "mse", "coverage")]
+            table.add(*where, model, *cells, seeds(sorted(runs, key=lambda run: run["seed"])))
+    return str(table)
+
+
+def _cell(values: Sequence[float]) -> str:
+    mean, deviation, count = mean_deviation(values)
+    return f"{mean:.3f}" if count == 1 else f"{mean:.3f} ± {deviation:.3f}"
+
+
+def draw(runs: Sequence[Measured]) -> Figure:
+    """A row of panels for each run, one for each window, with the last column: the known rows, the true ones, the
+    forecast and its band."""
+    figure, axs = panels(len(runs), _SHOWN, (5.2 * _SHOWN, 2.9 * len(runs) + 0.8))
+    styles = {name: {**style, "marker": None} for name, style in line_styles(["true", "forecast"]).items()}
+    for row, (result, example) in zip(axs, runs):
+        series, made = example.series, example.made
+        # Spread over the split.
+        chosen = np.linspace(0, len(made.origin) - 1, _SHOWN + 2).astype(int)[1:-1]
+        for axes, at in zip(row, chosen):
+            origin, horizon = int(made.origin[at]), result["horizon"]
+            true, point, low, high = (
+                numbers[at, :, -1] * series.deviation[-1] + series.mean[-1]
+                for numbers in (example.true, made.median, made.low, made.high)
+            )
+            back = np.arange(-min(result["lookback"], 2 * horizon), 0)
+            ahead = np.arange(horizon)
+            axes.plot(back, series.values[origin + back, -1], color="#999999", label="known")
+            axes.plot(ahead, true, label="true", linewidth=1.4, **styles["true"])
+            axes.plot(ahead, point, label="forecast", linewidth=1.4, **styles["forecast"])
+            colour = styles["forecast"]["color"]
+            axes.fill_between(ahead, low, high, alpha=0.25, color=colour, label="80% band")
+            axes.set_title(f"{result['model']}, {result['data']} row {origin}")
+        row[0].set_ylabel(series.columns[-1])
+    for axes in axs[-1]:
+        axes.set_xlabel("rows from the forecast's start")
+    handles, names = axs[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+main = Evaluation(
+    FORECAST_TASKS, ForecastEvalOptions(), "eval.forecast", "Compares forecasts with naive ones.", measure,
+    markdown, draw, kept="forecast_test.json", drawn="workdir",
+).main  # fmt: skip

@@ -1,12 +1,12 @@
 """Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
 --tokens N.
 
-Several --prompt are continued together. Each prompt is printed with its continuation. Where the model's mechanism is
+Several --prompt are continued together. Each prompt is printed with its continuation. If the model's mechanism is
 linear, the cost of a token does not grow with the text before it.
 
 With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
-optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place. See
-`eval.tasks.generate_batch` for the files.
+optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place.
+`eval.tasks.generate_batch` describes the files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jaxtyping import Int
 
 from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
+from brl_jax.fields import Seed, check_fields
+from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
-from eval.tasks.lm import read_run
 from train.cli.options import parse_options
-from train.data.tokenizers.base import Tokenizer
-from train.data.tokenizers.named import load_tokenizer
-from train.engine.config import check_seed
+from train.data import Tokenizer, load_tokenizer
 from train.engine.errors import UserError
+from train.tasks.lm import LM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,25 +43,25 @@ class GenerateOptions:
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue; may be given several times."""
     prompt_file: str | None = None
-    """A file whose whole text is one more prompt."""
+    """A file whose whole text is another prompt."""
     batch: str | None = None
     """A file of prompts, one JSON object a line: prompt, and optionally max_tokens and id. Needs --out."""
     out: str | None = None
-    """The file to write what --batch generates to, one JSON object a line. An interrupted command continues where it
-    was stopped."""
+    """The new file for what --batch generates, one JSON object a line. An interrupted command continues where it was
+    stopped."""
     slots: int = 8
     """Prompts of --batch that are continued at the same time."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text of one token with which a continuation ends; may be given several times."""
     tokens: int = 256
-    """Tokens to add to each prompt; with --batch at most, to those without a max_tokens."""
+    """Tokens to add to each prompt; with --batch the most to add to prompts without a max_tokens."""
     temperature: float = 0.8
     """Divides the logits: below 1 likely tokens become likelier; 0 always takes the likeliest."""
     top_k: int | None = None
-    """Choose among this many of the likeliest tokens only."""
+    """Choose only among this many of the likeliest tokens."""
     top_p: float | None = None
     """Choose among the likeliest tokens that together have at least this probability."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random choices."""
     checkpoint: str = "best"
     """best (lowest held-out loss), last, or a step."""
@@ -79,7 +79,7 @@ class GenerateOptions:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        check_seed(self.seed)
+        check_fields(self)
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
@@ -87,7 +87,8 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
     prompts = [("--prompt", text) for text in options.prompt]
     if options.prompt_file is not None:
         try:
-            prompts.append(("--prompt_file", Path(options.prompt_file).read_text()))
+            file = regular_file("--prompt_file", options.prompt_file)
+            prompts.append(("--prompt_file", file.read_bytes().decode()))  # keeps \r\n, as training does
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
     if not prompts:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
         about="Continues prompts with a trained model.",
     )
     prompts = [] if options.batch is not None else _prompts(options)
-    _, model, params, step = read_run(options.workdir, options.checkpoint)
+    _, _, model, params, step = open_run([LM], options.workdir, options.checkpoint)
     tokenizer = load_tokenizer(epath.Path(options.workdir))
     stops = tuple(_stop_token(text, tokenizer) for text in options.stop)
     if options.batch is not None and options.out is not None:

@@ -3,12 +3,14 @@
 Each line of the input is one JSON object: `prompt`, a text; optionally `max_tokens` and `id`. Each line of the output
 belongs to the same line of the input: `id` (by default the line's number, from 1), `prompt`, `text` (what follows it),
 `tokens` (how many) and `finish_reason` ("stop" or "length"). The output appears when it is whole. Until then finished
-lines are in OUT.part, from which the same command goes on after it was stopped.
+lines are in a new file OUT.*.part; the same command finds it after a stop and goes on from there.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from brl_jax.batching import Request, generate_requests
-from train.data.tokenizers.base import Tokenizer
+from eval.harness.runs import regular_file
+from train.data import Tokenizer
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
@@ -49,13 +52,13 @@ class Sampling(NamedTuple):
 
 
 def read_lines(path: Path, max_tokens: int) -> list[Line]:
-    """The lines of a file of prompts; blank ones are left out.
+    """The lines of a file of prompts without blank ones.
 
     Raises:
-      UserError: a file that cannot be read or has no prompt, or a line that is no prompt, named by file and line.
+      UserError: the file cannot be read or has no prompt, or a line is not a prompt; names file and line.
     """
     try:
-        rows = path.read_text(encoding="utf-8").split("\n")
+        rows = regular_file("--batch", str(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--batch: cannot read {path}: {error}") from error
     lines = [_line(path, i, row, max_tokens) for i, row in enumerate(rows) if row.strip()]
@@ -68,7 +71,7 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
     where = f"--batch: {path}:{number + 1}"
     try:
         read = json.loads(row)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object, got {row[:40]!r} ({error})") from error
     if not isinstance(read, dict):
         raise UserError(f"{where}: expected a JSON object, got {row[:40]!r}")
@@ -94,7 +97,7 @@ def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> lis
     """The prompts' tokens.
 
     Raises:
-      UserError: a prompt without a token, or with text that has none, named by file and line.
+      UserError: a prompt has no token, or text that the tokenizer lacks; names file and line.
     """
     encoded = []
     for line in lines:
@@ -109,11 +112,23 @@ def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> lis
 
 
 def check_length(model: Any, length: int, options: str) -> None:
-    """Raises UserError, naming the options, where a mechanism of the model has a largest length below this one."""
+    """Raises UserError, naming the options, if a mechanism of the model has a shorter maximum length."""
     try:
         jax.eval_shape(lambda: model.init_cache(1, length))
     except ValueError as error:
         raise UserError(f"{options}: {error}") from error
+
+
+def continuation(tokenizer: Tokenizer, prompt: Any, tokens: Any) -> str:
+    """The text that tokens add to a prompt.
+
+    Both are decoded together, because a tokenizer may join words by what stands before them, and a character may begin
+    in the prompt.
+    """
+    before = tokenizer.decode(np.asarray(prompt))
+    whole = tokenizer.decode(np.concatenate([prompt, tokens]).astype(np.int32))
+    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
+    return whole[same:]
 
 
 def generate_file(
@@ -131,12 +146,12 @@ def generate_file(
     """Continues the prompts of the file `batch` into the file `out`, with progress and tokens a second on stderr.
 
     Args:
-      max_tokens: for the lines that give none.
+      max_tokens: for lines without their own.
       slots: lines that decode at the same time.
-      run: names the parameters; with the prompts and the sampling, what an unfinished output must agree in.
+      run: names the parameters. An unfinished output is continued if run, prompts and sampling are the same.
 
     Raises:
-      UserError: lines that are no prompts, an `out` that exists or cannot be, or an unfinished output of another call.
+      UserError: a line is not a prompt, or `out` exists or cannot be written.
     """
     lines = read_lines(batch, max_tokens)
     encoded = encode_lines(batch, lines, tokenizer)
@@ -144,42 +159,40 @@ def generate_file(
         raise UserError(f"--out: {out} exists; remove it or name another file")
     if not out.parent.is_dir():
         raise UserError(f"--out: expected a folder, got {out.parent}")
+    length = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
+    check_length(model, length, "--tokens, --batch")
     call = {"run": run, "sampling": list(sampling), "lines": [list(line) for line in lines]}
-    call = json.loads(json.dumps(call))
-    part = out.with_name(f"{out.name}.part")
-    done = _unfinished(part, call)
-    left = [i for i in range(len(lines)) if i not in done]
-    room = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
-    check_length(model, room, "--tokens, --batch")
     console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    part, done = _progress_file(out, json.loads(json.dumps(call)), say)
+    left = [i for i in range(len(lines)) if i not in done]
     if done:
-        console.print(
-            f"{part}: {len(done)} of {len(lines)} prompts are done", highlight=False, soft_wrap=True
-        )
+        say(f"{part}: {len(done)} of {len(lines)} prompts are done")
     started, new = time.monotonic(), 0
-    with part.open("a" if done else "w", encoding="utf-8") as file, Progress(console=console) as progress:
-        if not done:
-            _append(file, call)
+    with part.open("a", encoding="utf-8") as file, Progress(console=console) as progress:
         bar = progress.add_task("prompts", total=len(lines), completed=len(done))
         completions = generate_requests(
             model,
             {"params": params},
             [Request(encoded[i], lines[i].max_tokens, i) for i in left],
             slots=min(slots, max(len(left), 1)),
-            length=room,
+            length=length,
             rng=jax.random.key(sampling.seed),
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             stop_tokens=sampling.stop_tokens,
-            numbers=left,  # a line has the same random key in a call that goes on
+            numbers=left,  # a line keeps its random key in a call that goes on
         )
         for completion in completions:
             i, tokens = completion.request.id, completion.tokens
             done[i] = {
                 "id": lines[i].id,
                 "prompt": lines[i].prompt,
-                "text": tokenizer.decode(tokens),
+                "text": continuation(tokenizer, encoded[i], tokens),
                 "tokens": len(tokens),
                 "finish_reason": completion.finish_reason,
             }
@@ -187,16 +200,11 @@ def generate_file(
             new += len(tokens)
             rate = new / (time.monotonic() - started)
             progress.update(bar, advance=1, description=f"prompts, {rate:.0f} tokens a second")
-    write_whole(
-        epath.Path(out), "".join(json.dumps(done[i], ensure_ascii=False) + "\n" for i in range(len(lines)))
-    )
+    whole = (json.dumps(done[i], ensure_ascii=False) + "\n" for i in range(len(lines)))
+    write_whole(epath.Path(out), "".join(whole))
     part.unlink()
     seconds = time.monotonic() - started
-    console.print(
-        f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second")
 
 
 def _append(file: TextIO, row: dict[str, Any]) -> None:
@@ -204,28 +212,45 @@ def _append(file: TextIO, row: dict[str, Any]) -> None:
     file.flush()
 
 
-def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What an earlier, stopped call of the same command has generated, by the place of the line among the prompts.
+def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """The file of finished lines, and those that an earlier, stopped call of the same command has left in it.
+
+    A new file gets a name that nobody can have taken. Files of other calls, links and other people's files stay as they
+    are.
+    """
+    for part in sorted(out.parent.glob(f"{_escaped(out.name)}.*.part")):
+        done = _unfinished(part, call)
+        if done is not None:
+            return part, done
+        say(f"{part} is left alone: it is of other prompts, settings or parameters")
+    try:
+        number, name = tempfile.mkstemp(prefix=f"{out.name}.", suffix=".part", dir=out.parent)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from error
+    with os.fdopen(number, "w", encoding="utf-8") as file:
+        _append(file, call)
+    return Path(name), {}
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+
+
+def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
+    """The finished lines in a file, by the place of the line among the prompts; None unless it is of this call.
 
     A last line that was not written to its end is cut off the file.
-
-    Raises:
-      UserError: the unfinished output of another call.
     """
-    if not part.exists():
-        return {}
-    rows = part.read_bytes().split(b"\n")
-    whole = b"".join(row + b"\n" for row in rows[:-1])
-    if not whole:
-        return {}
+    if part.is_symlink() or not part.is_file():
+        return None
     try:
+        rows = part.read_bytes().split(b"\n")
         first, *others = [json.loads(row) for row in rows[:-1]]
-        same = first == call
         done = {row.pop("line"): row for row in others}
-    except (ValueError, AttributeError, KeyError):
-        same, done = False, {}
-    if not same:
-        raise UserError(f"--out: {part} is of other prompts, settings or parameters; remove it to start anew")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return None
+    if first != call:
+        return None
     if rows[-1]:
-        part.write_bytes(whole)
+        part.write_bytes(b"".join(row + b"\n" for row in rows[:-1]))
     return done

@@ -1,6 +1,6 @@
 """Measures a trained language model on held-out text: python -m eval.lm --workdir DIR.
 
-The memory is carried through the whole text. The last line of stdout is one JSON object: perplexity (per
+The model reads the whole text and carries its memory along. The last line of stdout is one JSON object: perplexity (per
 token), bits_per_byte (of the original text, so that tokenizers are comparable), loss (nats per token), tokens, step,
 split.
 """
@@ -8,14 +8,12 @@ split.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from brl_jax.models import DecoderLM
-from eval.harness.main import EvalOptions, Evaluation, Measured, measure_split
-from eval.harness.runs import Run, open_run
+from eval.harness.main import Evaluation, measure_split
+from eval.harness.options import EvalOptions
+from eval.harness.runs import Run
 from train.tasks.lm import LM
-from train.tasks.lm_config import LmConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +23,24 @@ class LmEvalOptions(EvalOptions):
     workdir: str = "runs/small"
     """Folder of the run."""
     data: str | None = None
-    """Another text than the run's own, as for train.lm; the run's tokenizer reads it."""
+    """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""
     split: Literal["valid", "test"] = "valid"
     """Which part of the text."""
 
 
-class _LmEvaluation(Evaluation[LmEvalOptions]):
-    def measure(self, run: Run, options: LmEvalOptions) -> Measured:
-        config = run.config
-        if options.data is not None:
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=options.data))
-        return Measured(measure_split(run._replace(config=config), options.split))
+def reading(run: Run, data: str | None) -> Run:
+    """The run with other data, if any are named."""
+    if data is None:
+        return run
+    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, data=data))
+    return run._replace(config=config)
 
 
-def read_run(workdir: str, checkpoint: str) -> tuple[LmConfig, DecoderLM, Any, int]:
-    """The configuration, model, parameters and step of a language model's run; see `eval.harness.runs.open_run`."""
-    run = open_run([LM], workdir, checkpoint)
-    return run.config, run.model, run.params, run.step
+def measure(run: Run, options: LmEvalOptions) -> dict[str, Any]:
+    """The measures of the text that the options name."""
+    return measure_split(reading(run, options.data), options)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures; see the module's text and --help."""
-    _LmEvaluation(
-        [LM], LmEvalOptions(), name="eval.lm", about="Measures a language model on held-out text."
-    ).main(argv)
+main = Evaluation(
+    [LM], LmEvalOptions(), "eval.lm", "Measures a language model on held-out text.", measure
+).main

@@ -5,30 +5,40 @@ the most frequent class), how many standard errors lie between them, the balance
 It is kept as lra_test.json in the run's folder.
 
 python -m eval.lra --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, and prints
-the tables of the papers as markdown, with these runs beside the papers' figures.
+them and the papers' tables as markdown.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
 
 from brl_jax.layers import BRLConfig, DiagConfig, LocalConfig, NormConfig
 from brl_jax.models import StackConfig
-from eval.harness.main import Evaluation, Measured, TableOptions
+from eval.harness.groups import alike
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
-from eval.tasks.lra_table import draw, markdown
+from eval.harness.table import Result, Table, mean_deviation
+from eval.tasks.lra_figures import AVERAGES, PAPERS
 from train.cli.summary import mechanism_names
+from train.data.lra import LRA_TASKS
 from train.tasks.lra import LRA
+
+KEPT = "lra_test.json"
+"""The file of a run's folder that keeps its measures on the test split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LraEvalOptions(TableOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     split: Literal["valid", "test"] = "test"
     """Which part of the data."""
 
@@ -60,51 +70,133 @@ def label(model: StackConfig) -> str:
     return mechanism_names(model)
 
 
-KEPT = "lra_test.json"
-"""The file of a run's folder that keeps its measures on the test split."""
+def measure(run: Run, options: LraEvalOptions) -> dict[str, Any]:
+    """The accuracy of a run, and facts about the run."""
+    config = run.config
+    data = run.task.load(config, (options.split,))
+    return {
+        "task": config.data.task,
+        "model": label(config.model),
+        **run.task.measure(config, run.model, run.params, data, options.split),
+        "data": data.source.name,
+        "split": options.split,
+        **run_facts(run),
+    }
 
 
-class _LraEvaluation(Evaluation[LraEvalOptions]):
-    kept = KEPT
+def summarise(results: Sequence[Result]) -> dict[str, dict[str, tuple[float, float, int]]]:
+    """By model and task: accuracy and standard error in percent, and the number of seeds averaged.
 
-    def measure(self, run: Run, options: LraEvalOptions) -> Measured:
-        """The accuracy of a run and what was measured."""
-        config = run.config
-        data = run.task.load(config, (options.split,))
-        return Measured(
-            {
-                "task": config.data.task,
-                "model": label(config.model),
-                **run.task.measure(config, run.model, run.params, data, options.split),
-                "data": data.source.name,
-                "split": options.split,
-                **run_facts(run),
-            }
-        )
-
-    def is_standard(self, options: LraEvalOptions) -> bool:
-        return options.split == "test" and super().is_standard(options)
+    Runs that differ only in their seed are averaged; `alike` names the rest apart. The error of an average comes from
+    its runs' test answers, as if they were independent, or from the spread of the seeds if that is larger.
+    """
+    rows: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for task in dict.fromkeys(result["task"] for result in results):
+        own = [result for result in results if result["task"] == task]
+        for model, runs in alike(own, lambda result: result["model"]).items():
+            rows.setdefault(model, {})[task] = _average(runs)
+    return rows
 
 
-_EVALUATION = _LraEvaluation(
-    [LRA],
-    LraEvalOptions(),
-    name="eval.lra",
-    about="Measures runs on the Long Range Arena.",
-    markdown=markdown,
-    draw=draw,
-)
+def _average(runs: Sequence[Result]) -> tuple[float, float, int]:
+    mean, deviation, count = mean_deviation([100 * run["accuracy"] for run in runs])
+    answers = 100 * math.sqrt(sum(run["standard_error"] ** 2 for run in runs)) / count
+    return mean, max(answers, deviation / math.sqrt(count)), count
+
+
+def _chance(results: Sequence[Result], task: str) -> float:
+    return max(100 * result["chance"] for result in results if result["task"] == task)
+
+
+def _tasks(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The tasks of these rows in the papers' order."""
+    return [task for task in LRA_TASKS if any(task in row for row in rows.values())]
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A table of the runs with their chance levels, then the papers' tables."""
+    ours = summarise(results)
+    tasks = _tasks(ours)
+    table = Table(
+        "model", *tasks,
+        title=f"Accuracy on the {results[0]['split']} split, percent ± standard error. Seeds answer the same examples: "
+        "the error of one mean alone lies between the one here and the error of a single run.",
+    )  # fmt: skip
+    for model, row in ours.items():
+        table.add(model, *(_cell(*row[task]) if task in row else None for task in tasks))
+    table.add("chance (the most frequent class)", *(f"{_chance(results, task):.2f}" for task in tasks))
+    data = sorted({f"{r['task']}: {r['data']}, {r['examples']} {r['split']} examples" for r in results})
+    parts = [str(table), "", *(f"- {line}" for line in data)]
+    for paper, figures in PAPERS.items():
+        averages = AVERAGES[paper]
+        table = Table("model", *LRA_TASKS, *(["average"] if averages else []), title=f"{paper}:")
+        for model, numbers in figures.items():
+            cells = [numbers.get(task) for task in LRA_TASKS] + ([averages.get(model)] if averages else [])
+            table.add(model, *(None if number is None else f"{number:.2f}" for number in cells))
+        parts += ["", str(table)]
+        notes = [average_note(model, figures[model], averages[model]) for model in averages]
+        parts += [f"- {note}" for note in notes if note is not None]
+    return "\n".join(parts)
+
+
+def average_note(model: str, row: Mapping[str, float], printed: float) -> str | None:
+    """What a paper's average is, if it is not the mean of all tasks of its row."""
+
+    def is_printed(mean: float) -> bool:
+        return abs(mean - printed) < 0.0101  # the figures are rounded, and so may be their mean
+
+    mean = float(np.mean(list(row.values())))
+    if is_printed(mean):
+        return None
+    for omitted in row:
+        if is_printed(float(np.mean([value for task, value in row.items() if task != omitted]))):
+            return f"{model}: {printed:.2f} leaves {omitted} out; with it the average is {mean:.2f}."
+    return f"{model}: the average of the row is {mean:.2f}, the paper prints {printed:.2f}."
+
+
+def _cell(accuracy: float, error: float, seeds: int) -> str:
+    return f"{accuracy:.2f} ± {error:.2f}" + (f" ({seeds} seeds)" if seeds > 1 else "")
+
+
+def draw(results: Sequence[Result]) -> Figure:
+    """A panel for each task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
+    ours = summarise(results)
+    tasks = _tasks(ours)
+    columns, rows = min(3, len(tasks)), math.ceil(len(tasks) / 3)
+    figure, axs = panels(rows, columns, (max(9.0, 4.2 * columns), 3.8 * rows + 2.0), grid="y")
+    papers = ("Transformer (our-imp)", "BRL-Former (m = 256)", "TransNormer T2")
+    figures = {model: row for table in PAPERS.values() for model, row in table.items()}
+    styles = line_styles(list(ours) + [f"paper: {model}" for model in papers])
+    for panel, task in zip(axs.ravel(), tasks):
+        for x, (model, row) in enumerate(ours.items()):
+            if task in row:
+                accuracy, error, _ = row[task]
+                style = {**styles[model], "linestyle": "none"}
+                panel.errorbar(x, accuracy, yerr=error, label=model, capsize=4, **style)
+        for x, model in enumerate(papers, len(ours)):
+            if task in figures[model]:
+                style = {**styles[f"paper: {model}"], "linestyle": "none", "fillstyle": "none"}
+                panel.plot(x, figures[model][task], label=f"paper: {model}", **style)
+        panel.axhline(_chance(results, task), color="#999999", linestyle=":", label="chance")
+        panel.set(title=task, ylabel="accuracy, %", xticks=[])
+    for panel in axs.ravel()[len(tasks) :]:
+        panel.set_axis_off()
+    entries = {t: handle for panel in axs.ravel() for handle, t in zip(*panel.get_legend_handles_labels())}
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+EVALUATION = Evaluation(
+    [LRA], LraEvalOptions(), "eval.lra", "Measures runs on the Long Range Arena.", measure, markdown, draw,
+    kept=KEPT,
+)  # fmt: skip
+main = EVALUATION.main
 
 
 def measure_run(workdir: str) -> dict[str, Any]:
     """Measures a run on the test split and keeps the result in its folder.
 
     Raises:
-      UserError: there is no run, or its data cannot be read.
+      UserError: the run does not exist, or its data cannot be read.
     """
-    return _EVALUATION.measure_and_keep(workdir, LraEvalOptions()).result
-
-
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures or the tables; see the module's text and --help."""
-    _EVALUATION.main(argv)
+    return EVALUATION.measure_and_keep(workdir, LraEvalOptions()).result

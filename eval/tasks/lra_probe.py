@@ -1,15 +1,13 @@
 """What a linear map reads from a trained encoder on the Long Range Arena: python -m eval.lra_probe --workdir RUN.
 
-RUN is of train.lra: a classifier, denoise-TASK or trace-pathfinder. The mean of the encoder's outputs over a sequence
-is taken as it is; ridge regression on the first training examples gives one linear function of it for each class, and
-the largest one is the answer. The last line of stdout is one JSON object with the accuracy on the test split, its
-standard error and chance.
+RUN is of train.lra: a classifier, denoise-TASK or trace-pathfinder. Ridge regression on the first training examples
+fits one linear function for each class to the mean of the encoder's outputs over a sequence; the largest one is the
+answer. The last line of stdout is one JSON object with the accuracy on the test split, its standard error and chance.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +17,8 @@ import numpy as np
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.models import Encoder
+from eval.harness.options import RunOptions
+from eval.harness.output import emit
 from eval.harness.runs import Run, open_run, run_facts
 from train.cli.options import parse_options
 from train.data.lra.batches import EvalBatches
@@ -32,13 +32,11 @@ from train.tasks.lra_trace import LRA_TRACE
 
 
 @dataclasses.dataclass(frozen=True)
-class ProbeOptions:
+class ProbeOptions(RunOptions):
     """What to measure."""
 
-    workdir: str = ""
+    workdir: str | None = None
     """Folder of a run."""
-    checkpoint: str = "best"
-    """Which checkpoint: best, last or a step."""
     examples: int = 2000
     """Training examples that the linear map is fitted to."""
     test_examples: int = 0
@@ -96,4 +94,4 @@ def main(argv: Sequence[str]) -> None:
         "data": data.source.name,
         **run_facts(run),
     }
-    print(json.dumps(result))
+    emit(result, options.json)

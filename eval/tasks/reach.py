@@ -11,9 +11,7 @@ from brl_jax.layers.core.side_by_side import SideBySideConfig
 
 def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool = True) -> int:
     """The distance in tokens beyond which layers of sliding windows pass nothing on (BRL-Attention, OpenReview
-    Vpyg3fqXbl, proposition 2.2); `length` - 1 where a layer has no window. What BRL's compressed tokens add is not
-    counted.
-    """
+    Vpyg3fqXbl, proposition 2.2), without what BRL's compressed tokens add; `length` - 1 if a layer has no window."""
 
     def of_layer(mechanism: Mechanism) -> int:
         if isinstance(mechanism, SideBySideConfig):

@@ -1,9 +1,9 @@
 """Measures recall: python -m eval.recall --workdir DIR [--length N ... --pairs P ...].
 
-The last line of stdout is one JSON object: for each length and number of records ("cases") the accuracy on fresh rows
-beside that of guessing, and the bytes that generation keeps of a row of that length (the arrays of the decoding cache).
-Without --length and --pairs the cases are those of training, and rows two and four times as long as the longest of
-these. What is measured without options is kept as recall_test.json in the run's folder.
+The last line of stdout is one JSON object. For each length and number of records ("cases") it has the accuracy on fresh
+rows, the accuracy of guessing, and the bytes that generation keeps for a row of that length (the arrays of the decoding
+cache). Without --length and --pairs the cases are the ones of training, and rows two and four times as long as the
+longest one. Measures without options are kept as recall_test.json in the run's folder.
 
 python -m eval.recall --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, prints a
 table of them as markdown, and draws accuracy against bytes of state, against records for each compressed token, and
@@ -13,42 +13,46 @@ against the length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from matplotlib.figure import Figure
 
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
-from eval.harness.main import Evaluation, Measured, TableOptions
+from eval.harness.groups import by_network, is_hybrid, run_settings
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
 from eval.harness.runs import Run, run_facts
-from eval.tasks.recall_table import draw, markdown
+from eval.harness.table import Result, Table, percent, seeds
 from train.data.recall import Case, RecallDataConfig, obstacle
-from train.engine.config_file import flatten, to_json
 from train.engine.errors import UserError, one_line
 from train.engine.metrics import log, read_metrics
 from train.tasks.recall import RECALL
 
-# A run has learned its task where the held-out accuracy reaches this.
+# A run has learned its task when the held-out accuracy reaches this.
 _LEARNED = 0.9
+_GUESSES = {"guess_in_row": "naming the row's most frequent answer", "chance": "chance"}
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallEvalOptions(TableOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     length: tuple[int, ...] = ()
-    """Lengths of the rows to measure on; by default those of training, and two and four times the longest."""
+    """Lengths of the rows to measure on; by default the lengths of training, and two and four times the longest."""
     pairs: tuple[int, ...] = ()
-    """Numbers of records, each with every length that has room for it; by default those of training."""
+    """Numbers of records, each with every length that holds so many; by default the numbers of training."""
 
 
 def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence[int]) -> tuple[Case, ...]:
     """The cases that the options ask for.
 
     Raises:
-      UserError: there are no rows of one of these lengths, or with one of these numbers of records.
+      UserError: no row can have one of these lengths or numbers of records.
     """
     longest = max(data.length)
     wanted = data.cases if not lengths and not pairs else ()
@@ -67,7 +71,7 @@ def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence
 
 
 def state_bytes(model: DecoderLM, length: int) -> int:
-    """The bytes of the decoding cache of one row that has room for `length` tokens."""
+    """The bytes of one row's decoding cache for `length` tokens."""
     cache = jax.eval_shape(lambda: model.init_cache(1, length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
@@ -82,7 +86,7 @@ def _refusal(model: DecoderLM, length: int) -> str | None:
 
 
 def learned_at(workdir: str) -> int | None:
-    """The step of the first evaluation while training with an accuracy of 90%; None if there is none.
+    """The step of the first evaluation while training with an accuracy of 90%; None if it never got there.
 
     Raises:
       UserError: the run's metrics are missing.
@@ -91,52 +95,155 @@ def learned_at(workdir: str) -> int | None:
     return next(learned, None)
 
 
-class _RecallEvaluation(Evaluation[RecallEvalOptions]):
-    kept = "recall_test.json"
+def measure(run: Run, options: RecallEvalOptions) -> dict[str, Any]:
+    """The accuracies of a run on test rows, and facts about the run."""
+    config = run.config
+    cases = chosen_cases(config.data, options.length, options.pairs)
+    refused = {length: _refusal(run.model, length) for length in {case.length for case in cases}}
+    for length, error in sorted(refused.items()):
+        if error is not None and options.length:
+            raise UserError(f"--length: {error}")
+        if error is not None:
+            log(f"eval.recall: {config.loop.workdir} is not measured at {length} tokens: {error}")
+    cases = tuple(case for case in cases if refused[case.length] is None)
+    mechanism = config.model.mechanism
+    measured = RECALL.measure_cases(config, run.model, run.params, "test", cases)
+    return {
+        "settings": run_settings(config, "batch", "steps"),
+        "trained": [list(case) for case in dict.fromkeys(config.data.cases)],
+        "cases": [{**case, "state_bytes": state_bytes(run.model, case["length"])} for case in measured],
+        "num_compressed": mechanism.num_compressed if isinstance(mechanism, BRLConfig) else None,
+        "learned_at": learned_at(config.loop.workdir),
+        **run_facts(run),
+    }
 
-    def is_standard(self, options: RecallEvalOptions) -> bool:
-        return super().is_standard(options) and not options.length and not options.pairs
 
-    def measure(self, run: Run, options: RecallEvalOptions) -> Measured:
-        """The accuracies of a run on test rows and what was measured."""
-        config = run.config
-        cases = chosen_cases(config.data, options.length, options.pairs)
-        refused = {length: _refusal(run.model, length) for length in {case.length for case in cases}}
-        for length, error in sorted(refused.items()):
-            if error is not None and options.length:
-                raise UserError(f"--length: {error}")
-            if error is not None:
-                log(f"eval.recall: {config.loop.workdir} is not measured at {length} tokens: {error}")
-        cases = tuple(case for case in cases if refused[case.length] is None)
-        mechanism = config.model.mechanism
-        measured = RECALL.measure_cases(config, run.model, run.params, "test", cases)
-        settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
-        settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "steps")}
-        del settings["data"]["test_rows"]
-        return Measured(
-            {
-                "settings": flatten(settings),
-                "trained": [list(case) for case in dict.fromkeys(config.data.cases)],
-                "cases": [
-                    {**case, "state_bytes": state_bytes(run.model, case["length"])} for case in measured
-                ],
-                "num_compressed": mechanism.num_compressed if isinstance(mechanism, BRLConfig) else None,
-                "learned_at": learned_at(config.loop.workdir),
-                **run_facts(run),
-            }
+def _case(result: Result, length: int, pairs: int) -> Mapping[str, Any] | None:
+    return next((c for c in result["cases"] if (c["length"], c["pairs"]) == (length, pairs)), None)
+
+
+def _found(runs: Sequence[Result], length: int, pairs: int) -> list[Mapping[str, Any]]:
+    """The case in each run that was measured on it."""
+    return [case for run in runs if (case := _case(run, length, pairs)) is not None]
+
+
+def _all_cases(results: Sequence[Result]) -> list[tuple[int, int]]:
+    return sorted({(case["length"], case["pairs"]) for result in results for case in result["cases"]})
+
+
+def _last_trained(result: Result) -> Mapping[str, Any]:
+    """The longest case of training with the most records; the first measured case if no case of training was
+    measured."""
+    cases = [_case(result, *case) for case in sorted(result["trained"], reverse=True)]
+    return next((case for case in cases if case is not None), result["cases"][0])
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row for each group of runs that differ only in their seed, and two for guessing."""
+    cases = _all_cases(results)
+    table = Table(
+        "mechanism", "parameters", "bytes of state", "seeds", "step of 90%", *(f"{n}/{p}" for n, p in cases),
+        title="Accuracy in percent by tokens/records of a row: mean over the seeds (lowest to highest). Bytes of state "
+        "are of the longest row of training.",
+    )  # fmt: skip
+    for label, runs in by_network(results).items():
+        cells = []
+        for case in cases:
+            values = [found["accuracy"] for found in _found(runs, *case)]
+            cells.append(percent(values) if values else "-")
+        learned = ", ".join("never" if run["learned_at"] is None else str(run["learned_at"]) for run in runs)
+        first = runs[0]
+        table.add(
+            label, first["parameters"], _last_trained(first)["state_bytes"], seeds(runs), learned, *cells
         )
+    for name, text in _GUESSES.items():
+        guesses = [
+            " or ".join(sorted({f"{100 * found[name]:.1f}" for found in _found(results, *case)}))
+            for case in cases
+        ]
+        table.add(text, None, None, None, None, *guesses)
+    return str(table)
 
 
-EVALUATION = _RecallEvaluation(
-    [RECALL],
-    RecallEvalOptions(),
-    name="eval.recall",
-    about="Measures recall at any length.",
-    markdown=markdown,
-    draw=draw,
-)
+def draw(results: Sequence[Result]) -> Figure:
+    """Accuracy against bytes of state and, if the runs have several, against records for each compressed token and
+    against lengths. Hybrids have hollow markers; the grey line joins the best networks with at most so many bytes.
+
+    Raises:
+      UserError: the runs are of different kinds, whose accuracies mean different things.
+    """
+    kinds = sorted({result["settings"]["data.kind"] for result in results})
+    if len(kinds) > 1:
+        raise UserError(
+            f"--picture: expected runs of one kind of rows, got {', '.join(kinds)}; --table of one of their folders "
+            "draws those alone"
+        )
+    groups = by_network(results)
+    shares = {pairs / m for r in results if (m := r["num_compressed"]) for _, pairs in r["trained"]}
+    wanted = (len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
+    figure, axs = panels(1, 1 + sum(wanted), (5 * sum(wanted) + 8, 5.5))
+    by_bytes, *others = axs[0]
+    free = iter(others)
+    by_records, by_length = (next(free) if want else None for want in wanted)
+    styles = line_styles(list(groups))
+    for label, runs in groups.items():
+        style = {**styles[label], "markersize": 6}
+        trained = [_last_trained(run) for run in runs]
+        accuracies = [100 * case["accuracy"] for case in trained]
+        mean = float(np.mean(accuracies))
+        around = [[mean - min(accuracies)], [max(accuracies) - mean]]
+        point = {**style, "linestyle": "none", "fillstyle": "none" if is_hybrid(runs[0]) else "full"}
+        by_bytes.errorbar([trained[0]["state_bytes"] / 1024], [mean], around, label=label, capsize=3, **point)
+        cases = [
+            (*case, float(np.mean([100 * c["accuracy"] for c in found])))
+            for case in _all_cases(runs)
+            if (found := _found(runs, *case))
+        ]
+        if by_records is not None and (compressed := runs[0]["num_compressed"]):
+            own = [(p / compressed, y) for length, p, y in cases if [length, p] in runs[0]["trained"]]
+            by_records.plot(*zip(*sorted(own)), **style)
+        if by_length is not None:
+            most = max(pairs for _, pairs, _ in cases)
+            by_length.plot(*zip(*sorted((length, y) for length, p, y in cases if p == most)), **style)
+    curve = [(x / 1024, 100 * y) for x, y in frontier(groups.values())]
+    label = "the best with at most these bytes"
+    by_bytes.step(*zip(*curve), where="post", color="#999999", linewidth=1, label=label, zorder=0)
+    by_bytes.set(xlabel="KiB of state of a row (decoding cache)", title="the longest rows of training")
+    if by_records is not None:
+        by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
+    if by_length is not None:
+        by_length.set(xlabel="tokens of a row", title="the most records")
+    for axes in axs[0]:
+        for (name, text), dashes in zip(_GUESSES.items(), ("--", ":")):
+            lowest = min(100 * case[name] for result in results for case in result["cases"])
+            axes.axhline(lowest, color="#999999", linestyle=dashes, label=text)
+        axes.set(xscale="log", ylabel="accuracy, %", ylim=(0, 102))
+        plain_log_axis(axes.xaxis)
+    if by_length is not None:
+        by_length.set_xticks(sorted({length for length, _ in _all_cases(results)}))
+    shared_legend(figure, by_bytes)
+    return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures or the table; see the module's text and --help."""
-    EVALUATION.main(argv)
+def frontier(groups: Iterable[Sequence[Result]]) -> list[tuple[int, float]]:
+    """The bytes of state and the mean accuracy, in the longest rows of training, of each group of runs that is better
+    than all groups with fewer bytes."""
+    points = sorted(
+        (
+            _last_trained(runs[0])["state_bytes"],
+            -float(np.mean([_last_trained(run)["accuracy"] for run in runs])),
+        )
+        for runs in groups
+    )
+    best: list[tuple[int, float]] = []
+    for size, negative in points:
+        if not best or -negative > best[-1][1]:
+            best.append((size, -negative))
+    return best
+
+
+EVALUATION = Evaluation(
+    [RECALL], RecallEvalOptions(), "eval.recall", "Measures recall at any length.", measure, markdown, draw,
+    kept="recall_test.json",
+)  # fmt: skip
+main = EVALUATION.main

@@ -1,6 +1,7 @@
 """`full_attention` and `local_attention` against `jax.nn.dot_product_attention`: unbatched arrays, residuals."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -93,26 +94,20 @@ def _check(ours, batched, window, is_causal, biased, lengths):
 
 
 CASES = [
-    (function, batched, window, is_causal, biased, lengths)
-    for function, windows in ((full_attention, (None,)), (local_attention, ((4, 3),)))
-    for window in windows
-    for batched in (True, False)
-    for is_causal in (True, False)
-    for biased in (True, False)
-    for lengths in (True, False)
+    (function, window, *flags)
+    for function, window in ((full_attention, None), (local_attention, (4, 3)))
+    for flags in itertools.product((True, False), repeat=4)
 ]
+FAST = [case for case in CASES if case[2:] == (False, True, True, True)]
 
 
-@pytest.mark.parametrize("function", [full_attention, local_attention])
-def test_unbatched_with_residual(function):
-    _check(function, False, None if function is full_attention else (4, 3), True, True, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{case[1:]}")
-def test_values_and_gradients(case):
-    function, *settings = case
-    _check(function, *settings)
+@pytest.mark.parametrize(
+    ("function", "window", "batched", "is_causal", "biased", "lengths"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_values_and_gradients(function, window, batched, is_causal, biased, lengths):
+    """The residual's too; the fast cases are unbatched."""
+    _check(function, batched, window, is_causal, biased, lengths)
 
 
 @pytest.mark.parametrize("function", [full_attention, local_attention])

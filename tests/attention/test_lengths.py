@@ -1,4 +1,6 @@
-"""Lengths beyond the tokens mean all of them, and what Luna's state counts of rows with lengths and segments."""
+"""Padding, lengths beyond the tokens, and what Luna's state counts of rows with lengths and segments."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,28 +8,64 @@ import numpy as np
 import pytest
 
 import brl_jax
-from tests.attention.local.test_local import random_qkv
+from tests.support.attention import close, random_qkv
 
 SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)
+PROJECTION = jnp.asarray(np.random.default_rng(1).standard_normal((3, 12)), jnp.float32)
+ROTATIONS = brl_jax.lsh_rotations(jax.random.key(0), 8, num_rounds=2, num_buckets=4)
+# Of query, key and value, where 10 tokens have 4 heads on 2 key heads.
 CALLS = {
     "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),
-    "nystrom": lambda *a, **o: brl_jax.nystrom_attention(*a, num_landmarks=3, **o),
+    "nystrom": lambda *a, **o: brl_jax.nystrom_attention(*a, num_landmarks=5, **o),
     "prob_sparse": lambda *a, **o: brl_jax.prob_sparse_attention(*a, rng=jax.random.key(0), factor=1, **o),
     "sinkhorn": lambda *a, **o: brl_jax.sinkhorn_attention(*a, LOGITS, block_size=4, **o),
+    "linformer": lambda *a, **o: brl_jax.linformer_attention(
+        *a, key_projection=PROJECTION, value_projection=-PROJECTION, **o
+    ),
+    "lsh": lambda q, k, v, **o: brl_jax.lsh_attention(q, v, ROTATIONS, chunk_size=3, **o),
     "kernelized": brl_jax.kernelized_attention,
     "flow": brl_jax.flow_attention,
     "full": brl_jax.full_attention,
 }
+OF_QUERIES = ("full", "linformer", "kernelized")  # whose queries have lengths too
+
+
+def options_of(name, lengths):
+    options = {"key_value_seq_lengths": lengths}
+    return options | ({"query_seq_lengths": lengths} if name in OF_QUERIES else {})
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_lengths_beyond_the_tokens_mean_all_of_them(name):
-    query, key, value = (x[:2] for x in random_qkv(10, heads=2)[:3])
+    query, key, value = random_qkv(10)[:3]
     run = jax.jit(lambda n: CALLS[name](query, key, value, key_value_seq_lengths=n))
     found = run(jnp.asarray([14, 7]))
     assert np.isfinite(found).all()
     np.testing.assert_array_equal(found, run(jnp.asarray([10, 7])))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("length", [0, 3])
+def test_padding_may_hold_anything(name, length):
+    """NaN there reaches neither outputs nor gradients, which are 0 there; a row gives what it gives alone."""
+    *arrays, d_out = random_qkv(10)
+    inside = jnp.arange(10)[None, :, None, None] < jnp.asarray([10, length])[:, None, None, None]
+
+    @jax.jit
+    def both(arrays, d_out):
+        call = functools.partial(CALLS[name], **options_of(name, jnp.asarray([10, length])))
+        out, pull = jax.vjp(call, *arrays)
+        return out, *pull(d_out)
+
+    found = both([jnp.where(inside, x, jnp.nan) for x in arrays], jnp.where(inside, d_out, 0))
+    for number, x in enumerate(found):
+        assert np.isfinite(x).all()
+        if number or name != "flow":  # whose outputs of padding are any numbers
+            assert not np.asarray(jnp.where(inside, 0, x)).any()
+    if length and name != "sinkhorn":  # whose logits are for ten tokens
+        alone = jax.jit(CALLS[name])(*(x[1:, :length] for x in arrays))
+        close(found[0][1:, :length], alone)
 
 
 def test_lunas_state_after_lengths_and_segments():

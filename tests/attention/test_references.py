@@ -1,4 +1,4 @@
-"""Our functions beside public implementations of the same mathematics, where those are right.
+"""Our functions against public implementations of the same mathematics, where those are right.
 
 Compared with, each where it is installed (`pip install -e '.[references]'`):
   fla-core 0.6.0 (flash-linear-attention's recurrences in plain PyTorch): linear attention, the delta rule;
@@ -139,7 +139,7 @@ def test_mixed_chunks(is_causal, length):
     torch.nn.init.zeros_(unit.rel_pos_bias.relative_attention_bias.weight)
     x = torch.randn(2, length, SIZE)
     (query, linear_query, key, linear_key, value), gate = _gated_parts(unit, unit.qk_offset_scale, x)
-    # Where it is not causal it divides the linear part by the length of the sequence, we by that of a chunk.
+    # Where it is not causal it divides the linear part by the length of the sequence, we by the length of a chunk.
     linear_query = linear_query if is_causal else linear_query * (16 / length)
     parts = (query, key, linear_query, linear_key, value)
     attended = _ours(brl_jax.mixed_chunk_attention, parts, is_causal=is_causal, chunk_size=16)

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run, those of a page one after the other in one namespace."""
+"""The Python blocks of README.md and docs/ run, each page's one after the other in one namespace."""
 
 import importlib.util
 import re
@@ -87,7 +87,7 @@ def test_blocks_are_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CASES, ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path, monkeypatch):
-    # The pages' commands run in a checkout, beside which the data sets lie in a folder `shared`.
+    # The pages' commands run in a checkout; next to it is a folder `shared` with the data sets.
     data = ROOT.parent / "shared"
     if data.exists():
         (tmp_path / "shared").symlink_to(data)

@@ -15,7 +15,7 @@ import train.cli.options
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
-# What stands for a value of the reader's choice, and a value.
+# Placeholders for a value of the reader's choice, each with a value.
 _PLACEHOLDERS = {
     "lra-TASK-NAME": "lra-listops-full",
     "v5e:SLICE": "v5e:4x4",
@@ -28,7 +28,7 @@ _PLACEHOLDERS = {
 
 
 class Parsed(BaseException):
-    """Raised in place of running a command whose options are valid."""
+    """Raised instead of running a command whose options are valid."""
 
 
 def commands(text: str) -> list[str]:

@@ -21,7 +21,7 @@ OWN_SIZES = {
     "compression_blocks": {"C": 15, "L": 32},
     "native_sparse_attention": {"C": 15},
 }
-# What examples name besides the first arguments, whose shapes the line above the example gives.
+# What examples name after the first arguments, whose shapes the line above the example gives.
 NAMES = {
     "key_projection": (4, 256),
     "value_projection": (4, 256),

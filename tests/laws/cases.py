@@ -65,7 +65,7 @@ class Case(NamedTuple):
       mechanism: the configuration.
       repeats: the name of the case whose program this one runs with other constants, another pointwise function or
         other ranks. All its tests are slow, except for laws 1 to 3 where it is the first case of its mechanism. None:
-        the case is structurally new (it has a loop, a state or a memory of its own), and its tests are fast.
+        the case is structurally new (it adds a loop, a state or a memory), and its tests are fast.
     """
 
     mechanism: Mechanism
@@ -162,7 +162,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
     },
     "reformer": {"": Case(ReformerConfig(num_rounds=2, num_buckets=4, chunk_size=2))},
-    # Dense products without a loop over tokens, as Nystromformer's; a row's padding has a fast test of its own.
+    # Dense products without a loop over tokens, as Nystromformer's; tests/attention has a fast test of padding.
     "sinkhorn": {
         "": Case(SinkhornConfig(block_size=5, max_length=32, iterations=3), repeats="nystromformer")
     },
@@ -188,7 +188,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     },
     "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
     "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
-    # Decays from about 1/2 to 1/1000 a token; those of the default are near 1.
+    # Decays from about 1/2 to 1/1000 a token; by default they are near 1.
     "gla": {
         "": Case(GLAConfig(key_dim=4, temperature=0.2, gate_rank=3, chunk_size=8), repeats="linear"),
         "weak": Case(GLAConfig(gate_rank=3, chunk_size=16), repeats="gla"),
@@ -249,10 +249,10 @@ NEW = tuple(name for name, case in _LISTED.items() if case.repeats is None)
 COMPILED = (*dict.fromkeys((*LEADING, *NEW)), "brl-output", "brl-output-equations", "brl-layer-laplace")
 
 # Remat, `vmap`, and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of
-# independent layers on each kind of loop (blocks with a gradient of their own, chunks with a state, tiles of scores,
+# independent layers on each kind of loop (blocks with a custom gradient, chunks with a state, tiles of scores,
 # query blocks, a dense product), a stack with a carry over segments, and TLinFormer's own.
 ENGINES = ("full", "local-sliding", "linear", "mlr", "hopfield", "diag-relu", "brl-output", "tlinformer")
-# Those of them whose tests are fast: a loop without a state, and one with a state.
+# The ones with fast tests: a loop without a state, and one with a state.
 FAST_ENGINES = ("local-sliding", "linear")
 # The cases of law 6 that are fast, as compiling for 32k tokens takes seconds: a state and blocks.
 FAST_MEMORY = ("linear", "diag-relu")

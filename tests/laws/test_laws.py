@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.segments import places_in_sequences
-from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
+from brl_jax.layers import MECHANISMS, BRLConfig, DiagConfig, HopfieldConfig, LocalConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
 from tests.laws.cases import (
     CASES,
@@ -168,7 +168,7 @@ def test_law_3_oracle(name, is_causal):
     params, xs = as_float64(net.variables["params"]), as_float64(net.x)
     expected = np.stack([oracle(params, net.mechanism, d, x) for x in xs])
 
-    # One sequence is enough for the gradient. Each parameter is checked along a random direction of its own.
+    # One sequence is enough for the gradient. Each parameter is checked along another random direction.
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(expected[0].shape)
     weights = np.stack([weight, np.zeros_like(weight)]).astype(np.float32)
@@ -301,7 +301,7 @@ PACKS_BIDIRECTIONAL = named(lambda m: m.packs_bidirectional)
 @pytest.mark.parametrize("name", slow_unless(PACKS_BIDIRECTIONAL, NEW))
 def test_law_4_packing_in_encoders(name):
     """Outputs and gradients of packed rows of an encoder, one of them padded, are the float64 reference's for each
-    sequence alone, and what stands in the padding changes no bit of them."""
+    sequence alone, and the padding changes no bit of them."""
     net = network(name, False)
     d, oracle = net.stack.dimensions, oracle_of(mechanism_of(name))
     places, packing = packed_rows()
@@ -425,7 +425,7 @@ def test_law_4_padding(name):
     poisoned = changed(net.x, (0, slice(real, None)), 50.0)
     gradients, padded = grad(net.variables, net.x)
     poisoned_gradients, poisoned_padded = grad(net.variables, poisoned)
-    # BigBird draws its random blocks anew for each number of blocks: a longer row is another pattern by definition.
+    # BigBird draws other random blocks for each number of blocks: a longer row is another pattern by definition.
     if name != "local-bigbird":
         assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
     assert relative_error(padded[1], net.run(net.variables, net.x)[1]) < 1e-5
@@ -516,7 +516,7 @@ def test_law_7_traces_in_64_bits(name):
 
 @pytest.mark.parametrize("name", slow_unless(COMPILED, FAST_KERNELS))
 def test_law_8_lowers_for_tpu(name):
-    """A host without a TPU lowers training for it: with the kernels that serve it, in 32 bits, and nothing of n x n,
+    """A host without a TPU lowers training for it: with its kernels, in 32 bits, and nothing of n x n,
     whatever the mechanism's cost (compilation: tests/laws/test_tpu.py)."""
     n = 2**14
     text = (
@@ -535,51 +535,28 @@ def test_law_8_lowers_for_tpu(name):
     assert largest(re.findall(r"tensor<(\d+(?:x\d+)*)x[a-z]", text), "x") < n**2 / 2
 
 
-def test_law_5_window_over_everything_is_full_attention():
-    full = network("full", True)
-    wide = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH),) * LAYERS, dimensions(True))
-    y = jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
-    assert relative_error(y, full.run(full.variables, full.x)) < 1e-5
-    narrow = Stack(
-        (dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True)
-    )
-    assert (
-        relative_error(jax.jit(narrow.apply)(full.variables, full.x)[0], full.run(full.variables, full.x))
-        > 1e-4
-    )
+# A configuration that is full attention, and one that nearly is. The scale 1 / r of an MLR level against full
+# attention's 1 / sqrt(head_dim) is here 1 / 4 and 1 / 2.
+LEVELS = MLRConfig(context=16, ranks=(4,), qk_norm=False, score_scale=2.0)
+FULL = {
+    "window": (LocalConfig(window=LENGTH), LocalConfig(window=LENGTH - 1), 1e-4),
+    "diagonal block": (DiagConfig(block_size=LENGTH), DiagConfig(block_size=LENGTH - 1), 1e-4),
+    "hopfield step": (HopfieldConfig(steps=1), HopfieldConfig(steps=2), 1e-2),
+    "mlr level": (LEVELS, dataclasses.replace(LEVELS, ranks=(2, 2)), 1e-2),
+}
 
 
-def test_law_5_one_diagonal_block_is_full_attention():
+@pytest.mark.parametrize("case", FULL)
+def test_law_5_one_is_full_attention(case):
+    *configurations, apart = FULL[case]
     full = network("full", True)
-    wide, narrow = (
-        Stack((dataclasses.replace(CASES["diag-softmax"], block_size=size),) * LAYERS, dimensions(True))
-        for size in (LENGTH, LENGTH - 1)
-    )
     expected = full.run(full.variables, full.x)
-    assert relative_error(jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x), expected) < 1e-5
-    assert relative_error(jax.jit(narrow.apply)(full.variables, full.x)[0], expected) > 1e-4
-
-
-def test_law_5_one_hopfield_step_is_full_attention():
-    full = network("full", True)
-    one, two = (Stack((HopfieldConfig(steps=steps),) * LAYERS, dimensions(True)) for steps in (1, 2))
-    expected = full.run(full.variables, full.x)
-    assert relative_error(jax.jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
-    assert relative_error(jax.jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
-
-
-def test_law_5_one_mlr_level_is_full_attention():
-    full = network("full", True)
-    # The scale 1 / r of a level against full attention's 1 / sqrt(head_dim), here 1 / 4 and 1 / 2.
-    one, two = (
-        Stack(
-            (MLRConfig(ranks=ranks, context=16, qk_norm=False, score_scale=2.0),) * LAYERS, dimensions(True)
-        )
-        for ranks in ((4,), (2, 2))
+    same, other = (
+        jax.jit(Stack((mechanism,) * LAYERS, dimensions(True)).apply)(full.variables, full.x)[0]
+        for mechanism in configurations
     )
-    expected = full.run(full.variables, full.x)
-    assert relative_error(jax.jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
-    assert relative_error(jax.jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
+    assert relative_error(same, expected) < 1e-5
+    assert relative_error(other, expected) > apart
 
 
 @pytest.mark.parametrize("memory", slow_unless(["output", "layer"], ["layer"]))

@@ -147,7 +147,7 @@ def test_dropout_reaches_each_sublayer(sublayer):
 
 
 def test_output_norms_own_logits_and_their_bound():
-    """Norms remove the size of what the sublayers give, the logits have a table of their own, and a bound bounds."""
+    """Norms remove the size of what the sublayers give, the logits have their own table, and a bound bounds."""
     config = DecoderConfig(
         num_layers=1, d_model=8, num_heads=3, head_dim=6, d_ff=8, vocab_size=5, mechanism=FullConfig(qk_norm=True),
         norm="rms", output_norms=True, tied_embeddings=False, embedding_scale=0.5, norm_epsilon=0.0,
@@ -182,6 +182,10 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
     variables = nn.unbox(layer.init(jax.random.key(0), x, call))
     got = layer.apply(variables, x, call)[0]
+    for start in range(7):  # from any place, as in generation
+        piece = slice(start, start + 2)
+        found = layer.apply(variables, x[:, piece], call._replace(start=jnp.int32(start)))[0]
+        assert relative_error(found, got[:, piece]) < 1e-5
     p = as_float64(variables["params"])
     x, outputs, compressed = (as_float64(a) for a in (x, outputs, compressed))
 

@@ -11,7 +11,7 @@ import pytest
 from brl_jax import DecoderConfig, DecoderLM, decoding
 from brl_jax.layers import MECHANISMS
 from brl_jax.models.stack import Stack
-from tests.programs import optimised
+from tests.support.programs import optimised
 
 CONTEXT = 4096
 SIZES = {"d_model": 64, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
@@ -77,7 +77,7 @@ def compiled(model):
 
 
 def copies(hlo, limit):
-    """The operations of a program that move `limit` bytes or more, but for those of branches (`lax.cond`), which run
+    """The operations of a program that move `limit` bytes or more, except in branches (`lax.cond`), which run
     once a chunk or window."""
     bodies, entry, current = {}, None, None
     for line in hlo.splitlines():

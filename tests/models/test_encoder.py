@@ -251,7 +251,7 @@ def test_heads_may_be_odd_where_nothing_is_rotated(config):
 def test_bad_calls():
     model = Classifier(EncoderConfig(mechanism=LocalConfig(), **SIZE))
     for tokens, message in (
-        (jnp.zeros((1, 17), jnp.int32), "tokens must be at most max_length=16 a row, got 17"),
+        (jnp.zeros((1, 17), jnp.int32), "tokens must be at most max_length=16 per row, got 17"),
         (jnp.zeros((1, 4)), "tokens must be integers, got float32"),
         (jnp.zeros(4, jnp.int32), r"tokens must have shape \(batch, length\)"),
     ):

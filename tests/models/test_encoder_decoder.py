@@ -70,7 +70,7 @@ def check(config):
     changed = both(variables, TOKENS.at[:, 7:].set((TOKENS[:, 7:] + 1) % 11), SOURCE, weight)[0]
     np.testing.assert_array_equal(changed[:, :7], logits[:, :7])
     assert np.abs(changed[:, 7] - logits[:, 7]).max() > 1e-6
-    # The encoder's parameters all learn from the decoder's outputs, but for compressed tokens that nobody reads.
+    # The encoder's parameters all learn from the decoder's outputs, except for compressed tokens that nobody reads.
     still = [
         jax.tree_util.keystr(p) for p, g in jax.tree.leaves_with_path(grads["encoder"]) if not np.abs(g).max()
     ]
@@ -101,7 +101,7 @@ def check_generation(model, variables, logits):
 
 @pytest.mark.slow
 def test_brl_reads_a_window_and_compressed_tokens():
-    """Sources of 9 tokens beside targets of 12, in a window of 4: both ends of the source, and beyond it."""
+    """Sources of 9 tokens and targets of 12, in a window of 4: both ends of the source, and beyond it."""
     config = EncoderDecoderConfig(
         mechanism=LocalConfig(window=4), encoder_mechanism=BRL, cross_window=4, **SIZE
     )

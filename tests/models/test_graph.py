@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig
-from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder
+from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
 from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
@@ -110,6 +110,13 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
+def test_tokens_that_exist_come_first():
+    present = jnp.asarray([[False, True, False, True], [False] * 4, [True] * 4])
+    order, number = first_present(present)
+    assert order.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert number.tolist() == [2, 1, 4]
+
+
 def check_set(mechanism):
     config = GraphConfig(**TINY, mechanism=mechanism)
     rng = np.random.default_rng(5)
@@ -184,7 +191,7 @@ def test_tokens_of_one_kind_have_no_order():
     [
         ({"network": "gnc"}, "network must be one of .*, got 'gnc'"),
         ({"input_dropout": 1.0}, "input_dropout must be at least 0 and below 1, got 1.0"),
-        ({"kinds": ()}, "kinds must be at least one kind"),
+        ({"kinds": ()}, "kinds must not be empty"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],
 )

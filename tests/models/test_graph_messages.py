@@ -13,7 +13,7 @@ NODES, HEADS, FEATURES = 11, 3, 5
 
 
 def case(edges, dtype):
-    """(x, weights, edges, the sums' gradient), of which every fifth edge does not exist."""
+    """(x, weights, edges, the sums' gradient); every fifth edge does not exist."""
     rng = np.random.default_rng(edges)
     ends = rng.integers(NODES, size=(edges, 2)).astype(np.int32)
     ends[::5, 1] = NODES
@@ -58,7 +58,7 @@ def test_in_blocks_and_at_once_as_a_dense_sum(monkeypatch, dtype, edges):
 
 
 def test_gradients_and_their_derivatives(monkeypatch):
-    """As those of the segment sum that it stands for; also for rows of graphs, and in forward mode."""
+    """They equal the gradients of a segment sum; also for rows of graphs, and in forward mode."""
     monkeypatch.setattr(graph_layers, "EDGES_OF_BLOCK", 16)
     x, weights, ends, d_sum = case(37, jnp.float32)
     out, pull = jax.vjp(lambda x, weights: sum_of_messages(x, weights, ends), x, weights)
@@ -98,7 +98,7 @@ def test_a_thousand_neighbours_in_bfloat16():
         assert d_x[0, 0, 0] == 1000
     layer = graph_layers.GCNLayer(dimensions(False, dtype=jnp.bfloat16), features=1)
     variables = layer.init(jax.random.key(0), x[:, 0], ends)
-    # The sender has no neighbours; the receiver's own scale is that of its 1001 with itself.
+    # The sender has no neighbours; the receiver has 1001, with itself.
     out = layer.apply(variables, x[:, 0], ends) / layer.apply(variables, x[:, 0], ends[:0])
     expected = (number + 1001**-0.5) / 1001**0.5
     assert out.dtype == jnp.bfloat16

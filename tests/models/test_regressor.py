@@ -69,7 +69,7 @@ def test_bad_input_is_named():
     model = Regressor(small(FullConfig()))
     for shape, message in (
         ((2, 5, 4), r"shape \(batch, length, 3\)"),
-        ((2, 13, 3), "inputs must be at most max_length=12 a row, got 13"),
+        ((2, 13, 3), "inputs must be at most max_length=12 per row, got 13"),
     ):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(model.init, jax.random.key(0), jnp.ones(shape))

@@ -27,7 +27,7 @@ def made(mechanisms, d=D, length=9):
 
 
 def ordinary(stack, variables, x, **call):
-    """The same function with nothing reversed: whoever collects what layers sow gets the plain scan."""
+    """The same function with nothing reversed: a call that collects what layers sow runs the plain scan."""
     return stack.apply(variables, x, mutable=("intermediates",), **call)[0][0]
 
 

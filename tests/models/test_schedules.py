@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig
+from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig, NormConfig
 from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
@@ -79,13 +79,18 @@ NETWORKS = {
     "split-brl": {"mechanism": BRL, "late_mechanism": A},
     "alternate": {"mechanism": LOCAL, "late_mechanism": B, "schedule": "alternate", "early_layers": 2},
     "parallel": {**BOTH, "schedule": "parallel", "ffn": "relu", "norm": "rms"},
+    "transnormer": {
+        "mechanism": DiagConfig(4, "relu"),
+        "late_mechanism": NormConfig(feature_map="elu"),
+        "ffn": "swiglu",
+    },
 }
 
 # One program is enough of a network whose own segments cut what comes.
 SIZES = {"split-brl": (7, 7, 7)}
 
 
-@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("alternate", "parallel")))
+@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("alternate", "parallel", "transnormer")))
 def test_generation_is_training(name):
     """Prefill and steps through caches of several kinds give the logits of the whole text at once."""
     config = DecoderConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=11, **NETWORKS[name])

@@ -45,7 +45,7 @@ def test_more_tokens_than_a_cache_has_room_for(mechanism):
         stack.apply(variables, x[:, :1], cache=cache)
 
 
-@pytest.mark.slow  # law 3 compares the gradients with those of the oracle, which stops them too
+@pytest.mark.slow  # law 3 compares the gradients with the oracle, which stops them too
 def test_no_gradient_flows_through_brls_output_history():
     """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""
     stack = Stack(

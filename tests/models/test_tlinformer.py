@@ -15,7 +15,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
-from tests.programs import optimised
+from tests.support.programs import optimised
 from train.tasks.lm_config import PRESETS
 
 SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
@@ -86,6 +86,11 @@ def test_a_cache_takes_tokens_and_absorbed_windows_in_any_pieces(variables):
         logits, cache = step(text[:, start : start + 1], cache)
         outputs.append(logits)
     assert relative_error(jnp.concatenate(outputs, axis=1), expected[:, 8:]) < 1e-4
+
+
+def test_only_whole_windows_before_the_last_token_are_absorbed():
+    stack = make_stack((SMALL,) * 3, dimensions(True))
+    assert [stack.absorbable(length) for length in (1, 4, 5, 8, 9)] == [0, 0, 4, 4, 8]
 
 
 def cache_bytes(model, length):

@@ -87,6 +87,10 @@ def pairs(num_queries, num_keys, sees, query_start=0, key_start=0, is_causal=Fal
     ).reshape(num_queries, num_keys)
 
 
+def everything(i, j):
+    return True
+
+
 def sliding(left, right):
     return lambda i, j: j in range(i - left, i + right + 1)
 

@@ -1,4 +1,4 @@
-"""The network of BRL, block by block, with each history sliced where it is needed."""
+"""Compression from equations 8-12, and the network of BRL, block by block, slicing each history where it is needed."""
 
 import math
 
@@ -7,6 +7,24 @@ import numpy as np
 from tests.oracles import attention
 from tests.oracles.local import local_mask
 from tests.oracles.parts import feed_forward, layers, norm, project, relu, rotary, sigma, softmax_attention
+
+
+def compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
+    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
+    batch, m, heads, _ = q.shape
+    s = k1.shape[1]
+    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
+    bias = np.broadcast_to(bias, (batch, heads, m, s))
+    mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
+    operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
+    out = np.zeros(q.shape, np.result_type(*operands))
+    for b in range(batch):
+        for n in range(heads):
+            w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            if k2 is not None:
+                w = w - gamma[n] * sigma(q[b, :, n] @ k2[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            out[b, :, n] = w @ v[b, :, n]
+    return out
 
 
 def brl_network(params, mechanism, d, x):

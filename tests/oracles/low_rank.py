@@ -24,7 +24,7 @@ def linformer_mix(u, p, m, d):
 
 
 def pseudo_inverse(a, steps):
-    """The iteration of order three; the largest sums are those of the real parts."""
+    """The iteration of order three; the largest sums are chosen by their real parts."""
     rows, columns = a.sum(1), a.sum(0)
     z = a.T / (rows[np.argmax(np.real(rows))] * columns[np.argmax(np.real(columns))])
     one = np.eye(len(a))

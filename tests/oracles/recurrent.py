@@ -57,7 +57,7 @@ def begun(state, t, segments):
 
 
 def linear_mix(u, p, m, d):
-    """The features are rotated, those of the sum that divides are not."""
+    """The features are rotated, except in the sum that divides."""
     phi = FEATURES[m.feature_map]
     mask = full_mask(len(u), d, m)
     heads = []

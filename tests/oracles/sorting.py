@@ -75,7 +75,7 @@ def native_sparse_mix(u, p, m, d):
         for b in range(d.num_kv_heads):
             heads = range(b * group, (b + 1) * group)
             far = [read(q[t, a], key_blocks[:ended, b], value_blocks[:ended, b]) for a in heads]
-            # The weight of a block of tokens: for each of its strides, that of the blocks that cover the stride.
+            # The weight of a block of tokens: for each of its strides, add the blocks that cover the stride.
             weight = sum(np.real(w) for _, w in far)
             own = t // size
             rank = {}
@@ -140,7 +140,7 @@ def sinkhorn_mix(u, p, m, d):
         for _ in range(m.iterations):
             rows = s.sum(1, keepdims=True)
             s = s / np.where(rows == 0, 1, rows)
-            # Divided by what the column has so far, or by all of it.
+            # Divided by the column so far, or by all of it.
             columns = np.stack([s[: i + 1].sum(0) if d.is_causal else s.sum(0) for i in range(count)])
             s = s / np.where(columns == 0, 1, columns)
         out = []

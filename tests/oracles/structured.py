@@ -6,10 +6,12 @@ where layer norms stand between the factors, features are made channel block by 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 
+from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 from tests.oracles.parts import (
     full_mask,
     layer_norm,
@@ -20,6 +22,35 @@ from tests.oracles.parts import (
     rotary,
     softmax,
 )
+
+
+def same_block(length, size):
+    i = np.arange(length)
+    return np.ones((length, length)) if size is None else (i[:, None] // size == i[None] // size) * 1.0
+
+
+def mlr_attention(arrays, ranks, sizes, visible, divide=False):
+    """The output and the gradients of query, key and value from dense scores, which are a bias on scores of zero."""
+    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
+    length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
+    wide = np.repeat(key, group, 2)
+    masks = [same_block(length, size) for size in sizes]
+    count = np.maximum(sum(masks), 1) if divide else 1.0
+    starts = np.cumsum((0, *ranks))
+    slices = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    weights = [mask / count / rank for mask, rank in zip(masks, ranks)]
+    scores = sum(
+        w * np.einsum("btnh,bsnh->bnts", query[..., s], wide[..., s]) for w, s in zip(weights, slices)
+    )
+    zero = np.zeros_like(query)
+    out, _ = softmax_attention(zero, key, value, visible, bias=scores)
+    _, _, d_value, d_scores = softmax_attention_gradients(zero, key, value, visible, d_out, bias=scores)
+    d_query, d_wide = np.zeros_like(query), np.zeros_like(query)
+    for w, s in zip(weights, slices):
+        d_query[..., s] = np.einsum("bnts,bsnh->btnh", w * d_scores, wide[..., s])
+        d_wide[..., s] = np.einsum("bnts,btnh->bsnh", w * d_scores, query[..., s])
+    d_key = d_wide.reshape(*key.shape[:2], heads // group, group, -1).sum(3)
+    return out, d_query, d_key, d_value
 
 
 def mlr_mix(u, p, m, d):

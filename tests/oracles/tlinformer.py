@@ -8,7 +8,7 @@ from tests.oracles.parts import feed_forward, layers, norm, project, rotary, sof
 
 
 def tlinformer_network(params, mechanism, d, x):
-    """The loop of TLinFormer (arXiv:2508.20407, section 3), which reads the whole history anew for every window."""
+    """The loop of TLinFormer (arXiv:2508.20407, section 3), which reads the whole history again for every window."""
     n, w, inner = x.shape[0], mechanism.window, mechanism.hidden + 2
     all_layers = layers(params)
 

@@ -215,9 +215,9 @@ def test_weights_are_drawn_with_and_limited_to_their_rms():
 
 def test_bad_arguments():
     x = jnp.ones((2, 5))
-    with pytest.raises(ValueError, match="x must be vectors as long as the matrix has columns, 16"):
+    with pytest.raises(ValueError, match="x must be vectors of length 16, the number of columns"):
         MATRICES["btt"][0].matmul(x)
-    with pytest.raises(ValueError, match="x must be vectors as long as the matrix has rows, 12"):
+    with pytest.raises(ValueError, match="x must be vectors of length 12, the number of rows"):
         MATRICES["btt"][0].bilinear(x, jnp.ones((2, 16)))
     with pytest.raises(ValueError, match="left and right must have the same rank, got 2 and 3"):
         LowRank(jnp.ones((4, 2)), jnp.ones((5, 3))).matmul(x)
@@ -228,5 +228,5 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="size must be a power of two"):
         Butterfly.init(KEY, 12)
     two = (BlockContraction(jnp.ones((1, 1, rows, 1, 1)), jnp.ones((1, 1, 5, 1, 1))) for rows in (2, 3))
-    with pytest.raises(ValueError, match="levels must be one or more of one shape"):
+    with pytest.raises(ValueError, match="levels must be one or more matrices of the same shape"):
         MLBTC(tuple(two)).matmul(x)

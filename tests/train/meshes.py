@@ -22,6 +22,7 @@ from brl_jax.sharding import MeshConfig, constrain, make_mesh
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.masking import mask_tokens
+from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.loop import train
@@ -72,7 +73,7 @@ def take_steps(mesh):
         compiled = None
         for i in range(STEPS):
             text = rng.integers(64, size=(loop.batch, LENGTH + 1)).astype(np.int32)
-            batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "reset": np.bool_(i == 0)}
+            batch = Batch({"tokens": text[:, :-1], "targets": text[:, 1:]}, reset=np.bool_(i == 0))
             batch = place_batch(mesh, batch, loop.batch)
             compiled = compiled or programs.step.lower(state, batch).compile()
             state, metrics = compiled(state, batch)
@@ -132,7 +133,7 @@ class Stream:
             .astype(np.int32)[self.held]
         )
         self.step += 1
-        return {"tokens": text[:, :-1], "targets": text[:, 1:], "reset": np.bool_(self.step == 1)}
+        return Batch({"tokens": text[:, :-1], "targets": text[:, 1:]}, reset=np.bool_(self.step == 1))
 
     def get_state(self):
         return {"step": self.step}
@@ -201,13 +202,13 @@ def packed_rows(mesh):
     batch = mask_tokens(
         tokens, np.ones(tokens.shape), share=0.3, vocab_size=64, mask=64, seed=(1,), rows=np.arange(8)
     )
-    batch |= {"segment_ids": np.cumsum(starts, axis=1, dtype=np.int32), "reset": np.bool_(True)}
+    batch["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
     size = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 32, "vocab_size": 65}
     kinds = {"mechanism": MECHANISMS["full"](), "late_mechanism": MECHANISMS["linear"](chunk_size=4)}
     objective = mlm_objective(MaskedLM(EncoderConfig(**size, **kinds, implementation="xla")))
     params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
     with jax.set_mesh(mesh):
-        batch = place_batch(mesh, batch, 8)
+        batch = place_batch(mesh, Batch(batch), 8).arrays
         loss = jax.jit(jax.value_and_grad(lambda params, batch: objective.loss(params, None, batch, None)[0]))
         return [np.asarray(x) for x in jax.tree.leaves(loss(params, batch))]
 

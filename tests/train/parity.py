@@ -13,10 +13,12 @@ import numpy as np
 
 from brl_jax.layers import FullConfig
 from brl_jax.models import Classifier, EncoderConfig
-from eval.harness.main import EvalOptions, Evaluation
+from eval.harness.main import Evaluation
+from eval.harness.options import EvalOptions
 from train.cli.command import command
 from train.cli.main import train_main
 from train.data.repeated import RepeatedBatches
+from train.engine.batch import Batch
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
@@ -67,7 +69,7 @@ class HeldOut:
         self.batch, self._batch = batch, draw(bits, [1, len(split)], rows, batch)
 
     def __iter__(self):
-        yield self._batch | {"reset": np.bool_(False)}
+        yield Batch(self._batch, reset=np.bool_(False))
 
 
 class ParityTask(Task[ParityConfig, None]):
@@ -107,7 +109,7 @@ class ParityTask(Task[ParityConfig, None]):
         rows = host_rows(mesh, batch)
 
         def make(index, step):
-            return draw(bits, [0, seed, index], rows, batch) | {"reset": np.bool_(False)}
+            return Batch(draw(bits, [0, seed, index], rows, batch), reset=np.bool_(False))
 
         return RepeatedBatches(make, 1, {"batch": batch, "seed": seed})
 

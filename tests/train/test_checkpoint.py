@@ -9,7 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.engine.checkpoint import Checkpoints, digest
+from brl_jax.checkpoints import digest
+from train.engine.checkpoint import Checkpoints
 from train.engine.errors import RunError, UserError
 from train.engine.step import TrainState
 
@@ -63,7 +64,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
     _write(tmp_path, range(1, 8), keep=2, losses={1: 5.0, 2: 3.0, 4: 4.0, 6: 3.5})
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [2, 6, 7]
-    assert checkpoints.best_step() == 2
+    assert checkpoints.choose("best") == [2]
 
 
 def test_a_step_saved_again_keeps_its_arrays_on_the_disk(tmp_path):
@@ -79,7 +80,7 @@ def test_a_step_saved_again_keeps_its_arrays_on_the_disk(tmp_path):
     restored = _restore(tmp_path)
     _equal(restored.state, _state(4))
     assert restored.meta["at"] == "the end"
-    assert checkpoints.best_step() == 4
+    assert checkpoints.choose("best") == [4]
 
 
 def test_a_full_disk_spares_a_step_saved_again(tmp_path, monkeypatch):
@@ -150,7 +151,23 @@ def _cut_meta(folder):
     path.write_text(path.read_text()[:-5])
 
 
+def _other_position(folder):
+    """Valid JSON, but not what was saved: the run would go on elsewhere in the data."""
+    path = folder / "meta" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"at": 4}))
+
+
+def _meta_of(content):
+    return lambda folder: (folder / "meta" / "metadata").write_text(content)
+
+
 DAMAGES = {
+    "other position": _other_position,
+    "a list as meta": _meta_of("[]"),
+    "null as meta": _meta_of("null"),
+    "an empty meta": _meta_of("{}"),
+    "a nested meta": _meta_of("[" * 100_000),
+    "an infinite score": _meta_of('{"score": 1e999}'),
     "truncated": _truncate,
     "bit flipped": _flip,
     "other values": _other_values,
@@ -207,9 +224,9 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, error)
     def refuse(*_, **__):
         raise error
 
-    for method in ("_read", "_read_checked"):
+    for reader in ("read_meta", "read_arrays"):
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoints, method, refuse)
+            patch.setattr(f"train.engine.checkpoint.{reader}", refuse)
             with pytest.raises(RunError, match=r"cannot read checkpoint .*/9: .*; nothing was changed"):
                 _restore(folder)
     assert not (tmp_path / "damaged_checkpoints").exists()
@@ -221,7 +238,7 @@ def test_the_best_is_known_to_the_next_run_and_a_damaged_one_is_not_it(tmp_path)
     _cut_meta(tmp_path / "7")
     _write(tmp_path, [11, 12], keep=1, losses={11: 3.0})
     assert Checkpoints(tmp_path).steps() == [9, 12]
-    assert Checkpoints(tmp_path).best_step() == 9
+    assert Checkpoints(tmp_path).choose("best") == [9]
 
 
 def test_a_half_written_one_is_no_checkpoint(tmp_path):
@@ -235,10 +252,10 @@ def test_a_half_written_one_is_no_checkpoint(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "9"]
 
 
-def test_no_whole_checkpoint_is_an_error_and_nothing_is_moved(tmp_path):
+def test_no_intact_checkpoint_is_an_error_and_nothing_is_moved(tmp_path):
     _write(tmp_path, [5])
     _truncate(tmp_path / "5")
-    with pytest.raises(UserError, match=f"--workdir: no whole checkpoint in {tmp_path}"):
+    with pytest.raises(UserError, match=f"--workdir: no intact checkpoint in {tmp_path}"):
         _restore(tmp_path)
     assert (tmp_path / "5").exists()
 
@@ -253,13 +270,18 @@ def test_a_refused_configuration_is_not_taken_for_damage(tmp_path):
         _restore(tmp_path, check=refuse)
 
 
+def _read_params(folder, which="5"):
+    return Checkpoints(folder).read_params(lambda key: _state(0).params, which)
+
+
 def test_params_alone(tmp_path):
     _write(tmp_path, [5])
-    checkpoints = Checkpoints(tmp_path)
-    _equal(checkpoints.restore_params(_state(0).params, 5), _state(5).params)
+    step, params = _read_params(tmp_path)
+    assert step == 5
+    _equal(params, _state(5).params)
     _flip(tmp_path / "5")
     with pytest.raises(UserError, match="5 is damaged"):
-        checkpoints.restore_params(_state(0).params, 5)
+        _read_params(tmp_path)
 
 
 class _Unraisable:
@@ -285,7 +307,7 @@ def test_reads_abandoned_beside_a_damaged_one_end_in_silence(tmp_path, monkeypat
 
     monkeypatch.setattr(ocp.Checkpointer, "restore", fails)
     with pytest.raises(UserError, match="5 is damaged"):
-        Checkpoints(tmp_path).restore_params(_state(0).params, 5)
+        _read_params(tmp_path)
     assert seen == ["something else"]
 
 

@@ -110,24 +110,42 @@ def test_a_schedule():
         ),
         ("--mechanism", "--mechanism: expected one of full, local, brl"),
         ("--mechanism --steps 3", "--mechanism: expected one of full"),
-        ("--stepps 3", r"unknown option --stepps; did you mean --steps\?"),
-        ("--mechanism.windw 3", r"unknown option --mechanism.windw; did you mean --mechanism.window\?"),
-        ("--qqqqqq 3", "unknown option --qqqqqq; see --help"),
-        ("--vocab_size 3", "unknown option --vocab_size"),
+        ("--stepps 3", r"unknown option --stepps: did you mean --steps\?"),
+        ("--mechanism.windw 3", r"unknown option --mechanism.windw: did you mean --mechanism.window\?"),
+        ("--qqqqqq 3", "unknown option --qqqqqq: see --help"),
+        ("--vocab_size 3", "unknown option --vocab_size: the task, its data or the pretrained run sets it"),
+        ("--seq_len 3", r"unknown option --seq_len: did you mean --length\?"),
+        ("--lr 3", r"unknown option --lr: did you mean --learning_rate\?"),
+        ("--precision bfloat16", r"unknown option --precision: did you mean --dtype\?"),
+        ("--output_dir x", r"unknown option --output_dir: did you mean --workdir\?"),
+        ("--context 9", r"unknown option --context: did you mean --length\?"),
+        ("--resume", "unknown option --resume: the same command again resumes a run"),
+        ("--device gpu", "unknown option --device: JAX takes the fastest device; set JAX_PLATFORMS"),
+        (
+            "--mechanism local --mechanism.num_compressed 3",
+            "local has no such option; it is an option of brl",
+        ),
+        ("--steps 1 --steps 2", "--steps is given twice; expected it once"),
+        ("--d_model 8 --d-model=16", "--d_model is given twice; expected it once"),
+        ("--batch 99999999999", "--batch must be at most 1048576, got 99999999999"),
+        ("--length 99999999999", "--length must be at most 134217728, got 99999999999"),
+        ("--steps 100000000000000000000000", "--steps must be at most 2147483647"),
+        ("--num_layers 10000000000000", "--num_layers must be at most 10000, got"),
+        ("--mechanism.window 99999999999999999999", "--mechanism.window must be at most 1073741824"),
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--steps many", r"--steps: invalid literal for int\(\) with base 10: 'many'; expected --steps INT"),
         ("--steps", "Missing value for argument '--steps'"),
         ("--decay fast", "invalid choice 'fast' for argument '--decay'. Expected one of .'cosine'"),
         ("--mechanism.window 0", "--mechanism.window must be at least 1, got 0"),
         ("--mesh.data 0", "--mesh.data must be at least 1, or -1 for what is left, got 0"),
-        ("--mesh.dta 2", r"unknown option --mesh.dta; did you mean --mesh.data\?"),
+        ("--mesh.dta 2", r"unknown option --mesh.dta: did you mean --mesh.data\?"),
         ("--hosts.process 1", "--hosts.coordinator, processes and process must be given together"),
         ("--mechanism.beta 4", "--mechanism.beta must be 0 to 1, got 4.0"),
         ("--d_model 100 --num_heads 3", "--d_model must be a multiple of num_heads=3, got 100"),
         ("--batch 7 --accumulation 2", "--batch must be a multiple of accumulation=2, got 7"),
         ("--learning_rate -1", "--learning_rate must be above 0, got -1.0"),
         ("--seed -1", "--seed must be at least 0, got -1"),
-        ("--seed 99999999999999999999", r"--seed must be below 2\^63, got 99999999999999999999"),
+        ("--seed 99999999999999999999", f"--seed must be at most {2**63 - 1}, got 99999999999999999999"),
         (
             "--workdir s3://bucket/run",
             "--workdir must be a local folder or gs://BUCKET/FOLDER, got 's3://bucket/run'",
@@ -203,9 +221,9 @@ def _with(values, path, value):
         ("model.mechanism.window", 0, "model.mechanism: window must be at least 1, got 0"),
         ("optimizer", 3, "optimizer must be an object, got 3"),
         ("model.mechanism", None, "model.mechanism must be an object, got None"),
-        ("loop.steps", "many", "loop.steps must be int, got 'many'"),
-        ("loop.tensorboard", 1, "loop.tensorboard must be bool, got 1"),
-        ("model.dropout", "none", "model.dropout must be float, got 'none'"),
+        ("loop.steps", "many", "loop.steps must be an integer, got 'many'"),
+        ("loop.tensorboard", 1, "loop.tensorboard must be True or False, got 1"),
+        ("model.dropout", "none", "model.dropout must be a number, got 'none'"),
     ],
 )
 def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
@@ -217,7 +235,10 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"--workdir: no run there: .*config.json is missing"):
         read_config([LM], tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json is no whole JSON file: Expecting"):
+    with pytest.raises(UserError, match=r"config.json is not JSON: Expecting"):
+        read_config([LM], tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"task": ["lm"]}')
+    with pytest.raises(UserError, match=r"config.json: task must be a string, got"):
         read_config([LM], tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"task": "lra"}')
     with pytest.raises(UserError, match=r"--workdir: .*config.json is of the task 'lra'; expected lm"):
@@ -293,7 +314,7 @@ def test_options_of_other_commands():
         """Text."""
 
     assert parse_options(Options(), ["--data", "x"], prog="p", about="a") == Options("x")
-    with pytest.raises(UserError, match=r"unknown option --dat; did you mean --data\?"):
+    with pytest.raises(UserError, match=r"unknown option --dat: did you mean --data\?"):
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
 
 
@@ -569,7 +590,7 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
         "train.graph": "--data_dir DIR",
     }
     assert all(needed.get(name, "") in example for example in examples)
-    module = importlib.import_module("train.cli.main" if name.startswith("train") else name)
+    module = importlib.import_module("train.cli.main" if name.startswith("train") else main.__module__)
 
     def stop_there(*args, **kwargs):
         raise InterruptedError(parse(*args, **kwargs).loop.workdir)
@@ -596,7 +617,7 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     assert config.loop.steps != LM.presets["small"].loop.steps
     assert f"training steps ({config.loop.steps})" in out
     assert f"rows of a step ({config.loop.batch})" in out
-    assert "PRESET is small where none is named; the values below are those of wikitext103-brl." in out
+    assert "PRESET is small if none is named; the values below are from wikitext103-brl." in out
     with pytest.raises(UserError, match="did you mean small"):
         _parse("smal --help")
 

@@ -8,7 +8,7 @@ import pytest
 
 import eval.tasks.copy
 import train.copy
-from eval.tasks.recall_table import grouped
+from eval.harness.groups import by_network
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -106,7 +106,7 @@ def test_texts_become_pairs(tmp_path):
     shapes = COPY.batch_shapes(
         parse(PRESETS, "copy-full", ["--data_dir", "x", "--length", "6"], prog="", about=""), 4
     )
-    assert {name: x.shape[0] for name, x in batch.items() if name != "reset"} == {
+    assert {name: x.shape[0] for name, x in batch.arrays.items()} == {
         name: x.shape[0] for name, x in shapes.items()
     }
     # The run's tokenizer is read again, and must be the one that is asked for.
@@ -268,7 +268,7 @@ def test_paper_presets_are_figure_5():
     ("options", "message"),
     [
         ("--order shuffle", "--order"),
-        ("--length 0", "--length must be one or more numbers of at least 1"),
+        ("--length 0", "--length must be at least 1, got 0"),
         ("--vocabulary 1", "--vocabulary must be at least 2, got 1"),
         ("--min_length 0", "--min_length must be at least 1, got 0"),
         ("--encoder_mechanism deltanet", "encoder_mechanism: .*no bidirectional form"),
@@ -305,4 +305,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = f"--num_layers 2 --mechanism local {options}".split()
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(grouped([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]
+    assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]

@@ -10,7 +10,7 @@ import pytest
 
 _INTERRUPTED = """
 import gc, signal, sys, time
-from train.engine.errors import command
+from train.cli.command import command
 
 def main(argv):
     sent = []

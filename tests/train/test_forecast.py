@@ -11,7 +11,7 @@ import pytest
 
 import eval.tasks.forecast
 import train.forecast
-from eval.tasks.forecast_table import markdown
+from eval.tasks.forecast import markdown
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.series import (
@@ -172,7 +172,7 @@ def test_a_forecast_does_not_read_what_came(table, center):
     series = load_series(config.data)
     config = FORECAST.sized(config, series)
     model = FORECAST.build(config)
-    batch = Windows(series, config.data).batch(np.array([60, 70]))
+    batch = Windows(series, config.data).batch(np.array([60, 70])).arrays
     init = FORECAST.objective(model, config).init(jax.random.key(0))
     params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
     first = np.asarray(forecast(model, config, params, batch))

@@ -14,8 +14,7 @@ import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.harness.runs import open_run
-from eval.tasks.glue import task_metrics
-from eval.tasks.glue_table import PAPER, markdown, summarise
+from eval.tasks.glue import PAPER, markdown, summarise, task_metrics
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on

@@ -7,8 +7,7 @@ import pytest
 
 import eval.tasks.graph
 import train.graph
-from eval.tasks.graph import f1_scores
-from eval.tasks.graph_table import markdown, paper_figures, summarise
+from eval.tasks.graph import f1_scores, markdown, paper_figures, summarise
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on

@@ -24,7 +24,7 @@ import eval.tasks.generate
 import eval.tasks.lm
 import train.lm
 from brl_jax.models import DecoderLM
-from eval.tasks.lm import read_run
+from eval.harness.runs import open_run
 from tests.train.logs import metrics_lines
 from train.cli.command import command
 from train.data import load
@@ -114,7 +114,7 @@ def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
     """And the commands that it names work as they stand."""
     workdir, _, err = finished
     lines = err.splitlines()
-    params = read_run(str(workdir), "last")[2]
+    params = open_run([LM], str(workdir), "last").params
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert lines[0] == f"model: brl, layers 1 x 16, {parameters:,} parameters"
     assert lines[1].startswith(f"devices: {jax.device_count()} (cpu), mesh: ")
@@ -166,7 +166,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
 
 def test_the_second_interrupt_ends_the_process_at_once():
     code = (
-        "import signal, time\nfrom train.engine.loop import Signals\n"
+        "import signal, time\nfrom train.engine.signals import Signals\n"
         "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
         " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
     )
@@ -193,7 +193,7 @@ def test_eval_against_the_models_own_logits(text, run, capsys):
     result = _json(capsys, "--workdir", str(run), "--split", "test", "--checkpoint", "last")
     content = (text / "test.txt").read_bytes()
     assert result["tokens"] == len(content) - 1
-    config, model, params, _ = read_run(str(run), "last")
+    _, config, model, params, _ = open_run([LM], str(run), "last")
     tokens = np.frombuffer(content, np.uint8).astype(np.int32)
     rows, targets = 2, len(tokens) - 1
     row = -(-targets // rows)
@@ -228,7 +228,7 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     first = len(content.split()[0]) + 1
     nats = result["loss"] * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
-    config, _, _, _ = read_run(str(words_run), "last")
+    config = open_run([LM], str(words_run), "last").config
     assert config.model.vocab_size == 4
     # The prompt that the run proposes is of the vocabulary.
     _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
@@ -242,7 +242,7 @@ def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"):
         more = ["--steps", "2", "--sample_tokens", "0"]
         train.lm.main(_argv(text, tmp_path, *more, mechanism="--mechanism full --dtype bfloat16"))
-        _, _, params, _ = read_run(str(tmp_path), "last")
+        params = open_run([LM], str(tmp_path), "last").params
         # Tied logits of size 1 begin half a nat above the uniform guess over 256 bytes: 256 e^0.5 = 422.
         assert _json(capsys, "--workdir", str(tmp_path))["perplexity"] < 256 * math.exp(0.6)
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
@@ -267,7 +267,7 @@ def test_a_schedule_is_read_back(text, tmp_path, capsys):
     train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "0", mechanism=schedule))
     result = _json(capsys, "--workdir", str(tmp_path))
     assert result["loss"] == pytest.approx(_lines(tmp_path)[-1]["val_loss"], rel=1e-6)
-    config, _, params, _ = read_run(str(tmp_path), "last")
+    _, config, _, params, _ = open_run([LM], str(tmp_path), "last")
     assert (config.model.schedule, config.model.ffn) == ("parallel", "swiglu")
     assert set(params["stack"]["layers_0"]["block_0"]["mixer"]) == {"first", "second"}
     eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "alpha", "--tokens", "5"])
@@ -310,7 +310,7 @@ def test_the_likeliest_tokens_are_the_models(run, capsys):
         ["--workdir", str(run), "--tokens", "12", "--prompt", "alpha be", "--temperature", "0"]
     )
     out = capsys.readouterr().out.removesuffix("\n")
-    config, _, params, _ = read_run(str(run), "best")
+    _, config, _, params, _ = open_run([LM], str(run), "best")
     model, tokens = DecoderLM(config.model), list(b"alpha be")
     forward = jax.jit(model.apply)
     for _ in range(12):

@@ -14,8 +14,10 @@ from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_o
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import differences
 from train.engine.errors import RunError, Stopped, UserError, is_memory_shortage
-from train.engine.loop import Signals, evaluate, held_out_metrics, train
+from train.engine.evaluation import evaluate, held_out_metrics
+from train.engine.loop import train
 from train.engine.metrics import MetricsLog
+from train.engine.signals import Signals
 from train.engine.step import Objective, make_eval_step
 
 MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
@@ -199,7 +201,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
     class Poisoned(ToyStream):
         def __next__(self):
             batch = super().__next__()
-            return batch | {"tokens": np.where(self.step == 8, 100, batch["tokens"]).astype(np.int32)}
+            return batch.with_arrays(tokens=np.where(self.step == 8, 100, batch["tokens"]).astype(np.int32))
 
     objective = Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory)
     with pytest.raises(RunError, match=r"step 8: \w+ is (nan|inf); last good checkpoint: .*/checkpoints/6$"):
@@ -224,7 +226,7 @@ def test_checkpoints_are_compared_on_the_same_data(tmp_path):
     class Harder(ToyHeldOut):
         def __iter__(self):
             for batch in super().__iter__():
-                yield batch | {"targets": batch["tokens"]}
+                yield batch.with_arrays(targets=batch["tokens"])
 
     _train(tmp_path, full=Harder())
     losses = [line["val_loss"] for line in _lines(tmp_path) if "val_loss" in line]

@@ -127,7 +127,7 @@ def _batch(text, tmp_path, more=""):
     held_out = next(iter(streams.held_out))
     for given, rows in ((batch, 8), (held_out, 8)):
         shapes = MLM.batch_shapes(config, rows)
-        assert {name: array.shape for name, array in given.items() if name != "reset"} == {
+        assert {name: array.shape for name, array in given.arrays.items()} == {
             name: like.shape for name, like in shapes.items()
         }
     return config, batch, held_out
@@ -157,7 +157,7 @@ def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_
         ("--pack always", "always"),
     ):
         config, batch, _ = _batch(text, tmp_path / (more.replace(" ", "") or "one"), more)
-        assert (config.data.pack, "segment_ids" in batch) == (pack, pack == "always")
+        assert (config.data.pack, "segment_ids" in batch.arrays) == (pack, pack == "always")
 
 
 def test_a_run_from_before_packing_goes_on_without_it():

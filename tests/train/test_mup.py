@@ -14,6 +14,7 @@ from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.marks import slow_unless
 from tests.train.toy import OBJECTIVE, batch_of
+from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.mesh import place_batch, training_programs
 from train.engine.mup import make_rates, mup_rates
@@ -164,6 +165,6 @@ def test_training_takes_the_rates_of_the_objective():
         programs = training_programs(mesh, objective, OptimizerConfig(weight_decay=0.0), LoopConfig(batch=4))
         state = programs.fresh()
         before = jax.tree.map(np.array, state.params)
-        state, _ = programs.step(state, place_batch(mesh, batch_of(0) | {"reset": np.bool_(True)}, 4))
+        state, _ = programs.step(state, place_batch(mesh, Batch(batch_of(0), reset=np.bool_(True)), 4))
     np.testing.assert_array_equal(state.params["table"], before["table"])
     assert (np.asarray(state.params["past"]) != before["past"]).any()

@@ -10,7 +10,7 @@ import pytest
 
 import eval.tasks.regression
 import train.regression
-from eval.tasks.regression_table import draw, markdown
+from eval.tasks.regression import draw, markdown
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse

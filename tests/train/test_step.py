@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
+from train.engine.batch import Batch
 from train.engine.optimizer import decayed, make_optimizer, make_schedule
 from train.engine.step import (
     Objective,
@@ -39,7 +40,7 @@ def _without_dropout():
 
 
 def _batch(seed, reset=False, rows=4):
-    return batch_of(seed, rows) | {"reset": np.bool_(reset)}
+    return Batch(batch_of(seed, rows), reset=np.bool_(reset))
 
 
 def test_classification_counts_the_likeliest_class():
@@ -98,9 +99,9 @@ def test_dropout_depends_on_step_key_and_microbatch():
 
     # Two equal microbatches: equal masks would give them equal gradients, hence the loss of one alone.
     half = batch_of(0, 2)
-    both = {name: np.concatenate([value, value]) for name, value in half.items()} | {"reset": np.bool_(False)}
+    both = Batch({name: np.concatenate([value, value]) for name, value in half.items()})
     alone, small = _start(1, rows=2)
-    _, one = alone(small, half | {"reset": np.bool_(False)})
+    _, one = alone(small, Batch(half, reset=np.bool_(False)))
     _, two = step(state, both)
     assert float(one["loss"]) != pytest.approx(float(two["loss"]), rel=1e-6)
 
@@ -109,7 +110,7 @@ def test_metrics_and_counters():
     step, state = _start(2)
     schedule = make_schedule(OPTIMIZER, 10)
     for i in range(3):
-        before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i), None)[0]) / 12
+        before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i).arrays, None)[0]) / 12
         state, metrics = step(state, _batch(i))
         assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(i)))
         assert float(metrics["loss"]) == pytest.approx(before, rel=0.2)  # dropout apart
@@ -126,7 +127,7 @@ def test_rows_that_accumulation_does_not_divide():
 def test_evaluation_has_no_dropout_and_carries_memory():
     step = jax.jit(make_eval_step(OBJECTIVE))
     params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
-    batch = _batch(3)
+    batch = _batch(3).arrays
     memory = np.array([1, 2, 3, 4], np.int32)
     logits = np.asarray(params["table"])[batch["tokens"]] + np.asarray(params["past"])[memory][:, None]
     logits = logits.astype(np.float64)

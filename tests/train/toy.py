@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective
@@ -54,7 +55,7 @@ class ToyStream:
 
     def __next__(self):
         self.at.get(self.step, lambda: None)()
-        batch = batch_of(self.step, self.rows) | {"reset": np.bool_(self.step % 5 == 0)}
+        batch = Batch(batch_of(self.step, self.rows), reset=np.bool_(self.step % 5 == 0))
         self.step += 1
         return batch
 
@@ -79,7 +80,7 @@ class ToyHeldOut:
     def __iter__(self):
         for i in range(3):
             self.at.get(i, lambda: None)()
-            yield batch_of(1000 + i, 2) | {"reset": np.bool_(i == 0)}
+            yield Batch(batch_of(1000 + i, 2), reset=np.bool_(i == 0))
 
 
 def loop_config(workdir, **changes):

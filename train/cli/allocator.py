@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator for programs that allocate the same large arrays again and again."""
+"""The C library's allocator, set for programs that allocate the same large arrays again and again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the system; with other C libraries nothing happens.
+    """Makes glibc reuse freed memory instead of returning it to the system. Does nothing with other C libraries.
 
-    JAX on a CPU allocates a program's temporary arrays anew in every call. By default glibc maps
+    On a CPU, JAX allocates a program's temporary arrays again in every call. By default glibc maps
     allocations larger than 32 MiB from the system and unmaps them afterwards, and in threads those larger than their
     heaps of 64 MiB, so that each call pays for every page again: a third of the time of a layer over 8192 tokens.
     Arrays of 1 GiB and more are still returned. Must be called before other threads allocate."""

@@ -30,7 +30,7 @@ def completion(program: str, names: Sequence[str], shell: str) -> str:
     """A script that a shell evaluates: it completes a command's name, and for training the presets and options.
 
     Args:
-      program: "brl-train" or "brl-eval". names: those of its commands. shell: "bash" or "zsh".
+      program: "brl-train" or "brl-eval". names: its commands. shell: "bash" or "zsh".
     """
     words = {name: _words(name) if program == "brl-train" else ["--help", "--workdir"] for name in names}
     return _SCRIPT.format(

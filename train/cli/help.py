@@ -6,20 +6,24 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from train.cli.summary import mechanism_names
 from train.engine.fields import Mark, marked
 
 
 def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
-    """What a command does, its most used options, and examples: at most 24 lines of at most 80 characters.
+    """What a command does, its usual options, and examples: at most 24 lines of 80 characters.
 
     Args:
-      presets: configurations by name. default: the one that is used when none is named.
-      name: the one whose values are shown.
+      presets: configurations by name. default: the preset that is used when none is named.
+      name: the preset whose values are shown.
       prog, about: the command, and a line about it.
     """
     config = presets[name]
+    chooses = "model" not in marked(type(config), Mark.DECIDED)
     shown = [
-        ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})"),
+        ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})")
+        if chooses
+        else ("--seed N", f"of the order of the data and of the new parameters ({config.loop.seed})"),
         ("--steps N", f"training steps ({config.loop.steps})"),
         ("--batch N", f"rows of a step ({config.loop.batch})"),
         ("--learning_rate X", f"the highest learning rate ({config.optimizer.learning_rate:g})"),
@@ -28,8 +32,8 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
     other = next((preset for preset in presets if preset != default), default)
     needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
     data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
-    unnamed = f"PRESET is {default} where none is named"
-    unnamed += "." if name == default else f"; the values below are those of {name}."
+    unnamed = f"PRESET is {default} if none is named"
+    unnamed += "." if name == default else f"; the values below are from {name}."
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",
         "",
@@ -40,7 +44,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
         "examples:",
         f"  {prog}{f' {default}{data}' if data else ''}",
         f"  {prog} {other}{data} --workdir runs/mine",
-        f"  {prog} {default}{data} --mechanism local --steps 200",
+        f"  {prog} {default}{data}{' --mechanism local' if chooses else ''} --steps 200",
         "",
         f"  {'--presets':<19}lists the {len(presets)} presets",
         f"  {'--help-all':<19}lists all options, with their defaults",
@@ -66,6 +70,5 @@ def preset_list(presets: Mapping[str, Any]) -> str:
 
 
 def _mechanisms(config: Any) -> str:
-    from train.cli.summary import mechanism_names
 
     return mechanism_names(config.model)

@@ -1,7 +1,8 @@
-"""The one training command behind `python -m train.lm`, `train.lra` and the others."""
+"""The command behind `python -m train.lm`, `train.lra` and the others."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,25 +14,25 @@ from etils import epath
 from train.cli.options import parse
 from train.cli.summary import beginning, ending, num_parameters
 from train.data.dataset import forget_unstarted
+from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
-from train.engine.loop import HeldOut, Stream, another_configuration, train
+from train.engine.loop import another_configuration, train
 from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
-from train.engine.step import num_tokens
-from train.engine.storage import check_client, user_cache
+from train.engine.storage import as_os_errors, check_client, user_cache
 from train.engine.throughput import in_words
-from train.tasks.task import Task
+from train.tasks.task import Task, read_config
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
-    """Trains what a command line asks for; see `--help`.
+    """Trains as the command line says; see `--help`.
 
     Args:
-      tasks: those whose presets the command knows; the first one's default preset is the command's.
+      tasks: their presets are the command's; the first task has the default preset.
       argv: the arguments, without the program's name.
       name: the command's module, "train.lm".
 
@@ -39,17 +40,35 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
       UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
+    workdir = _only_workdir(argv)
+    if workdir and is_started(workdir):
+        run_task(*read_config(tasks, epath.Path(workdir) / "config.json"))
+        return
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
     run_task(next(task for task in tasks if task.config_class is type(config)), config)
 
 
+def _only_workdir(argv: Sequence[str]) -> str | None:
+    """The folder, if the command line is `--workdir DIR` and nothing else."""
+    words = argv[0].split("=", 1) if len(argv) == 1 else argv
+    return words[1] if len(words) == 2 and words[0] == "--workdir" else None
+
+
+def is_started(workdir: str) -> bool:
+    """Whether a folder has a run with checkpoints."""
+    folder = epath.Path(workdir)
+    with contextlib.suppress(OSError, UserError), as_os_errors():
+        return (folder / "config.json").exists() and bool(Checkpoints(folder / "checkpoints").steps())
+    return False
+
+
 def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
-    """Trains what a configuration asks for, from the newest checkpoint in its folder, and logs what comes of it.
+    """Trains the configured model, from the newest checkpoint in its folder, and logs the result.
 
     Args:
       task: the task of the configuration.
       config: the configuration; its folder is `config.loop.workdir`.
-      report: what shows the progress, see `train.engine.loop.train`.
+      report: shows the progress, see `train.engine.loop.train`.
 
     Raises:
       UserError, RunError, Stopped: see `train.engine.loop.train`.
@@ -70,7 +89,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
         data = _load(task, config)
         config = task.sized(config, data)
         model = task.build(config)
-    else:  # checked first: to make the data may take minutes
+    else:  # checked first, because making the data may take minutes
         config = task.sized(config)
         model = task.build(config)
         data = _load(task, config)
@@ -90,7 +109,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
         objective,
         config.loop,
         config.optimizer,
-        config=task.to_json(config),
+        config={"network": type(model).__name__, **task.to_json(config)},
         differences=lambda old: task.differences(old, config),
         stream=streams.training,
         held_out=streams.held_out,
@@ -109,8 +128,8 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
 
 
 def keep_programs(folder: str) -> None:
-    """Keeps compiled programs for the next start in a folder: the given one, else the one that JAX has been given, else
-    the user's; "none" keeps none."""
+    """Keeps compiled programs for the next start: in the given folder, else in JAX's, else in the user's cache.
+    "none" keeps nothing."""
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
     elif folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
@@ -118,10 +137,10 @@ def keep_programs(folder: str) -> None:
 
 
 def check_alike(stream: Stream, held_out: HeldOut) -> None:
-    """Refuses processes that do not have the same data, such as files of one name with other texts on their hosts.
+    """Refuses processes with different data, such as files of the same name but other contents on their hosts.
 
     Raises:
-      UserError: some have another state of input than the first, or other held-out data; raised by all processes.
+      UserError: a process has other training or held-out data than the first; raised by all processes.
     """
     first, *others = gather({**stream.get_state(), "held_out": held_out.digest})
     differing = [number for number, state in enumerate(others, 1) if state != first]
@@ -134,7 +153,7 @@ def check_alike(stream: Stream, held_out: HeldOut) -> None:
 
 
 def _check_task(task: Task[Any, Any], workdir: str) -> None:
-    """Refuses the folder of another task's run before anything is written into it, such as a tokenizer.
+    """Refuses the folder of another task's run, before a tokenizer or anything else is written into it.
 
     Raises:
       UserError: the folder has checkpoints of another task.
@@ -142,15 +161,15 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
     folder = epath.Path(workdir)
     try:
         values = read_values(folder / "config.json")
-    except UserError:  # no run, or one whose damage is reported when it is opened
+    except UserError:  # there is no run, or it is damaged, which opening it will report
         return
-    other = values.get("task") if isinstance(values, dict) else None
-    if other not in (None, task.name) and Checkpoints(folder / "checkpoints").steps():
+    other = values["task"]
+    if other != task.name and Checkpoints(folder / "checkpoints").steps():
         raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:
-    """The data of a run. The first process makes what is missing; the others wait and find it."""
+    """The data of a run. The first process makes what is missing, and the others wait for it."""
     with lead_first("data"):
         if is_lead():
             forget_unstarted(config.loop.workdir)

@@ -1,7 +1,7 @@
 """Configurations of runs, and the command line that sets them.
 
 A configuration is a frozen dataclass of parts. The command line shows the fields of its main parts side by side
-(`--steps`, `--d_model`, `--learning_rate`); those of the mechanism, the mesh and the processes keep their prefix
+(`--steps`, `--d_model`, `--learning_rate`); the fields of the mechanism, the mesh and the processes keep their prefix
 (`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other
 options.
 """
@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 
 import tyro
 
+import brl_jax
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import StackConfig
 from train.cli.help import first_screen, preset_list
+from train.cli.hints import hint_for
 from train.engine.config_file import flatten, option_name, to_json
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
@@ -31,7 +33,7 @@ R = TypeVar("R", bound="RunConfig")
 M = TypeVar("M", bound=StackConfig)
 
 # Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is
-# that of models with an encoder and a decoder, and set first: without it the encoder has the decoder's mechanism.
+# for models with an encoder and a decoder, and is set first: by default the encoder has the decoder's mechanism.
 _MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
 # An error about an unknown preset names this many; --presets lists all of them.
 _PRESETS_SHOWN = 30
@@ -56,6 +58,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     if "--presets" in argv:
         print(preset_list(presets))
         raise SystemExit(0)
+    _check_version(argv)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
     if name not in presets:
         raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
@@ -69,7 +72,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     description = (
         f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
-        f"The defaults below are those of {name} (and of the mechanism that is named)."
+        f"The defaults below come from {name} (and from the mechanism that is named)."
     )
     return parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
 
@@ -80,9 +83,11 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     Raises:
       UserError: an unknown option (with the nearest one) or an invalid value, in one line.
     """
+    _check_version(argv)
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
-    # tyro colours what it prints on a terminal, whatever NO_COLOR says; a buffer is no terminal.
+    _check_repeated(argv, options)
+    # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
     plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
         with contextlib.redirect_stderr(complaint), plain:
@@ -109,28 +114,45 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
             raise UserError(
                 f"unexpected argument {option!r}; expected options (--NAME VALUE), the preset first"
             )
-        name = option.lstrip("-").replace("-", "_")
-        if name in options:  # what tyro does not know of these was taken out of argv when it was first named
+        name = _name_of(option)
+        if name in options:  # a mechanism's name, which was taken out of argv when it was first named
             raise UserError(f"--{name} is given twice; expected it once")
-        near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown option {option}; " + (f"did you mean --{near[0]}?" if near else "see --help-all")
+            f"unknown option {option}: {hint_for(name, options, _decided_options(default), default)}"
         )
     return config
 
 
+def _name_of(word: str) -> str:
+    return word.split("=")[0].lstrip("-").replace("-", "_")
+
+
+def _check_version(argv: Sequence[str]) -> None:
+    """Prints the version and exits if it is asked for."""
+    if "--version" in argv:
+        print(f"brl-jax {brl_jax.__version__}")
+        raise SystemExit(0)
+
+
+def _check_repeated(argv: Sequence[str], options: Sequence[str]) -> None:
+    """Raises UserError if an option is given twice: tyro would silently take the last one."""
+    given = [_name_of(word) for word in argv if word.startswith("--")]
+    for name in dict.fromkeys(given):
+        if name in options and given.count(name) > 1:
+            raise UserError(f"--{name} is given twice; expected it once")
+
+
 def _with_option(message: str, options: Sequence[str]) -> str:
-    """A message with its first word, where that is a field's name, replaced by the field's option."""
+    """The message with dashes in front if its first word is an option."""
     return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
 
 
 def _mechanism_fields(config: Any) -> tuple[str, ...]:
     """The options that take the name of a mechanism in this configuration."""
-    return (
-        _MECHANISM_FIELDS
-        if hasattr(getattr(config, "model", None), "encoder_mechanism")
-        else _MECHANISM_FIELDS[1:]
-    )
+    if "model" in marked(type(config), Mark.DECIDED):
+        return ()
+    model = getattr(config, "model", None)
+    return _MECHANISM_FIELDS if hasattr(model, "encoder_mechanism") else _MECHANISM_FIELDS[1:]
 
 
 def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
@@ -151,9 +173,9 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
     mechanism = MECHANISMS[name]()
-    if field == "encoder_mechanism":  # it has layers of its own
+    if field == "encoder_mechanism":  # the encoder has its own layers
         return _replace(model, field, mechanism)
-    # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
+    # --num_layers is read later; until then, the preset's number of layers is rounded up to whole blocks.
     layers = -(-model.num_layers // mechanism.group) * mechanism.group
     return _replace(model, field, mechanism, num_layers=layers)
 
@@ -174,12 +196,12 @@ def _unknown(name: str, known: Mapping[str, Any], num_shown: int) -> str:
 
 
 def _one_line(complaint: str) -> str:
-    """The error that tyro prints in a box, as one line: what is wrong, and what the option expects.
+    """The error that tyro prints in a box, as one line.
 
     tyro has errors as objects too, but only in a private module (`tyro._errors`) that it may change in any release.
     """
     text = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", complaint).splitlines())
-    # The top of the frame holds a title; on a terminal that knows ASCII only, the frame is a line and a rule.
+    # The box has a title at the top; on an ASCII terminal it is a line and a rule.
     body = text.partition("╮\n" if "╮" in text else "-\n")[2]
     lines = [line.strip("│╰╯ \t") for line in body.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
@@ -200,7 +222,16 @@ def _with_nearest(choice: re.Match[str]) -> str:
 
 
 def option_names(config: Any) -> list[str]:
-    """Names of the options that set the fields of a configuration."""
-    decided = set(marked(type(config), Mark.DECIDED))
-    paths = [path for path in flatten(to_json(config)) if path not in decided]
+    """The names of a configuration's options."""
+    paths = [path for path in flatten(to_json(config)) if not _is_decided(config, path)]
     return [*_mechanism_fields(config), *(option_name(path) for path in paths if not path.endswith(".name"))]
+
+
+def _decided_options(config: Any) -> set[str]:
+    """Names of the fields that are not options, because the task or its data set them."""
+    return {option_name(path) for path in flatten(to_json(config)) if _is_decided(config, path)}
+
+
+def _is_decided(config: Any, path: str) -> bool:
+    decided = marked(type(config), Mark.DECIDED)
+    return any(path == name or path.startswith(f"{name}.") for name in decided)

@@ -1,6 +1,6 @@
 """Pairs of a source and a target: symbols to copy, to reverse or to sort, and pairs of texts from files.
 
-Besides the symbols, or a tokenizer's tokens, there are two more: BEGIN, with which a target's row begins, and END,
+The symbols, or a tokenizer's tokens, are followed by two more: BEGIN, which starts a target's row, and END,
 which the decoder predicts after the target's last token.
 """
 
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import MOST, Checked, Count, Length, Range
+from brl_jax.json_files import parse_json
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.lra.files import numbered_lines, parsed, shown
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.fields import Free
 from train.engine.metrics import log
@@ -34,36 +35,33 @@ BEGIN, END, SPECIAL = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyDataConfig:
+class CopyDataConfig(Checked):
     """The pairs."""
 
     order: Order = "copy"
     """The target: the source's symbols as they are, from the last to the first, or sorted."""
-    vocabulary: int = 32
+    vocabulary: Annotated[int, Range(2, MOST)] = 32
     """Number of symbols."""
-    length: tuple[int, ...] = (64,)
+    length: tuple[Length, ...] = (64,)
     """Symbols of the longest source of a batch; several lengths take turns from batch to batch. Of text, the longest
     source and target in tokens; further lengths are those to which shorter rows are padded."""
-    min_length: int = 1
-    """Symbols of the shortest source; those of a row are drawn between this and the batch's longest, or are the latter
-    where it is smaller."""
+    min_length: Count = 1
+    """Symbols of the shortest source; each row draws its own number between this and the batch's
+    longest."""
     data_dir: str = ""
     """A folder of train.jsonl, valid.jsonl and test.jsonl (.gz too) with an object {"source": TEXT, "target": TEXT} in
     each line; empty: symbols, drawn as they are needed."""
     tokenizer: str = "bytes"
-    """Of text: bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise,
+    """Of text: bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or the same with
     chars; or one that exists: a tokenizer.json, a SentencePiece .model, or hf:NAME of the Hugging Face hub."""
-    valid_rows: int = 128
+    valid_rows: Count = 128
     """Rows of each length in an evaluation while training."""
-    test_rows: Free[int] = 128
+    test_rows: Free[Count] = 128
     """Rows of each length that eval.copy measures on."""
 
     def __post_init__(self):
-        check_choice("order", self.order, get_args(Order))
-        check_at_least(self, "vocabulary", least=2)
-        check_at_least(self, "min_length", "valid_rows", "test_rows")
-        if not self.length or min(self.length) < 1:
-            raise ValueError(f"length must be one or more numbers of at least 1, got {self.length}")
+        if not self.length:
+            raise ValueError("length must be one or more numbers, got none")
 
     @property
     def longest(self) -> int:
@@ -164,8 +162,8 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
     The tokenizer of a run is learnt when it starts, and kept in its folder.
 
     Raises:
-      UserError: a file is missing, cannot be read or has a line that is no pair, which the error names; the tokenizer
-        is not available, or the run has another.
+      UserError: a file is missing, cannot be read or has a line that is not a pair, which the error names;
+        the tokenizer is not available, or the run has another.
     """
     check_tokenizer(config.tokenizer)
     paths = {split: _file(Path(config.data_dir).expanduser(), split) for split in splits}
@@ -201,14 +199,12 @@ def _parse(line: bytes) -> _Pair:
     """The pair of a line.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is not a pair.
     """
     try:
-        values = json.loads(line)
-    except ValueError as error:  # of JSON or of UTF-8
+        values = parse_json(line, dict)
+    except ValueError as error:
         raise ValueError(f"expected a JSON object, got {shown(line)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object, got {shown(line)}")
     sides = []
     for name in _Pair._fields:
         text = values.get(name)
@@ -265,24 +261,24 @@ def _examples(config: CopyDataConfig, path: Path, split: str, tokenizer: Tokeniz
     return Examples(tokens, lengths, np.zeros(len(lengths), np.int32), truncated, hashed)
 
 
-def _to_pairs(batch: dict[str, Any]) -> dict[str, Any]:
+def _to_pairs(batch: Batch) -> Batch:
     """A batch of `train.data.lra` as one of `draw_pairs`."""
     (source, rows), lengths = np.moveaxis(batch["tokens"], 1, 0), batch["lengths"]
     places = np.arange(rows.shape[1] - 1)[None]
-    return {
+    arrays = {
         "tokens": rows[:, :-1],
         "source": source,
         "source_lengths": lengths[:, 0],
         "targets": rows[:, 1:],
         "weights": (places < lengths[:, 1:] - 1).astype(np.float32) * batch["weights"][:, None],
-        "reset": batch["reset"],
     }
+    return Batch(arrays, batch.reset)
 
 
 class PairStream(TrainBatches):
     """Endless training batches of pairs of texts, padded to their bucket; see `TrainBatches` and `draw_pairs`."""
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         return _to_pairs(super().__next__())
 
 

@@ -28,6 +28,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from brl_jax.json_files import read_json
 from train.data.files import npy_header
 from train.data.splits import Split
 from train.data.tokenizers.base import Tokenizer, text_pieces
@@ -44,7 +45,7 @@ class Corpus:
     """The tokens of one split.
 
     tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, the bytes of text that a
-    token stands for. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
+    token encodes. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
     digest: hash of the tokens. starts: (D,) int64, the positions at which documents start, ascending from 0; by default
     all is one document.
     """
@@ -70,7 +71,7 @@ class Corpus:
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
     def num_bytes(self, start: int = 0, stop: int | None = None) -> int:
-        """Bytes of the original text that tokens[start:stop] stand for, unknown words included."""
+        """Bytes of the original text that tokens[start:stop] encode, unknown words included."""
         start, stop, _ = slice(start, stop).indices(len(self.tokens))
         total = 0
         for low in range(start, stop, _COUNT_BLOCK):
@@ -134,7 +135,7 @@ def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> 
 def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus that `open_corpus` made, memory-mapped; None where it does not exist or is damaged."""
     try:
-        summary = json.loads((folder / f"{name}.json").read_text())
+        summary = read_json(folder / f"{name}.json", {"tokens": int, "digest": str})
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
         extra = np.load(folder / f"{name}.extra.npy", mmap_mode="r").view(np.ndarray)
         starts = np.load(folder / f"{name}.starts.npy", mmap_mode="r").view(np.ndarray)

@@ -13,6 +13,8 @@ from typing import Any
 
 from etils import epath
 
+from brl_jax.fields import Checked
+from brl_jax.json_files import read_json
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.documents import RECORDS, check_documents
 from train.data.hf_stream import StreamedText, file_versions, open_stream
@@ -31,25 +33,31 @@ from train.engine.storage import as_os_errors, check_address, copy_files, is_rem
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 2
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
-# What the files that bind a run's folder to its data have; those of other programs that are called alike have not.
+# Fields by which our own files are told from other programs' files of the same name.
+_MANIFEST_FIELDS = {
+    **dict.fromkeys(("data", "tokenizer", "documents", "tokens", "tokenizer_digest"), str),
+    "holdout": float,
+    "splits": list[str],
+    "vocab_size": int,
+}
 _OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"tokenizer"}}
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
     names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD],
-    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize)
+    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.tokenize)
     or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (likewise, of lower-case words), words,
-    words:MIN_COUNT, words:max=SIZE or, likewise, chars; or one that exists: a tokenizer.json, a SentencePiece .model,
-    or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
+    """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
+    words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a SentencePiece
+    .model, or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
     holdout: float = 0.05
-    """Share of the text held out for evaluation where it has no validation split of its own; of hf-stream these are
+    """Share of the text held out for evaluation if it has no validation split; of hf-stream these are
     the first 1,000 documents, and shards (tokens:) have theirs."""
     documents: str = RECORDS
     """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
@@ -118,6 +126,11 @@ def load(
                 "expected the same, or another --workdir"
             )
         tokenizer = load_tokenizer(run)
+        if tokenizer.digest != manifest["tokenizer_digest"]:
+            raise UserError(
+                f"--workdir: the tokenizer in {run} is not the one that the run was started with; its vocabulary had "
+                f"{manifest['vocab_size']} tokens, this one has {tokenizer.vocab_size}"
+            )
         if not differing:
             wanted = _wanted(splits, manifest["splits"], config.data)
             if kind == "hf-stream" and "train" in wanted:
@@ -149,7 +162,12 @@ def load(
                         "or another --workdir"
                     )
                 tokenizer.save(run)
-                manifest = asked | {"splits": list(source.splits), "tokens": folder}
+                manifest = asked | {
+                    "splits": list(source.splits),
+                    "tokens": folder,
+                    "tokenizer_digest": tokenizer.digest,
+                    "vocab_size": tokenizer.vocab_size,
+                }
                 write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         option, place = ("--cache_dir", cache) if config.cache_dir else ("--workdir", run)
@@ -189,7 +207,8 @@ def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
 def _load_mixture(
     config: DataConfig, spec: str, workdir: str | os.PathLike[str], splits: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Each text of a mixture as a data set of its own, with one tokenizer, which is not learnt from one of them."""
+    """Loads each text of a mixture as a separate data set. They share a tokenizer, which is not learnt from one of
+    them."""
     weights = parse_mixture(spec)
     if not (config.tokenizer == "bytes" or is_pretrained(config.tokenizer)) and not all(
         text.startswith("tokens:") for text in weights
@@ -202,7 +221,7 @@ def _load_mixture(
     for number, text in enumerate(weights):
         part = dataclasses.replace(config, data=text)
         if text.startswith("hf-stream:"):
-            raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.data.tokenize)")
+            raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.tokenize)")
         loaded.append(load(part, epath.Path(workdir) / "mixture" / str(number), splits))
     tokenizer = loaded[0][0]
     other = next((text for text, each in zip(weights, loaded) if each[0].digest != tokenizer.digest), None)
@@ -264,8 +283,8 @@ def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
             return
         for place in (folder, *folder.glob("mixture/*")):
             for name, ours in _OURS.items():
-                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-                    if ours <= set(json.loads((place / name).read_text())):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    if ours <= set(read_json(place / name, dict)):
                         (place / name).unlink()
 
 
@@ -273,12 +292,11 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
     """What the run's folder records of its data: its DataConfig, the names of the text's splits, its tokens."""
     try:
         with as_os_errors():
-            # A run that is older than an option has its default, as in config.json.
-            return {"documents": DataConfig.documents} | json.loads((run / _MANIFEST).read_text())
+            return read_json(run / _MANIFEST, _MANIFEST_FIELDS)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        raise UserError(f"--workdir: {run / _MANIFEST} is damaged: {error}") from error
+        raise UserError(f"--workdir: {error}") from error
 
 
 def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:
@@ -304,7 +322,7 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
         raise UserError(
             f"--data: --tokenizer {spec} is learnt from a train text, got {', '.join(source.splits)}"
         )
-    # A vocabulary is that of the text, whatever its documents.
+    # The vocabulary depends on the text and not on how it is divided into documents.
     with reading("vocabulary", source.splits["train"], by_document=False) as pieces:
         tokenizer = train_tokenizer(spec, lambda: pieces)
     tokenizer.save(folder)

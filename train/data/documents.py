@@ -10,7 +10,7 @@ from train.engine.errors import UserError
 
 RECORDS = "records"
 _WIKITEXT = "wikitext"
-# A line that is longer than this is no heading: it passes as it comes.
+# A line that is longer than this is not a heading and passes unchanged.
 _LONGEST = 1 << 20
 
 FirstLine = Callable[[bytes, bytes, bytes], bool]
@@ -25,7 +25,7 @@ def check_documents(spec: str) -> FirstLine | None:
         have more; or a regular expression that matches all of such a line.
 
     Raises:
-      UserError: the regular expression is none.
+      UserError: the regular expression is invalid.
     """
     if spec == RECORDS:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 # First numbers of the seeds, which keep the streams of random numbers apart.
@@ -21,8 +22,8 @@ Draw = Callable[[Any, Sequence[int], int], dict[str, Any]]
 class DrawnBatches(RepeatedBatches):
     """Endless training batches of fresh rows; batch s is drawn from the seed and s alone.
 
-    A batch is what `draw` returns, and "reset": True. The cases take turns. One of several processes yields some
-    of the rows. The state is the number of batches so far.
+    A batch is what `draw` returns; each clears the memory. The cases take turns. One of several processes yields
+    some of the rows. The state is the number of batches so far.
 
     Args:
       draw: what draws a batch. cases: what it draws, in turn. batch: rows of all processes together. seed: of all of
@@ -45,9 +46,9 @@ class DrawnBatches(RepeatedBatches):
             raise UserError(f"--seed: expected 0 or more, got {seed}")
         chosen = check_rows(batch, rows)
 
-        def make(index: int, _: int) -> dict[str, Any]:
+        def make(index: int, _: int) -> Batch:
             drawn = draw(cases[index % len(cases)], (_TRAIN, seed, index), batch)
-            return {**{name: array[chosen] for name, array in drawn.items()}, "reset": np.bool_(True)}
+            return Batch({name: array[chosen] for name, array in drawn.items()}, reset=np.True_)
 
         super().__init__(make, 1, {"batch": batch, "seed": seed})
 
@@ -77,7 +78,7 @@ class HeldOutDrawn:
         self._draw, self._cases, self._count = draw, tuple(dict.fromkeys(cases)), count
         self._rows, self._seed = check_rows(batch, rows), _VALID if split == "valid" else _TEST
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         for case in self._cases:
             drawn = self._draw(case, (self._seed, 0, 0), self._count)
             for first in range(0, self._count, self.batch):
@@ -85,4 +86,4 @@ class HeldOutDrawn:
                 exists = numbers < self._count
                 batch = {name: array[np.where(exists, numbers, 0)] for name, array in drawn.items()}
                 batch["weights"] = batch["weights"] * exists[:, None].astype(np.float32)
-                yield {**batch, "reset": np.bool_(True)}
+                yield Batch(batch, reset=np.True_)

@@ -13,11 +13,12 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.fields import Checked, Natural, Range
 from train.data.lra.examples import Examples
 from train.data.lra.files import belongs, numbered_lines, parsed, shown
 from train.data.named_sources import open_tfds
@@ -95,7 +96,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GlueDataConfig:
+class GlueDataConfig(Checked):
     """The examples."""
 
     # The preset's: its other settings are for this task.
@@ -103,15 +104,13 @@ class GlueDataConfig:
     data_dir: str = "tfds"
     """A folder with the task's folder of tsv files (CoLA, SST-2, ...), or that folder itself; tfds or hf for the task
     in TensorFlow Datasets (glue/TASK) or Hugging Face (nyu-mll/glue)."""
-    length: int = 128
+    length: Annotated[int, Range(8, 2**27)] = 128
     """Tokens of a row; where two sentences are longer, the longer one is cut first."""
-    train_examples: int = 0
+    train_examples: Natural = 0
     """Training examples, the first ones; 0: all."""
 
     def __post_init__(self):
         check_choice("task", self.task, tuple(GLUE_TASKS))
-        check_at_least(self, "length", least=8)
-        check_at_least(self, "train_examples", least=0)
 
 
 def load_glue(

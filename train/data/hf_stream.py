@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub that are read while training, never as a whole: --data hf-stream:NAME[:CONFIG].
 
-Each row of a batch reads a part of its own of the training documents (whole files where there are enough of them), so
+Each row of a batch reads its own part of the training documents (whole files if there are enough of them), so
 that a host reads only the parts of its rows, and the number of hosts may change when a run resumes.
 """
 
@@ -22,6 +22,7 @@ from train.data.named_sources import document_blocks, naming, text_field
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.streams import check_rows
 from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.hosts import gather
 
@@ -29,7 +30,7 @@ PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.
 _HELD_OUT_DOCUMENTS = 1000
 _BLOCK_DOCUMENTS = 64
-# Documents of a row that come in an order of their own, which the seed decides.
+# Documents of a row that are shuffled together, by the seed.
 _SHUFFLED_DOCUMENTS = 64
 
 
@@ -142,8 +143,8 @@ class _Row:
 
     Groups of them follow one another as in the part, and the seed decides the order within each.
 
-    The held-out documents are known by their content. To skip as many as there are would not do: a part that is a file
-    of its own would skip them in that file, wherever they are.
+    The held-out documents are known by their content. Skipping that many documents is not enough: a part that is a file
+    would skip them in that file, wherever they are.
     """
 
     def __init__(self, text: StreamedText, number: int, rows: int, seed: int, held_out: Set[bytes]):
@@ -249,18 +250,19 @@ class StreamedBatches:
         self._reader = concurrent.futures.ThreadPoolExecutor(1)
         self._next: concurrent.futures.Future[Any] | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def _read(self) -> tuple[np.ndarray, dict[int, Any]]:
         tokens = np.stack([row.take(self._length + 1) for row in self._rows.values()])
         return tokens, {number: row.state() for number, row in self._rows.items()}
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         waiting = self._next or self._reader.submit(self._read)
         tokens, self._states = waiting.result()
         self._next = self._reader.submit(self._read)
-        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "reset": np.bool_(self._step == 0)}
+        arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        batch = Batch(arrays, reset=np.bool_(self._step == 0))
         self._step += 1
         return batch
 

@@ -1,5 +1,5 @@
 """In-context linear regression (Garg et al. 2022, arXiv:2208.01066; arXiv:2509.07963, section 4): prompts of pairs
-(x_i, y_i) of a linear function that is drawn anew for each prompt.
+(x_i, y_i) of a linear function that is drawn for each prompt.
 
     w ~ N(0, I_d),   x_i ~ N(0, I_d),   y_i = w . x_i / sqrt(d)
 
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Natural
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.fields import Free
 
@@ -29,34 +30,31 @@ _TRAIN, _HELD_OUT, _TEST = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
-class InContextConfig:
+class InContextConfig(Checked):
     """The prompts."""
 
-    input_dim: int = 16
+    input_dim: Count = 16
     """Size of an input x."""
-    pairs: int = 33
+    pairs: Count = 33
     """Pairs (x, y) of a prompt; the model predicts each y from the pairs before it."""
     prompt: Prompt = "alternate"
-    """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i with x_i beside it, so that no layer is
+    """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i together with x_i, so that no layer is
     needed to bring the two together ("joined")."""
-    start_dims: int = 0
+    start_dims: Natural = 0
     """Numbers of x that are not zero at the first step, as in Garg et al.; 0: all, without a curriculum."""
-    start_pairs: int = 0
+    start_pairs: Natural = 0
     """Pairs of a prompt that the loss counts at the first step; 0: all."""
-    curriculum_steps: int = 0
+    curriculum_steps: Natural = 0
     """Steps in which both grow linearly to all."""
-    valid_prompts: int = 1024
+    valid_prompts: Count = 1024
     """Prompts of an evaluation while training."""
-    test_prompts: Free[int] = 4096
+    test_prompts: Free[Count] = 4096
     """Prompts that eval.regression measures on."""
 
     def __post_init__(self):
-        check_choice("prompt", self.prompt, get_args(Prompt))
-        check_at_least(self, "input_dim", "pairs", "valid_prompts", "test_prompts")
         for name, most in (("start_dims", self.input_dim), ("start_pairs", self.pairs)):
-            if not 0 <= getattr(self, name) <= most:
+            if getattr(self, name) > most:
                 raise ValueError(f"{name} must be 0 to {most}, got {getattr(self, name)}")
-        check_at_least(self, "curriculum_steps", least=0)
         if (self.start_dims or self.start_pairs) and not self.curriculum_steps:
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 
@@ -73,7 +71,7 @@ class InContextConfig:
 
 def draw_prompts(
     config: InContextConfig, seed: Sequence[int], rows: Int[np.ndarray, " R"], dims: int, pairs: int
-) -> dict[str, Any]:
+) -> Batch:
     """{"y", "weights": (R, P), "x": (R, P, d)} float32 for some rows of the batch that `seed` identifies.
 
     The first `dims` numbers of each x are not zero, y has variance 1, and the first `pairs` pairs have weight 1, the
@@ -87,13 +85,13 @@ def draw_prompts(
         x[at, :, :dims] = inputs
         y[at] = inputs @ function / np.sqrt(dims)
     weights = np.broadcast_to((np.arange(config.pairs) < pairs).astype(np.float32), y.shape)
-    return {"y": y, "weights": np.ascontiguousarray(weights), "x": x, "reset": np.bool_(False)}
+    return Batch({"y": y, "weights": np.ascontiguousarray(weights), "x": x})
 
 
 class PromptStream(RepeatedBatches):
     """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
 
-    A batch is what `draw_prompts` gives, and "reset": False. One of several processes gives some of the rows. The
+    A batch is what `draw_prompts` gives. One of several processes gives some of the rows. The
     state is the number of batches given so far.
 
     Args:
@@ -116,7 +114,7 @@ class PromptStream(RepeatedBatches):
             raise UserError(f"--seed: expected 0 or more, got {seed}")
         chosen = check_rows(batch, rows)
 
-        def make(index: int, _: Any) -> dict[str, Any]:
+        def make(index: int, _: Any) -> Batch:
             return draw_prompts(config, (_TRAIN, seed, index), chosen, *config.sizes(index))
 
         identity = {"batch": batch, "seed": seed}
@@ -148,14 +146,14 @@ class HeldOutPrompts:
             (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))
         )
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         c = self._config
         for first in range(0, self._count, self.batch):
             # Numbered over all batches, so that the prompts do not depend on the size of a batch.
             numbers = first + self._rows
             batch = draw_prompts(c, self._seed, numbers, c.input_dim, c.pairs)
-            batch["weights"] *= (numbers < self._count).astype(np.float32)[:, None]
-            yield batch
+            exists = (numbers < self._count).astype(np.float32)[:, None]
+            yield batch.with_arrays(weights=batch["weights"] * exists)
 
 
 def least_squares_errors(

@@ -1,4 +1,4 @@
-"""Sequences whose tokens are masked in part, anew in every batch, for masked language models (arXiv:1810.04805).
+"""Sequences with some tokens masked, differently in every batch, for masked language models (arXiv:1810.04805).
 
 In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
 stay as they are.
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from train.data.lra.batches import EvalBatches
 from train.data.repeated import RepeatedBatches
 from train.data.streams import EvalStream, check_rows
+from train.engine.batch import Batch
 
 # First numbers of the seeds, which keep the masks of the splits apart.
 _TRAIN, _VALID = range(2)
@@ -72,8 +73,9 @@ def mask_tokens(
 
 
 class MaskedBatches(grain.DatasetIterator):
-    """Endless training batches of `mask_tokens` over those of another stream, with its "reset" and, where it has them,
-    "segment_ids"; masks depend on the seed and the number of the batch alone. The state is that of the stream.
+    """Endless training batches of `mask_tokens`, made from another stream's batches. They keep its reset and
+    its "segment_ids", if it has them. Masks depend on the seed and the number of the batch alone. The state is the
+    stream's.
 
     Args:
       batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.
@@ -96,12 +98,12 @@ class MaskedBatches(grain.DatasetIterator):
         self._rows, self._seed = check_rows(batch, rows), seed
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         number = self._inner.step
         batch = next(self._inner)
         seed = (_TRAIN, self._seed, number)
         masked = mask_tokens(batch["tokens"], _existing(batch), seed=seed, rows=self._rows, **self._options)
-        return masked | _kept(batch)
+        return _masked(batch, masked)
 
     def get_state(self) -> dict[str, Any]:
         return self._inner.get_state()
@@ -142,23 +144,24 @@ class MaskedHeldOut:
         """Batches of the pass."""
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self._batches):
             masked = mask_tokens(
                 batch["tokens"], _existing(batch), seed=(_VALID, number), rows=self._rows, **self._options
             )
-            yield masked | _kept(batch)
+            yield _masked(batch, masked)
 
 
-def _kept(batch: dict[str, Any]) -> dict[str, Any]:
-    """What masked batches have of those they are made of."""
-    return {name: batch[name] for name in ("reset", "segment_ids") if name in batch}
+def _masked(batch: Batch, masked: dict[str, np.ndarray]) -> Batch:
+    """The batch with its tokens masked; it keeps its reset and its "segment_ids"."""
+    kept = {name: array for name, array in batch.arrays.items() if name == "segment_ids"}
+    return Batch(masked | kept, batch.reset)
 
 
-def _existing(batch: dict[str, Any]) -> Float[np.ndarray, "R T"]:
+def _existing(batch: Batch) -> Float[np.ndarray, "R T"]:
     """1 where a token of a batch exists."""
     tokens = batch["tokens"]
-    if "lengths" in batch:
+    if "lengths" in batch.arrays:
         inside = np.arange(tokens.shape[1]) < batch["lengths"][:, None]
         return (inside * batch["weights"][:, None]).astype(np.float32)
-    return batch.get("weights", np.ones(tokens.shape, np.float32))
+    return batch.arrays.get("weights", np.ones(tokens.shape, np.float32))

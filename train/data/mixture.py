@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import grain
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 # A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
@@ -32,12 +32,12 @@ class Mixture:
 
     @property
     def tokens(self) -> range:
-        """As many as all corpora have; only for their number."""
+        """As long as all corpora together; used for the length alone."""
         return range(sum(len(corpus.tokens) for corpus in self.corpora))
 
     @property
     def starts(self) -> range:
-        """As many as all corpora have documents; only for their number."""
+        """As long as all corpora's documents; used for the length alone."""
         return range(sum(len(corpus.starts) for corpus in self.corpora))
 
 
@@ -49,7 +49,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
     asterisk follow it.
 
     Raises:
-      UserError: there is no text, a weight is not above 0, or a text is named twice.
+      UserError: no text is named, a weight is not above 0, or a text is named twice.
     """
     parts = [part for part in re.split(rf",(?=\s*{_WEIGHT}\*)", spec) if part.strip()]
     found: dict[str, float] = {}
@@ -71,13 +71,13 @@ def parse_mixture(spec: str) -> dict[str, float]:
 class MixedStreams(RepeatedBatches):
     """Endless training batches whose rows come from the corpora of a mixture, by weight.
 
-    Rows read stretches of `STRETCH` steps. Grain's mixture decides from which corpus stretch number k * batch + b, the
-    k-th of row b, comes: for every prefix the shares are those of the weights, as closely as whole numbers allow. The
-    stretches of a corpus come in an order drawn anew for each pass over it. Batches and their state are those of
+    Rows read segments of `STRETCH` steps. Grain's mixture decides from which corpus segment number k * batch + b, the
+    k-th of row b, comes: in every prefix the shares follow the weights, as closely as whole numbers allow. The
+    segments of a corpus are shuffled in each pass over it. Batches and their state are as in
     `train.data.streams.TokenStreams`: any number of processes may give the rows, and resuming reads nothing.
 
     Raises:
-      UserError: a corpus too short for a stretch.
+      UserError: a corpus too short for a segment.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MixedStreams(RepeatedBatches):
         for corpus in mixture.corpora:
             if len(corpus.tokens) < span + 1:
                 raise UserError(
-                    f"--data mix: a text has {len(corpus.tokens)} tokens, too few for a stretch: {STRETCH} times "
+                    f"--data mix: a text has {len(corpus.tokens)} tokens, too few for a segment: {STRETCH} times "
                     f"--length {length}, and the token after, take {span + 1}"
                 )
         stretches = grain.MapDataset.mix(
@@ -111,21 +111,17 @@ class MixedStreams(RepeatedBatches):
         )
         window = np.arange(length + 1)
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             stretch, within = divmod(index, STRETCH)
             places = [stretches[stretch * batch + number] for number in chosen.tolist()]
             rows = [(mixture.corpora[which], place * span + within * length) for which, place in places]
             taken = [corpus.tokens.take(start + window, mode="wrap") for corpus, start in rows]
             tokens = np.stack(taken).astype(np.int32)
-            given: dict[str, Any] = {
-                "tokens": tokens[:, :-1],
-                "targets": tokens[:, 1:],
-                "reset": np.bool_(index == 0),
-            }
+            batch = Batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, reset=np.bool_(index == 0))
             if segments:
                 ids = [corpus.segment_ids(np.array([start]), length) for corpus, start in rows]
-                given["segment_ids"] = np.concatenate(ids)
-            return given
+                batch = batch.with_arrays(segment_ids=np.concatenate(ids))
+            return batch
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))

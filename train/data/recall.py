@@ -5,7 +5,7 @@
     k_1 v_1 k_2 v_2 ... k_P v_P  [gap]  noise with each key once more, in any order; the answer to a key is its value
 
 "induction", induction heads (Olsson et al. 2022, arXiv:2209.11895; with one record, the task of Gu and Dao 2023,
-arXiv:2312.00752): trigger tokens stand at random places in noise, each followed by a token; at the end of the row the
+arXiv:2312.00752): trigger tokens appear at random places in noise, each followed by a token; at the end of the row the
 triggers return, and the answer to each is the token that followed it.
 
 "copy", selective copying (arXiv:2312.00752), answered token by token as in Jelassi et al. 2024 (arXiv:2402.01032):
@@ -21,12 +21,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Length, Natural
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.fields import Free
 
@@ -46,29 +46,26 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecallDataConfig:
+class RecallDataConfig(Checked):
     """The rows."""
 
     kind: Kind = "mqar"
     """The task: multi-query associative recall, induction heads or selective copying."""
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Number of tokens."""
-    length: tuple[int, ...] = (128,)
+    length: tuple[Length, ...] = (128,)
     """Tokens of a row; several lengths take turns from batch to batch. One number, or one for each of `pairs`."""
-    pairs: tuple[int, ...] = (8,)
+    pairs: tuple[Count, ...] = (8,)
     """Records of a row (a key and its value, a trigger and its token, or a symbol); one number, or one for each
     length."""
-    gap: int = 0
+    gap: Natural = 0
     """Every question is more than this many tokens after every record."""
-    valid_rows: int = 256
+    valid_rows: Count = 256
     """Rows of each length in an evaluation while training."""
-    test_rows: Free[int] = 512
+    test_rows: Free[Count] = 512
     """Rows of each length and number of records that eval.recall measures on."""
 
     def __post_init__(self):
-        check_choice("kind", self.kind, get_args(Kind))
-        check_at_least(self, "valid_rows", "test_rows", "vocabulary")
-        check_at_least(self, "gap", least=0)
         if not self.length:
             raise ValueError("length must be one or more numbers of tokens, got none")
         if not self.pairs:
@@ -91,7 +88,7 @@ class RecallDataConfig:
 
 
 def obstacle(config: RecallDataConfig, case: Case) -> str | None:
-    """Why there are no rows of this case, naming the option, or None if there are."""
+    """Why rows of this case cannot be drawn, naming the option; None if they can."""
     length, pairs = case
     if pairs < 1:
         return f"pairs must be at least 1, got {pairs}"
@@ -148,7 +145,7 @@ def _most_frequent(draws: int, values: int) -> float:
 
 
 def _shuffled(rng: np.random.Generator, rows: int, size: int) -> Int[np.ndarray, "R S"]:
-    """The numbers 0..size-1 in a random order, anew for each row."""
+    """The numbers 0..size-1 in a random order, another for each row."""
     return np.argsort(rng.random((rows, size)), axis=1)
 
 
@@ -235,7 +232,7 @@ class RecallStream(DrawnBatches):
     """Endless training batches of fresh rows, of the configuration's cases in turn; see `DrawnBatches`.
 
     Args:
-      config: the rows. The others are those of `DrawnBatches`.
+      config: the rows. The others: see `DrawnBatches`.
     """
 
     def __init__(self, config: RecallDataConfig, **options: Any):
@@ -246,7 +243,7 @@ class HeldOutRecall(HeldOutDrawn):
     """valid_rows or test_rows rows of each case; see `HeldOutDrawn`.
 
     Args:
-      config: the rows. split: "valid" or "test". cases: by default those of training. The others are those of
+      config: the rows. split: "valid" or "test". cases: by default the training cases. The others: see
         `HeldOutDrawn`.
     """
 

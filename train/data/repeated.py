@@ -7,9 +7,10 @@ from typing import Any
 
 import grain
 
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
-# One thread reads ahead: batches come in order, and the state is that of the last batch given, not the last read.
+# One thread reads ahead: batches come in order, and the state belongs to the last batch given, not the last read.
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
@@ -17,12 +18,12 @@ class RepeatedBatches(grain.DatasetIterator):
     """An endless iterator over batches made by number, whose state is the number of the next one.
 
     Args:
-      make: (index, step) -> batch; index counts all batches since the start of training, step those of the pass.
+      make: (index, step) -> batch; index counts all batches since the start of training, step the batches of the pass.
       steps: batches of a pass.
       identity: what the batches depend on (sizes, seed, the data's digest): numbers and strings by name.
     """
 
-    def __init__(self, make: Callable[[int, int], dict[str, Any]], steps: int, identity: dict[str, Any]):
+    def __init__(self, make: Callable[[int, int], Batch], steps: int, identity: dict[str, Any]):
         dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
         self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
         super().__init__(self._inner)
@@ -34,7 +35,7 @@ class RepeatedBatches(grain.DatasetIterator):
         """Number of batches given since the start of training."""
         return self._inner.get_state()["next_index"]
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         return next(self._inner)
 
     def get_state(self) -> dict[str, Any]:

@@ -17,14 +17,16 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Length
+from brl_jax.json_files import check_regular
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.fields import Needed
 
@@ -35,29 +37,25 @@ CLOCK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class SeriesConfig:
+class SeriesConfig(Checked):
     """The series and its windows."""
 
     data: Needed[str] = ""
     """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers."""
     features: Features = "univariate"
-    """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""
+    """Forecast the target from its own past ("univariate"), or all columns from their common past ("multivariate")."""
     target: str = "OT"
     """The target's column."""
-    lookback: int = 96
+    lookback: Length = 96
     """Rows that are known."""
-    horizon: int = 96
+    horizon: Length = 96
     """Rows to forecast after them."""
-    split: tuple[int, int, int] = (8640, 2880, 2880)
+    split: tuple[Count, Count, Count] = (8640, 2880, 2880)
     """Rows to train, validate and test on, in this order from the first."""
-    valid_stride: int = 8
+    valid_stride: Count = 8
     """Rows between the windows of an evaluation while training."""
 
     def __post_init__(self):
-        check_choice("features", self.features, get_args(Features))
-        check_at_least(self, "lookback", "horizon", "valid_stride")
-        if min(self.split) < 1:
-            raise ValueError(f"split must be three numbers of at least 1, got {self.split}")
         most = min(self.split[0] - self.lookback, *self.split[1:])
         if self.horizon > most:
             raise ValueError(
@@ -98,6 +96,7 @@ def load_series(config: SeriesConfig) -> Series:
     if not config.data:
         raise UserError("--data: expected a .csv or .csv.gz file, got none")
     try:
+        check_regular(path)
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
@@ -106,6 +105,9 @@ def load_series(config: SeriesConfig) -> Series:
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")
     names = rows[0][1:]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--data: {path} has two columns {twice!r}; expected one of each name")
     if config.target not in names:
         raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
     chosen = [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
@@ -116,7 +118,9 @@ def load_series(config: SeriesConfig) -> Series:
         times = [datetime.datetime.fromisoformat(row[0]) for row in rows[1 : needed + 1]]
         values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
     except (ValueError, IndexError) as error:
-        raise UserError(f"--data: {path} holds what is no date or number: {one_line(error)}") from error
+        raise UserError(
+            f"--data: {path} has a cell that is neither a date nor a number: {one_line(error)}"
+        ) from error
     try:
         late = next((i for i in range(1, len(times)) if times[i] <= times[i - 1]), None)
     except TypeError as error:
@@ -134,7 +138,7 @@ def load_series(config: SeriesConfig) -> Series:
         [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
     )
     training = values[: config.split[0]]
-    # Not by the deviation: rounding gives that of equal numbers a size too.
+    # Not by the deviation, which rounding makes nonzero even for equal numbers.
     varies = training.min(axis=0) < training.max(axis=0)
     return Series(
         columns=tuple(names[column] for column in chosen),
@@ -165,7 +169,7 @@ class Windows:
     """Batches of windows by their origins.
 
     A batch is {"weights": (B, L + H) float32, 1 on the rows to forecast and 0 elsewhere, "values": (B, L + H, C)
-    float32, normalised, "clock": (B, L + H, 4) float32, "reset": False}, L the lookback and H the horizon.
+    float32, normalised, "clock": (B, L + H, 4) float32}, L the lookback and H the horizon.
     """
 
     def __init__(self, series: Series, config: SeriesConfig):
@@ -173,16 +177,17 @@ class Windows:
         self._values, self._clock = series.normalised, series.clock
         self._places = np.arange(-config.lookback, config.horizon)
 
-    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
         """The windows that forecast from these rows on; weights are 0 where `exists` (B,) is False."""
         rows = origin[:, None] + self._places
         counts = (self._places >= 0)[None] & np.broadcast_to(exists, origin.shape)[:, None]
-        return {
-            "weights": counts.astype(np.float32),
-            "values": self._values[rows],
-            "clock": self._clock[rows],
-            "reset": np.bool_(False),
-        }
+        return Batch(
+            {
+                "weights": counts.astype(np.float32),
+                "values": self._values[rows],
+                "clock": self._clock[rows],
+            }
+        )
 
 
 class WindowStream(RepeatedBatches):
@@ -191,7 +196,7 @@ class WindowStream(RepeatedBatches):
 
     Args:
       windows: what makes a batch of origins. origin: those to draw from. batch: rows of all processes together. seed:
-      that of the orders. digest: that of the series. rows: the indices of the rows to give; by default all.
+      of the orders. digest: of the series. rows: the indices of the rows to give; by default all.
 
     Raises:
       UserError: fewer windows than a batch has rows, or batch or seed out of range.
@@ -214,7 +219,7 @@ class WindowStream(RepeatedBatches):
             raise UserError(f"--batch: expected at most the {len(origin)} training windows, got {batch}")
         steps = len(origin) // batch
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             order = np.random.default_rng([seed, index // steps]).permutation(len(origin))
             return windows.batch(origin[order[step * batch : (step + 1) * batch][chosen]])
 
@@ -243,7 +248,7 @@ class HeldOutWindows:
         self.batch = batch
         self._windows, self._origin, self._rows = windows, origin, check_rows(batch, rows)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._origin), self.batch):
             numbers = first + self._rows
             exists = numbers < len(self._origin)

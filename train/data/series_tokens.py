@@ -4,30 +4,25 @@ value of its known rows, then quantised in bins of equal width."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from brl_jax.fields import MOST, Positive, Range
 from train.data.series import Series, SeriesConfig
+from train.engine.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSeriesConfig(SeriesConfig):
-    """The series, its windows and its tokens; each of several columns is a series of its own."""
+    """The series, its windows and its tokens; each of several columns is a separate series."""
 
-    bins: int = 512
+    bins: Annotated[int, Range(2, MOST)] = 512
     """Number of tokens, which are bins of equal width."""
-    limit: float = 8.0
+    limit: Positive = 8.0
     """The bins span -limit to limit times the mean absolute value of the known rows; larger values go to the
     outermost."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.bins < 2:
-            raise ValueError(f"bins must be at least 2, got {self.bins}")
-        if not 0 < self.limit < np.inf:
-            raise ValueError(f"limit must be above 0, got {self.limit}")
 
 
 def scale_of(known: Float[np.ndarray, "*B L"]) -> Float[np.ndarray, "*B 1"]:
@@ -48,9 +43,9 @@ def to_numbers(tokens: Int[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Fl
 
 
 class TokenWindows:
-    """Batches of windows of single columns; an origin o stands for row o // C and column o % C of C columns.
+    """Batches of windows of single columns; origin o is row o // C and column o % C of C columns.
 
-    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32, "reset": True}: every token
+    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32}: every token
     but the first is a target.
     """
 
@@ -69,16 +64,13 @@ class TokenWindows:
         columns = self._values.shape[1]
         return self._values[(origin // columns)[:, None] + self._places, (origin % columns)[:, None]]
 
-    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
         numbers = self._numbers(origin)
         tokens = to_tokens(numbers / scale_of(numbers[:, : self.config.lookback]), self.config)
         there = np.broadcast_to(exists, origin.shape)[:, None]
-        return {
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32),
-            "reset": np.bool_(True),
-        }
+        weights = np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32)
+        arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+        return Batch(arrays, reset=np.True_)
 
 
 def column_origins(origin: Int[np.ndarray, " W"], columns: int) -> Int[np.ndarray, " WC"]:

@@ -1,4 +1,4 @@
-"""Tokens in ArrayRecord shards, as `train.data.tokenize` writes them: every host reads only the records it needs.
+"""Tokens in ArrayRecord shards, as `train.tokenize` writes them: every host reads only the records it needs.
 
 A folder holds tokens.json (what was tokenised, and how), the tokenizer's files, and for each shard
 SPLIT-NUMBER.array_record, whose records are `record` tokens each (the last one fewer), and SPLIT-NUMBER.json.
@@ -17,6 +17,7 @@ import grain
 import numpy as np
 from jaxtyping import Int
 
+from brl_jax.json_files import read_json
 from train.data.corpus import Corpus
 from train.data.splits import SPLITS
 from train.data.tokenizers.base import Tokenizer
@@ -24,12 +25,14 @@ from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, one_line
 
 MANIFEST = "tokens.json"
+SHARD = {"tokens": int, "bytes": int, "digest": str, "extra": list[list[int]], "starts": list[int]}
+"""What the JSON file of a shard holds."""
 # Records that stay in memory. Rows that go on where they stopped read the same record several times.
 _KEPT_RECORDS = 1024
 
 
 class ShardedTokens:
-    """The tokens of many shards as one array, (N,), of which only what is taken is read, through Grain.
+    """The tokens of many shards as one array, (N,), which Grain reads as they are taken.
 
     Args:
       paths: the shards. counts: their numbers of tokens. record: tokens of a record. dtype: of the tokens.
@@ -83,10 +86,10 @@ def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[st
     """
     option = f"--data tokens:{folder}"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST, {"splits": dict[str, list[str]], "record": int})
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{option}: no tokens there ({one_line(error)}); expected a folder that `python -m train.data.tokenize` "
+            f"{option}: no tokens there ({one_line(error)}); expected a folder that `python -m train.tokenize` "
             "has finished"
         ) from error
     tokenizer = load_tokenizer(folder)
@@ -101,25 +104,27 @@ def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[st
     }
 
 
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that name in the folder. Raises ValueError for a name that leaves it."""
+    if Path(name).name != name:
+        raise ValueError(f"{folder / MANIFEST}: expected the name of a file in this folder, got {name!r}")
+    return folder / name
+
+
 def _open_split(
     option: str, folder: Path, split: str, manifest: dict[str, Any], tokenizer: Tokenizer
 ) -> Corpus:
     names = manifest["splits"][split]
     try:
-        shards = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+        shards = [read_json(_inside(folder, f"{name}.json"), SHARD) for name in names]
         tokens = ShardedTokens(
-            [folder / f"{name}.array_record" for name in names],
+            [_inside(folder, f"{name}.array_record") for name in names],
             [shard["tokens"] for shard in shards],
             manifest["record"],
             tokenizer.dtype,
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
-    if not all("starts" in shard for shard in shards):
-        raise UserError(
-            f"{option}: the shards have no starts of documents; expected those that `python -m train.data.tokenize` "
-            "writes now"
-        )
     digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
     extra = [np.array(shard["extra"], np.int64).reshape(-1, 2) for shard in shards]
     starts = np.concatenate([[0], np.cumsum([shard["tokens"] for shard in shards])])

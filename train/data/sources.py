@@ -106,7 +106,7 @@ def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
 
     Args:
       spec: stdlib, text:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or hf:FOLDER).
-      holdout: share in (0, 1) of the text that becomes the valid split where the source has none of its own.
+      holdout: share in (0, 1) of the text that becomes the valid split if the source has none.
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
 
@@ -219,7 +219,7 @@ def _split_of_name(name: str) -> str:
 
 def _find_local(pattern: str) -> list[_File]:
     found = [p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)]
-    # Not resolved: the name of a link says what is in the file, that of its target may not.
+    # Not resolved: a link's name says what is in the file, its target's may not.
     paths = [Path(os.path.abspath(p)) for p in sorted(found)]
     unreadable = [p for p in paths if not os.access(p, os.R_OK)]
     if unreadable:

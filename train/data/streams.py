@@ -1,9 +1,8 @@
-"""Batches whose rows continue where those of the batch before stopped, so that carried memory is the real past."""
+"""Batches whose rows continue where the previous batch's rows stopped, so that carried memory is the real past."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import grain
 import numpy as np
@@ -11,6 +10,7 @@ from jaxtyping import Int
 
 from train.data.corpus import Corpus
 from train.data.repeated import READ_AHEAD, RepeatedBatches
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 
@@ -30,14 +30,14 @@ def _check_length(length: int) -> None:
 
 
 class TokenStreams(RepeatedBatches):
-    """Endless training batches: `batch` rows, each reading its own stretch of the text.
+    """Endless training batches: `batch` rows, each reading its own part of the text.
 
     A pass takes steps_per_pass = N // (batch * length) steps. In a pass that starts at offset o, row b of
     step s holds tokens [o + b R + s T, o + b R + s T + T), R = steps_per_pass * T, positions wrapping around at
-    the end of the text, and as targets the token after each. The offset is drawn anew for each pass, from the
+    the end of the text, and as targets the token after each. The offset of each pass is drawn from the
     seed and the pass's number alone.
 
-    A batch is {"tokens": (B, T) int32, "targets": (B, T) int32, "reset": bool scalar}; reset is True on the
+    A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
     first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
     of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
     With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on.
@@ -77,16 +77,14 @@ class TokenStreams(RepeatedBatches):
         tokens, steps = corpus.tokens, size // (batch * length)
         row_starts = chosen_rows[:, None] * (steps * length) + np.arange(length + 1)
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             offset = np.random.default_rng([seed, index // steps]).integers(size)
             at = row_starts + (offset + step * length)
             window = tokens.take(at, mode="wrap").astype(np.int32)
-            batch: dict[str, Any] = {
-                "tokens": window[:, :-1],
-                "targets": window[:, 1:],
-                "reset": np.bool_(step == 0),
-            }
-            return batch | {"segment_ids": corpus.segment_ids(at[:, 0] % size, length)} if segments else batch
+            batch = Batch({"tokens": window[:, :-1], "targets": window[:, 1:]}, reset=np.bool_(step == 0))
+            if segments:
+                batch = batch.with_arrays(segment_ids=corpus.segment_ids(at[:, 0] % size, length))
+            return batch
 
         identity = {
             "batch": batch,
@@ -105,9 +103,9 @@ class EvalStream:
 
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
-    (B, T) int32, "weights": (B, T) float32, "reset": bool scalar}; weights are 0 on the padding of the last
+    (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last
     batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning. With `segments`
-    it has "segment_ids" too, as those of `TokenStreams`.
+    it has "segment_ids" too, as in `TokenStreams`.
 
     Args:
       corpus: the text; at least 2 tokens.
@@ -143,23 +141,24 @@ class EvalStream:
         self.num_targets = len(tokens) - 1
         """Targets of weight 1, over all processes."""
         self.num_bytes = corpus.num_bytes(1, len(tokens))
-        """Bytes of the original text these targets stand for."""
+        """Bytes of the original text that these targets encode."""
         row = -(-self.num_targets // batch)
         self._steps = -(-row // length)
         places = np.arange(length)
 
-        def make(step: int) -> dict[str, Any]:
+        def make(step: int) -> Batch:
             within = places + step * length
             at = chosen_rows[:, None] * row + within
             counted = (within < row) & (at < self.num_targets)
             at = np.where(counted, at, 0)
-            batch: dict[str, Any] = {
+            arrays = {
                 "tokens": np.where(counted, tokens[at], 0).astype(np.int32),
                 "targets": np.where(counted, tokens[at + 1], 0).astype(np.int32),
                 "weights": counted.astype(np.float32),
-                "reset": np.bool_(step == 0),
             }
-            return batch | {"segment_ids": corpus.segment_ids(at[:, 0], length)} if segments else batch
+            if segments:
+                arrays["segment_ids"] = corpus.segment_ids(at[:, 0], length)
+            return Batch(arrays, reset=np.bool_(step == 0))
 
         self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
 
@@ -167,5 +166,5 @@ class EvalStream:
         """Batches of the pass."""
         return self._steps
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self._dataset)

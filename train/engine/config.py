@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Natural, Rows, Seed, Steps
 from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig
 from train.engine.fields import Flat, Free
@@ -15,45 +15,37 @@ from train.engine.profiling import parse_steps
 from train.engine.storage import check_address
 
 
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that no random key can be made from."""
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
-    if seed >= 2**63:
-        raise ValueError(f"seed must be below 2^63, got {seed}")
-
-
 @dataclasses.dataclass(frozen=True)
-class LoopConfig:
+class LoopConfig(Checked):
     """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
 
     workdir: Free[str] = "runs/small"
     """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
     same command again resumes the run where it stopped."""
-    steps: Free[int] = 1000
+    steps: Free[Steps] = 1000
     """Number of training steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the parameters, the dropout and the order of the data."""
-    batch: int = 16
+    batch: Rows = 16
     """Rows of a step."""
-    accumulation: int = 1
+    accumulation: Count = 1
     """Microbatches that the rows of a step are split into; their gradients are summed."""
-    eval_every: Free[int] = 250
+    eval_every: Free[Steps] = 250
     """Steps from one evaluation to the next; there is one more at the end."""
-    patience: Free[int] = 0
+    patience: Free[Natural] = 0
     """The run ends after this many evaluations in a row that do not improve on the best one; 0: it never ends early."""
-    checkpoint_every: Free[int] = 250
+    checkpoint_every: Free[Steps] = 250
     """Steps from one checkpoint to the next; each evaluation and the end of the run save one too."""
-    keep_checkpoints: Free[int] = 2
-    """Number of the newest checkpoints to keep, besides the one with the best evaluation."""
+    keep_checkpoints: Free[Count] = 2
+    """Number of the newest checkpoints to keep, in addition to the one with the best evaluation."""
     tensorboard: Free[bool] = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    """Write TensorBoard event files next to metrics.jsonl."""
     log: Free[Literal["", "wandb"]] = ""
     """Send the metrics to Weights & Biases too (extra wandb)."""
     profile: Free[str] = ""
     """FIRST:LAST: trace these steps for TensorBoard, in the run's folder."""
     compilation_cache: Free[str] = ""
-    """Folder of compiled programs, which the next start reads; "none": none are kept. By default
+    """Folder of compiled programs, which the next start reads; "none" keeps none. By default
     JAX_COMPILATION_CACHE_DIR, or else ~/.cache/brl-jax/xla."""
     log_gradient_std: bool = False
     """Log the relative standard deviation of the gradients' norms over the run (train/engine/moments.py)."""
@@ -61,11 +53,6 @@ class LoopConfig:
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must be a folder's path, got an empty one")
-        check_at_least(
-            self, "steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep_checkpoints"
-        )
-        check_at_least(self, "patience", least=0)
-        check_seed(self.seed)
         parse_steps(self.profile)
         check_address("workdir", self.workdir)
         if self.batch % self.accumulation:
@@ -80,7 +67,7 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """The parts that every task's configuration has; `data` and `model` are the task's own classes."""
 
     loop: Annotated[LoopConfig, Flat]

@@ -1,4 +1,4 @@
-"""Configurations as JSON: writing them, reading them back, and comparing that of a run with another."""
+"""Configurations as JSON: writing them, reading them back, and comparing a run's with another."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from etils import epath
 from flax import traverse_util
 
 from brl_jax.configuration import configuration
+from brl_jax.json_files import read_json
 from brl_jax.layers import Mechanism, mechanism_name
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
@@ -24,7 +25,7 @@ _FLAT_PARTS = ("loop", "data", "model", "optimizer")
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """A configuration as nested dictionaries; a mechanism is its fields and its "name" in MECHANISMS."""
+    """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS."""
     values: dict[str, Any] = {}
     if isinstance(config, Mechanism):
         values["name"] = mechanism_name(config)
@@ -76,7 +77,7 @@ def changed_options(preset: Any, config: Any, omitted: Collection[str] = ()) -> 
 
     Args:
       preset, config: of the same task, or of two whose data and models have fields in common; only these are compared.
-      omitted: dotted names of fields to leave out, beside those that a task decides.
+      omitted: dotted names of fields to leave out, in addition to those that a task decides.
     """
     decided = {name for each in (preset, config) for name in marked(type(each), Mark.DECIDED)}
     old, new = (
@@ -103,23 +104,23 @@ def option_name(path: str) -> str:
 
 
 def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
-    """Writes a configuration (from `to_json`): the file is whole or does not exist."""
+    """Writes a configuration (from `to_json`). The file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
-def read_values(path: str | os.PathLike[str]) -> Any:
-    """The JSON that `write_json` wrote.
+def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A run's config.json: its task and the parts of its configuration.
 
     Raises:
-      UserError: there is no such file, or it is not JSON.
+      UserError: there is no such file, or it holds something else.
     """
     try:
         with as_os_errors():
-            return json.loads(epath.Path(path).read_text())
+            return read_json(epath.Path(path), {"task": str})
     except FileNotFoundError as error:
         raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
     except OSError as error:
         raise UserError(f"--workdir: {os.fspath(path)} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise UserError(f"--workdir: {os.fspath(path)} is no whole JSON file: {error}") from error
+        raise UserError(f"--workdir: {error}") from error

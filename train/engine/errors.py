@@ -1,20 +1,20 @@
-"""Errors of a command, and how its user sees them: one line on stderr and an exit status."""
+"""The errors of a command, which its user sees as one line on stderr and an exit status."""
 
 from __future__ import annotations
 
 import errno
 import zlib
 
-#: What reading a file raises that is missing, cut off or damaged, compressed or not.
+#: What reading a missing, truncated or damaged file raises, compressed or not.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class UserError(ValueError):
-    """Input that a user can correct: one line that names the option, what it got and what is expected."""
+    """Input that a user can correct. The message is one line: the option, what it got and what is expected."""
 
 
 class RunError(RuntimeError):
-    """A run that started and cannot continue: one line that says why and names the last good checkpoint."""
+    """A run that cannot continue. The message is one line: the reason and the last good checkpoint."""
 
 
 def is_memory_shortage(error: BaseException) -> bool:
@@ -33,7 +33,7 @@ def is_memory_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
-# The clients of object stores raise exceptions of their own besides OSError.
+# The clients of object stores raise their own exceptions as well as OSError.
 _CLIENTS = ("aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs")
 
 
@@ -43,7 +43,7 @@ def is_client_error(error: BaseException) -> bool:
 
 
 class Stopped(Exception):
-    """A run that a signal stopped, after saving; the line says how to resume it.
+    """A run that a signal stopped, after saving. The message says how to resume it.
 
     signum: the signal's number.
     """
@@ -54,8 +54,8 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's first cause in one line of at most `limit` characters, of which its end is worth as much as its
-    beginning; its class's name if it has no message."""
+    """An exception's first cause in one line of at most `limit` characters: its beginning and its end, or its
+    class's name if it has no message."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,8 +1,8 @@
-"""What a configuration's field says about itself, as part of its type.
+"""Marks on the fields of configurations, as part of their types.
 
-steps: Free[int] = 1000              a run that is resumed may have another value
-vocab_size: Decided[int] = 256       the task or its data set it: there is no such option
-pretrained: Needed[str] = ""         no run begins without it, so that the examples of --help name it
+steps: Free[int] = 1000              a resumed run may have another value
+vocab_size: Decided[int] = 256       the task or its data set it; there is no such option
+pretrained: Needed[str] = ""         required, so that the examples of --help name it
 model: Annotated[ModelConfig, Flat]  its fields are options without a prefix (--d_model, not --model.d_model)
 """
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Mark(enum.Enum):
-    """What a field may say."""
+    """The marks."""
 
-    FREE = "a run that is resumed may change it"
+    FREE = "a resumed run may change it"
     DECIDED = "the task or its data set it"
-    NEEDED = "no run begins without it"
+    NEEDED = "it is required"
 
 
 Free = Annotated[T, Mark.FREE]
@@ -36,7 +36,7 @@ Flat = tyro.conf.arg(name="")
 
 
 def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
-    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part stands for all of its
+    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part counts for all of its
     fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     plain = typing.get_type_hints(kind)

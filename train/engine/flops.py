@@ -20,7 +20,7 @@ def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
     twice.
 
     Args:
-      jaxpr: that of the function, from `jax.jit(f).trace(...).jaxpr`.
+      jaxpr: of the function, from `jax.jit(f).trace(...).jaxpr`.
       platform: the platform whose branch counts where a function has one for each.
     """
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

@@ -1,9 +1,10 @@
 """The training loop, the same for every task. It resumes a run where it stopped, and stops so that it can be resumed.
 
-The metrics of a step are read after the next step has been handed to the device, so that the device never waits.
-Everything that a step depends on (parameters, optimiser, random key, carried memory, input position) is in a
-checkpoint, so that a run that was stopped and started again computes, bit for bit, what it would have computed without
-the stop.
+`train` opens the run's folder and contains the loop; `_Run` has what happens at a step: `take_step`, and at some steps
+`finish_step`, which evaluates, reports and saves. The metrics of a step are read after the next step has been handed
+to the device, so that the device never waits. A checkpoint holds everything that a step depends on (parameters,
+optimiser, random key, carried memory, input position), so that a resumed run computes the same, bit for bit, as
+one that never stopped.
 """
 
 from __future__ import annotations
@@ -12,159 +13,41 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 from jax.sharding import Mesh
 
 from brl_jax.sharding import MeshConfig, make_mesh
+from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
 from train.engine.config import LoopConfig
 from train.engine.config_file import write_json
 from train.engine.errors import RunError, Stopped, UserError, one_line
+from train.engine.evaluation import Best, evaluate, held_out_metrics
 from train.engine.hosts import ending_together, is_lead, preempted
-from train.engine.mesh import place_batch, training_programs
+from train.engine.mesh import TrainingPrograms, place_batch, training_programs
 from train.engine.metrics import MetricsLog, Reporter, RunReport, log
 from train.engine.optimizer import OptimizerConfig
 from train.engine.profiling import Profiler
-from train.engine.step import Batch, Objective, TrainState, make_eval_step, means, num_rows, num_tokens
+from train.engine.signals import Signals
+from train.engine.step import Objective, TrainState, make_eval_step
 from train.engine.storage import as_os_errors
 from train.engine.throughput import Meter
 from train.engine.watchdog import WATCHDOG
 
 
-class Stream(Protocol):
-    """Endless training batches whose position can be saved."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-    def __next__(self) -> Batch: ...
-    def get_state(self) -> dict[str, Any]: ...
-    def set_state(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-class HeldOut(Protocol):
-    """One pass over held-out data, in batches of `batch` rows; `num_bytes` is the number of bytes of text that its
-    targets stand for (None: they are not text), `digest` a hash of the data (None: the configuration or the training
-    stream's state says which they are)."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def num_bytes(self) -> int | None: ...
-    @property
-    def digest(self) -> str | None: ...
-    def __iter__(self) -> Iterator[Batch]: ...
-
-
 class Trained(NamedTuple):
     """A run that is done: its last state, what its last evaluation measured (`held_out_metrics`), and how fast this
-    process trained (`train.engine.throughput.Meter`); both are empty where there was nothing left to do."""
+    process trained (`train.engine.throughput.Meter`). The last two are empty if there was nothing left to do."""
 
     state: TrainState
     measured: dict[str, float]
     rates: dict[str, float]
-
-
-class Signals:
-    """A context manager that records SIGTERM and Ctrl-C instead of ending the process; a second Ctrl-C ends it. With
-    several processes it records nothing: `train.engine.hosts.preempted` reports to all of them at the same step."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        for signum in (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ():
-            self._before[signum] = signal.signal(signum, self._note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: object) -> None:
-        self.received = signum
-        # From here on the system's own handler, which runs without Python: it works in the middle of a long step.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # The progress bar hides the cursor, and a second Ctrl-C would leave it hidden.
-        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-        os.write(2, f"{show_cursor}\nfinishing the step and saving; Ctrl-C again stops at once\n".encode())
-
-
-def evaluate(
-    eval_step: Callable[..., Any],
-    objective: Objective,
-    params: Any,
-    held_out: Iterable[Batch],
-    interrupted: Callable[[], bool] = lambda: False,
-    place: Callable[[Batch], Batch] = lambda batch: batch,
-) -> dict[str, float] | None:
-    """Sums over held-out data, with memory carried from batch to batch: "loss" (nats), "weight" and the objective's
-    averages.
-
-    Args:
-      eval_step: jitted `make_eval_step(objective)`.
-      params: the parameters.
-      held_out: batches, all with the same number of rows.
-      interrupted: called before each batch; where it returns True the result is None.
-      place: puts a batch on the devices.
-    """
-    memory = None
-    sums: list[dict[str, Any]] = []
-    for i, batch in enumerate(held_out):
-        if interrupted():
-            return None
-        batch = place(batch)
-        if i == 0:
-            rows = num_rows(batch)
-            memory = jax.jit(lambda rows=rows: objective.shard_memory(objective.init_memory(rows), rows))()
-        added, memory = eval_step(params, memory, batch)
-        sums.append(added)
-    # Summed as Python floats, in double precision: a long text has more tokens than float32 can count.
-    return {name: sum(float(added[name]) for added in sums) for name in sums[0]}
-
-
-def held_out_metrics(sums: Mapping[str, float], num_bytes: int | None) -> dict[str, float]:
-    """val_loss in nats per target, the averages as val_NAME, and for a text val_bits_per_byte, which is comparable
-    between tokenizers (left out where the targets stand for no byte)."""
-    metrics = {f"val_{name}": value for name, value in means(sums).items()}
-    if num_bytes:
-        metrics["val_bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
-    return metrics
-
-
-@dataclasses.dataclass
-class _Best:
-    """The best held-out score so far, and the number of evaluations since."""
-
-    score: float | None = None
-    misses: int = 0
-
-    def is_ended_by(self, score: float | None, patience: int) -> bool:
-        """Whether this next score is the last one that `patience` allows."""
-        if score is None or self.score is None or score < self.score:
-            return False
-        return 0 < patience <= self.misses + 1
-
-    def add(self, score: float) -> None:
-        if self.score is None or score < self.score:
-            self.score, self.misses = score, 0
-        else:
-            self.misses += 1
-
-
-def resuming(step: int, steps: int) -> str:
-    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
-    if step < steps:
-        return f"resuming from step {step} of {steps}"
-    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
 
 
 def train(
@@ -181,215 +64,268 @@ def train(
     introduction: Sequence[str] = (),
     report: RunReport | None = None,
 ) -> Trained:
-    """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
+    """Trains until `loop.steps`, from the newest intact checkpoint in the run's folder.
 
     Args:
       objective: what is trained.
       loop, optimizer_config: the settings.
-      config: the whole configuration as JSON; kept in config.json and in each checkpoint.
-      differences: what of a checkpoint's configuration differs from this one's and must not, in words.
+      config: the whole configuration as JSON; saved in config.json and in each checkpoint.
+      differences: takes a checkpoint's configuration and returns what differs from this one's and must not, in words.
       stream: the training batches; closed at the end.
       held_out, full_held_out: the data of the evaluations on the way, and of the last one (by default the same).
       mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
         this process (`train.engine.mesh.host_rows`).
-      introduction: lines that are logged before the first step, once the run's folder is known to serve.
-      report: what shows the progress; by default a bar on a terminal, otherwise a line now and then.
+      introduction: lines that are logged before the first step, once the run's folder can be written.
+      report: shows the progress; by default a bar on a terminal, otherwise a line now and then.
 
     Returns:
       The last state and the last measures.
 
     Raises:
-      UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be written.
+      UserError: the run's checkpoint has another configuration, none is intact, or the folder cannot be written.
       RunError: the loss is no longer finite, or a checkpoint or the metrics can't be written; names the last good
         checkpoint.
       Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
-    with contextlib.closing(stream), jax.set_mesh(mesh), ending_together(loop.workdir):
-        return _train(
-            objective,
-            loop,
-            optimizer_config,
-            config=config,
-            differences=differences,
-            stream=stream,
-            held_out=held_out,
-            full_held_out=held_out if full_held_out is None else full_held_out,
-            mesh=mesh,
-            introduction=introduction,
-            report=report,
-        )
-
-
-def _train(
-    objective: Objective,
-    loop: LoopConfig,
-    optimizer_config: OptimizerConfig,
-    *,
-    config: Mapping[str, Any],
-    differences: Callable[[Mapping[str, Any]], Sequence[str]],
-    stream: Stream,
-    held_out: HeldOut,
-    full_held_out: HeldOut,
-    mesh: Mesh,
-    introduction: Sequence[str],
-    report: RunReport | None,
-) -> Trained:
-    eval_step = jax.jit(make_eval_step(objective))
-    checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
-
-    programs = training_programs(mesh, objective, optimizer_config, loop)
-    state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
-    step = int(state.step)
-    # The line of a step is written when its evaluation is done; a run that was stopped before that left the line in
-    # the checkpoint.
-    line: dict[str, Any] | None = None
-    best = _Best()
-    measured: dict[str, float] = {}
-    if meta is not None:
-        stream.set_state(meta["position"])
-        if None not in (before := meta.get("held_out"), held_out.digest) and before != held_out.digest:
-            raise UserError(
-                f"--workdir: the run in {loop.workdir} was started with other held-out data, by which its checkpoints "
-                "are compared; expected the same data, or another --workdir"
-            )
-        line = meta["unfinished"]
-        best = _Best(**meta.get("best", {}))
-    try:
-        if is_lead():
-            with as_os_errors():
-                write_json(config, epath.Path(loop.workdir) / "config.json")
-        metrics_log = MetricsLog(
-            loop.workdir,
-            last_step=step - 1 if line else step,
-            tensorboard=loop.tensorboard,
-            wandb_config=config if loop.log == "wandb" else None,
-        )
-    except OSError as error:
-        raise UserError(
-            f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
-        ) from error
-
-    for text in introduction:
-        log(text)
-    if meta is not None:
-        log(resuming(step, loop.steps))
-    meter = Meter(objective, mesh.devices.flat[0].device_kind, mesh.devices.size)
-    profiler = Profiler(loop.profile, loop.workdir)
     with (
-        WATCHDOG.watching(loop.workdir),
-        contextlib.closing(profiler),
-        contextlib.closing(checkpoints),
-        contextlib.closing(metrics_log),
-        Signals() as signals,
+        contextlib.closing(stream),
+        jax.set_mesh(mesh),
+        ending_together(loop.workdir),
+        contextlib.ExitStack() as stack,
     ):
+        checkpoints = Checkpoints(
+            epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log
+        )
+        programs = training_programs(mesh, objective, optimizer_config, loop)
+        state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
+        unfinished = _go_to_checkpoint(meta, stream, held_out, loop.workdir)
+        metrics_log = _open_folder(loop, config, int(state.step) - (unfinished is not None))
+        for text in introduction:
+            log(text)
+        if meta is not None:
+            log(resuming(int(state.step), loop.steps))
+
+        stack.enter_context(WATCHDOG.watching(loop.workdir))
+        profiler = stack.enter_context(contextlib.closing(Profiler(loop.profile, loop.workdir)))
+        stack.enter_context(contextlib.closing(checkpoints))
+        stack.enter_context(contextlib.closing(metrics_log))
+        signals = stack.enter_context(Signals())
         # Innermost, because a process that leaves the other contexts waits for the other processes.
-        with report or Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
+        with report or Reporter(loop.steps, int(state.step)) as reporter, ending_together(loop.workdir):
+            run = _Run(
+                objective=objective,
+                loop=loop,
+                config=config,
+                stream=stream,
+                held_out=held_out,
+                full_held_out=held_out if full_held_out is None else full_held_out,
+                mesh=mesh,
+                programs=programs,
+                state=state,
+                best=Best() if meta is None else Best(**meta["best"]),
+                checkpoints=checkpoints,
+                metrics_log=metrics_log,
+                profiler=profiler,
+                reporter=reporter,
+                signals=signals,
+            )
+            if unfinished is not None:
+                run.finish_step(evaluating=True, line=unfinished)
+            while run.goes_on():
+                run.take_step()
+                evaluating = run.step % loop.eval_every == 0 or run.step == loop.steps
+                if evaluating or run.step % loop.checkpoint_every == 0 or signals.received:
+                    run.finish_step(evaluating=evaluating)
+        run.close()
+    return Trained(run.state, run.measured, run.meter.summary())
 
-            def interrupted() -> bool:
-                WATCHDOG.alive()
-                return bool(signals.received)
 
-            def report_step(line: dict[str, Any]) -> None:
-                try:
-                    metrics_log.write(line)
-                except OSError as error:
-                    checkpoints.wait()
-                    raise RunError(
-                        f"cannot write metrics under {loop.workdir}: {one_line(error)}; {checkpoints.last_good}"
-                    ) from error
-                reporter.step(line)
+@dataclasses.dataclass
+class _Run:
+    """A run while it trains: what it needs for a step, and what happens at one."""
 
-            reader = _MetricsReader(checkpoints, meter)
-            while line is not None or step < loop.steps:
-                if line is None and loop.patience and best.misses >= loop.patience:
-                    log(f"step {step}: no better for {best.misses} evaluations; the run ends here")
-                    break
-                if line is None:
-                    with meter.input():
-                        batch = place_batch(mesh, next(stream), loop.batch)
-                    profiler.before(step + 1)
-                    state, metrics = programs.step(state, batch)
-                    step += 1
-                    profiler.after(step, metrics)
-                    WATCHDOG.alive()
-                    if preempted(step):
-                        signals.received = signal.SIGTERM
-                    flops = meter.flops(state.params, batch)
-                    finished = reader.exchange(step, metrics, num_tokens(batch), flops)
-                    if finished is not None:
-                        report_step(finished)
-                evaluating = line is not None or step % loop.eval_every == 0 or step == loop.steps
-                if not (evaluating or step % loop.checkpoint_every == 0 or signals.received):
-                    continue
+    objective: Objective
+    loop: LoopConfig
+    config: Mapping[str, Any]
+    stream: Stream
+    held_out: HeldOut
+    full_held_out: HeldOut
+    mesh: Mesh
+    programs: TrainingPrograms
+    state: TrainState
+    best: Best
+    checkpoints: Checkpoints
+    metrics_log: MetricsLog
+    profiler: Profiler
+    reporter: RunReport
+    signals: Signals
 
-                line = line or reader.read()
-                whole, score = True, None
-                if evaluating:
-                    reporter.busy("evaluating")
+    def __post_init__(self) -> None:
+        self.step = int(self.state.step)
+        self.measured: dict[str, float] = {}
+        self.meter = Meter(self.objective, self.mesh.devices.flat[0].device_kind, self.mesh.devices.size)
+        self._eval_step = jax.jit(make_eval_step(self.objective))
+        self._late = _LateMetrics(self.meter)
 
-                    def sums_of(data: HeldOut, params: Any = state.params) -> dict[str, float] | None:
-                        place = functools.partial(place_batch, mesh, rows=data.batch)
-                        return evaluate(eval_step, objective, params, data, interrupted, place)
+    def goes_on(self) -> bool:
+        """Whether there is another step."""
+        patience = self.loop.patience
+        if self.signals.received or self.step >= self.loop.steps:
+            return False
+        if patience and self.best.misses >= patience:
+            log(f"step {self.step}: no better for {self.best.misses} evaluations; the run ends here")
+            return False
+        return True
 
-                    data, sums = held_out, sums_of(held_out)
-                    if sums is not None:
-                        # Checkpoints are compared on the same data, the last one too.
-                        score = _score(objective, held_out_metrics(sums, held_out.num_bytes))
-                        is_last = step == loop.steps or best.is_ended_by(score, loop.patience)
-                        if is_last and full_held_out is not held_out:
-                            data, sums = full_held_out, sums_of(full_held_out)
-                    if sums is not None:
-                        measured = held_out_metrics(sums, data.num_bytes)
-                        reader.check(step, measured)
-                        line |= measured
-                    else:
-                        whole, score = False, None
-                if score is not None:
-                    best.add(score)
-                if whole:
-                    report_step(line)
-                reporter.busy("saving")
-                meta = {
-                    "config": config,
-                    "position": stream.get_state(),
-                    "unfinished": None if whole else line,
-                    "best": dataclasses.asdict(best),
-                    "held_out": held_out.digest,
-                }
-                metrics_log.sync()  # the lines up to a checkpoint are there before it is
-                checkpoints.save(step, state, meta, score=score)
-                line = None
-                reader.restart_clock()
-                if signals.received:
-                    break
-        checkpoints.wait()
-        if not metrics_log.sync():
+    def take_step(self) -> None:
+        """Reads a batch, hands a step to the device, and reports the step before."""
+        with self.meter.input():
+            batch = place_batch(self.mesh, next(self.stream), self.loop.batch)
+        self.profiler.before(self.step + 1)
+        self.state, metrics = self.programs.step(self.state, batch)
+        self.step += 1
+        self.profiler.after(self.step, metrics)
+        WATCHDOG.alive()
+        if preempted(self.step):
+            self.signals.received = signal.SIGTERM
+        flops = self.meter.flops(self.state.params, batch.arrays)
+        line = self._late.exchange(self.step, metrics, num_tokens(batch.arrays), flops)
+        if line is not None:
+            self._check_finite(line, ("loss", "grad_norm"))
+            self._report(line)
+
+    def finish_step(self, *, evaluating: bool, line: dict[str, Any] | None = None) -> None:
+        """Evaluates the step if asked to, reports it and saves a checkpoint. If a signal interrupts the evaluation, the
+        checkpoint keeps the step's line, and the resumed run starts by finishing the step.
+
+        Args:
+          line: the metrics of a step that an earlier process took; by default of the last step.
+        """
+        if line is None:
+            line = self._late.read()
+            self._check_finite(line, ("loss", "grad_norm"))
+        score, interrupted = None, False
+        if evaluating:
+            self.reporter.busy("evaluating")
+            measured, score = self._evaluate()
+            interrupted = measured is None
+            if measured is not None:
+                self.measured = measured
+                line |= measured
+                self._check_finite(line, measured)
+        if score is not None:
+            self.best.add(score)
+        if not interrupted:
+            self._report(line)
+        self.reporter.busy("saving")
+        self._save(score, unfinished=line if interrupted else None)
+        self._late.restart_clock()
+
+    def close(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+          RunError: something cannot be written. Stopped: a signal came.
+        """
+        self.checkpoints.wait()
+        last_good = self.checkpoints.last_good
+        if not self.metrics_log.sync():
             raise RunError(
-                f"cannot write metrics.jsonl under {loop.workdir}; {checkpoints.last_good}; the same command on this "
-                "machine writes it"
+                f"cannot write metrics.jsonl under {self.loop.workdir}; {last_good}; the same command on this machine "
+                "writes it"
             )
-        if signals.received:
+        if self.signals.received:
             raise Stopped(
-                f"stopped after step {step} of {loop.steps}; {checkpoints.last_good}; the same command "
-                "resumes from there",
-                signals.received,
+                f"stopped after step {self.step} of {self.loop.steps}; {last_good}; the same command resumes from "
+                "there",
+                self.signals.received,
             )
-    return Trained(state, measured, meter.summary())
+
+    def _evaluate(self) -> tuple[dict[str, float] | None, float | None]:
+        """The measures on held-out data (None: a signal came), and the score that checkpoints are compared by: always
+        on the same data, although the last evaluation of a run reports `full_held_out`."""
+        sums = self._sums(self.held_out)
+        if sums is None:
+            return None, None
+        measured = held_out_metrics(sums, self.held_out.num_bytes)
+        score = measured.get(f"val_{self.objective.best}")
+        if score is not None and self.objective.best != "loss":
+            score = -score
+        is_last = self.step == self.loop.steps or self.best.is_ended_by(score, self.loop.patience)
+        if is_last and self.full_held_out is not self.held_out:
+            sums = self._sums(self.full_held_out)
+            if sums is None:
+                return None, None
+            measured = held_out_metrics(sums, self.full_held_out.num_bytes)
+        return measured, score
+
+    def _sums(self, data: HeldOut) -> dict[str, float] | None:
+        def interrupted() -> bool:
+            WATCHDOG.alive()
+            return bool(self.signals.received)
+
+        place = functools.partial(place_batch, self.mesh, rows=data.batch)
+        return evaluate(self._eval_step, self.objective, self.state.params, data, interrupted, place)
+
+    def _report(self, line: dict[str, Any]) -> None:
+        try:
+            self.metrics_log.write(line)
+        except OSError as error:
+            self.checkpoints.wait()
+            raise RunError(
+                f"cannot write metrics under {self.loop.workdir}: {one_line(error)}; {self.checkpoints.last_good}"
+            ) from error
+        self.reporter.step(line)
+
+    def _save(self, score: float | None, *, unfinished: dict[str, Any] | None) -> None:
+        meta = {
+            "config": self.config,
+            "position": self.stream.get_state(),
+            "unfinished": unfinished,
+            "best": dataclasses.asdict(self.best),
+            "held_out": self.held_out.digest,
+        }
+        self.metrics_log.sync()  # the lines up to a checkpoint are there before it is
+        self.checkpoints.save(self.step, self.state, meta, score=score)
+
+    def _check_finite(self, line: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            if not math.isfinite(line[name]):
+                self.checkpoints.wait()
+                raise RunError(f"step {line['step']}: {name} is {line[name]}; {self.checkpoints.last_good}")
 
 
-def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
-    """The value by which checkpoints are compared, the lower the better; None where nothing was measured."""
-    value = line.get(f"val_{objective.best}")
-    return value if value is None or objective.best == "loss" else -value
+class _LateMetrics:
+    """The metrics of the last step, which are read while the next one runs."""
 
+    def __init__(self, meter: Meter):
+        self._meter = meter
+        self._waiting: tuple[int, Mapping[str, Any], int, float] | None = None
+        self.restart_clock()
 
-def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
-    """The error of a command whose folder has a run that differs in what `differing` names, in words."""
-    return UserError(
-        f"--workdir: the run in {workdir} is of another configuration: {', '.join(differing)}; "
-        "expected the same, or another --workdir"
-    )
+    def restart_clock(self) -> None:
+        """Excludes the time since the last reading from the speed of the next step."""
+        self._clock = time.perf_counter()
+
+    def exchange(
+        self, step: int, metrics: Mapping[str, Any], tokens: int, flops: float
+    ) -> dict[str, Any] | None:
+        """Takes the metrics of a step that was just started, its tokens and its operations. Returns the line of the
+        step before, unless it was read already."""
+        line = None if self._waiting is None else self.read()
+        self._waiting = step, metrics, tokens, flops
+        return line
+
+    def read(self) -> dict[str, Any]:
+        """Waits for the metrics that were taken last, and returns their line."""
+        assert self._waiting is not None
+        (step, metrics, tokens, flops), self._waiting = self._waiting, None
+        line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        now = time.perf_counter()
+        line |= self._meter.step(tokens, flops, now - self._clock)
+        self._clock = now
+        return line
 
 
 def _begin(
@@ -399,7 +335,7 @@ def _begin(
     start: Callable[[Any], Any],
     checkpoints: Checkpoints,
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """The state to start from, and what its checkpoint holds besides the state (None for a new run)."""
+    """The state to start from, and the `meta` of its checkpoint (None for a new run)."""
 
     def check(meta: dict[str, Any]) -> None:
         differing = differences(meta["config"])
@@ -414,46 +350,60 @@ def _begin(
     return restored.state, restored.meta
 
 
-class _MetricsReader:
-    """Reads the metrics of a step while the next one runs, and raises where they are not finite.
+def _go_to_checkpoint(
+    meta: Mapping[str, Any] | None, stream: Stream, held_out: HeldOut, workdir: str
+) -> dict[str, Any] | None:
+    """Moves the input to the checkpoint's position. Returns the line of the checkpoint's step if a signal interrupted
+    its evaluation."""
+    if meta is None:
+        return None
+    stream.set_state(meta["position"])
+    if None not in (meta["held_out"], held_out.digest) and meta["held_out"] != held_out.digest:
+        raise UserError(
+            f"--workdir: the run in {workdir} was started with other held-out data, so its scores cannot be "
+            "compared; expected the same data, or another --workdir"
+        )
+    return meta["unfinished"]
+
+
+def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) -> MetricsLog:
+    """Writes config.json and opens the metrics.
 
     Args:
-      checkpoints: the run's; an error names the last good one.
-      meter: measures the speed between two readings.
+      last_step: the last step whose line in metrics.jsonl stays.
+
+    Raises:
+      UserError: the folder cannot be written.
     """
+    try:
+        if is_lead():
+            with as_os_errors():
+                write_json(config, epath.Path(loop.workdir) / "config.json")
+        return MetricsLog(
+            loop.workdir,
+            last_step=last_step,
+            tensorboard=loop.tensorboard,
+            wandb_config=config if loop.log == "wandb" else None,
+        )
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise UserError(f"--workdir: cannot write under {loop.workdir}: {reason}") from error
 
-    def __init__(self, checkpoints: Checkpoints, meter: Meter):
-        self._checkpoints, self._meter = checkpoints, meter
-        self._waiting: tuple[int, Mapping[str, Any], int, float] | None = None
-        self.restart_clock()
 
-    def restart_clock(self) -> None:
-        """Excludes the time since the last reading from the speed of the next step."""
-        self._clock = time.perf_counter()
+def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
+    """The error of a command whose folder has a run with another configuration.
 
-    def exchange(
-        self, step: int, metrics: Mapping[str, Any], tokens: int, flops: float
-    ) -> dict[str, Any] | None:
-        """Takes the metrics of a step that was just started, its tokens and its operations; returns the metrics of the
-        step before, unless they were read already."""
-        line = None if self._waiting is None else self.read()
-        self._waiting = step, metrics, tokens, flops
-        return line
+    Args:
+      differing: what differs, in words.
+    """
+    return UserError(
+        f"--workdir: the run in {workdir} is of another configuration: {', '.join(differing)}; "
+        "expected the same, or another --workdir"
+    )
 
-    def check(self, step: int, measured: Mapping[str, float]) -> None:
-        """Raises RunError where a number isn't finite."""
-        for name, value in measured.items():
-            if not math.isfinite(value):
-                self._checkpoints.wait()
-                raise RunError(f"step {step}: {name} is {value}; {self._checkpoints.last_good}")
 
-    def read(self) -> dict[str, Any]:
-        """Waits for the metrics that were taken last. Raises RunError where the loss or the gradient isn't finite."""
-        assert self._waiting is not None
-        (step, metrics, tokens, flops), self._waiting = self._waiting, None
-        line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        self.check(step, {name: line[name] for name in ("loss", "grad_norm")})
-        now = time.perf_counter()
-        line |= self._meter.step(tokens, flops, now - self._clock)
-        self._clock = now
-        return line
+def resuming(step: int, steps: int) -> str:
+    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
+    if step < steps:
+        return f"resuming from step {step} of {steps}"
+    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"

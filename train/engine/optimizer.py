@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,54 +12,40 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from brl_jax.attention.core.checks import check_counts
+from brl_jax.fields import Checked, NonNegative, Positive, Range
 
 Schedule = Callable[[Any], Any]
 
-# Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
-# structured weights, whose size is limited where they are used. Nor does "head_dim" beside one of _HEADS, whose
+# Axes that do not turn a vector into a matrix: the axis that stacks equal layers, unnamed axes, and the cores of
+# structured weights, whose size is limited where they are used. Nor does "head_dim" next to one of _HEADS, whose
 # features it divides.
 _NO_FEATURES = ("layers", "block_in", None)
 _HEADS = ("heads", "kv_heads", "groups")
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW (Loshchilov & Hutter 2019) and its learning rate."""
 
-    learning_rate: float = 5e-4
+    learning_rate: Positive = 5e-4
     """The highest learning rate, reached at the end of the warm-up."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 100
     """Steps in which the learning rate grows from nearly 0 to its highest value."""
     decay: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
-    """How it falls after that: "cosine" or "linear" to final_share of the highest rate at the last step, "inverse_sqrt"
-    by sqrt(warmup_steps / step)."""
-    final_share: float = 0.1
+    """How the rate falls afterwards: "cosine" or "linear" to final_share of the highest rate at the last step, or as
+    sqrt(warmup_steps / step) ("inverse_sqrt")."""
+    final_share: Annotated[float, Range(0, 1)] = 0.1
     """Share of the highest learning rate that "cosine" and "linear" end with."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Range(0, below=1)] = 0.95
     """Decay of the running mean of their squares."""
-    epsilon: float = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the square root of that mean."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; biases, norms and other vectors are not decayed."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegative = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
-
-    def __post_init__(self):
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        check_counts(self, "warmup_steps")
-        for name in ("learning_rate", "epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"final_share must be 0 to 1, got {self.final_share}")
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
@@ -95,15 +80,15 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
         # optax counts the steps of each schedule from its own start.
         rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
         decay = optax.join_schedules([rise, decay], [warmup])
-    # As a float, because optax mixes the count with floats, which strict promotion (the tests') refuses.
+    # As a float, because optax mixes the count with floats, which the tests' strict promotion refuses.
     return lambda count: jnp.asarray(decay(jnp.asarray(count, jnp.float32)), jnp.float32)
 
 
 def decayed(boxed_params: Any) -> Any:
     """Which parameters are matrices: a pytree of bools like the unboxed parameters.
 
-    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not. A
-    bias is none, whatever its axes.
+    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not.
+    Biases never count as matrices.
 
     Args:
       boxed_params: the parameters as `model.init` returns them, with their logical axis names, or their
@@ -123,7 +108,7 @@ def decayed(boxed_params: Any) -> Any:
 
 
 def is_bias(path: Any) -> bool:
-    """Whether the parameter at a path of jax.tree_util is a bias, by its name."""
+    """Whether the name of the parameter at a jax.tree_util path says that it is a bias."""
     last = jax.tree_util.keystr(path[-1:], simple=True)
     return last == "bias" or last.endswith("_bias")
 
@@ -134,7 +119,8 @@ def make_optimizer(
     """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
 
     `rates`: the factor on the learning rate of each parameter (`mup`), a pytree of floats like the parameters;
-    None for one rate. The weight decay keeps the schedule's rate: the smaller rates of a wide model do not weaken it.
+    None for the same rate everywhere. The weight decay keeps the schedule's rate, so that a wide model's smaller
+    rates do not weaken it.
     """
     adamw = optax.chain(
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
@@ -145,7 +131,7 @@ def make_optimizer(
     chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # optax raises floats to integer powers, which strict promotion (the tests') refuses.
+        # optax raises floats to integer powers, which the tests' strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             return chain.update(updates, state, params)
 

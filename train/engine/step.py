@@ -1,7 +1,7 @@
 """One step of training and one of evaluation: pure functions of (state, batch), for any task.
 
-The task is given as an `Objective`. What is carried from batch to batch (`memory`) is a pytree that only the task
-interprets. The caller jits the step, with the shardings it wants.
+An `Objective` defines the task. Only the task interprets the `memory`, a pytree that is carried from batch to batch.
+The caller jits the step, with its own shardings.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
+from train.engine.batch import Arrays, Batch, num_rows
 from train.engine.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
 from train.engine.optimizer import Schedule
-
-Batch = Mapping[str, Any]
 
 
 def random_streams(key: Array | None) -> dict[str, Array]:
     """The random streams of a network's call in training: "dropout", and "sample" for mechanisms that sample tokens.
-    None in evaluation, where key is None."""
+    In evaluation, where key is None, there are no streams."""
     return {} if key is None else {"dropout": key, "sample": jax.random.fold_in(key, 1)}
 
 
@@ -34,10 +33,10 @@ class Loss(Protocol):
     """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory; and,
     where the objective has `averages`, a mapping from their names to sums over the targets.
 
-    key is None in evaluation: no dropout, and samples that are always the same.
+    In evaluation key is None: there is no dropout, and samples are always the same.
     """
 
-    def __call__(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[Any, ...]: ...
+    def __call__(self, params: Any, memory: Any, batch: Arrays, key: Array | None) -> tuple[Any, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Objective:
       init: key -> parameters, boxed with their logical axis names.
       loss: see `Loss`.
       init_memory: number of rows -> the empty memory, a pytree or None.
-      averages: names of what is reported beside the loss, averaged over the targets as well ("accuracy").
-      best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
-        averages (the higher one).
+      averages: names of what is reported with the loss, also averaged over the targets ("accuracy").
+      best: which held-out measure decides between two checkpoints: "loss" (lower is better), or one of the averages
+        (higher is better).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
-      start: the parameters of `init`, unboxed and on their devices -> those that a new run starts from.
+      start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
     """
 
     init: Callable[[Array], Any]
@@ -63,7 +62,9 @@ class Objective:
     rates: Callable[[Any], Any] = lambda boxed: None
     start: Callable[[Any], Any] = lambda params: params
 
-    def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
+    def sums(
+        self, params: Any, memory: Any, batch: Arrays, key: Array | None
+    ) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
         total, weight, memory, *averages = self.loss(params, memory, batch, key)
         memory = self.shard_memory(memory, num_rows(batch))
@@ -72,7 +73,7 @@ class Objective:
     def memory_names(self, memory: Any, rows: int, name: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
         """name(array, names of its dimensions) for each array of a memory with this number of rows.
 
-        Only the task interprets its memory; the dimension called "batch" is the one that grows with the number of rows.
+        Only the task interprets its memory; the dimension that grows with the number of rows is called "batch".
         """
 
         def one(array: Any, shape: Any, larger: Any) -> Any:
@@ -88,15 +89,15 @@ class Objective:
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything that a step changes; all of it is saved.
+    """Everything that a step changes, all of which is saved.
 
     Attributes:
       step: () int32, steps done.
       params: the parameters, unboxed.
       opt_state: optax's state.
       key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
-      memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
-      moments: those of the gradients so far (`train.engine.moments`), or None where they are not logged.
+      memory: what the rows of each microbatch carry, stacked into leaves (accumulation, ...).
+      moments: of the gradients so far (`train.engine.moments`), or None if they are not logged.
     """
 
     step: Int[Array, ""]
@@ -140,16 +141,6 @@ def init_state(
     )
 
 
-def num_rows(batch: Batch) -> int:
-    """Number of rows of a batch."""
-    return next(value.shape[0] for name, value in batch.items() if name != "reset")
-
-
-def num_tokens(batch: Batch) -> int:
-    """Number of tokens of a batch, including padding."""
-    return next(value.size for name, value in batch.items() if name != "reset")
-
-
 def classification(
     logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
@@ -164,7 +155,7 @@ def means(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a loss in nats; inf where that is beyond a float."""
+    """The exponential of a loss in nats; inf if it exceeds a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -176,9 +167,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
-    rows, (a + 1) * rows) are microbatch a, which carries its own memory. Gradients are summed over the microbatches and
-    divided by the weight of all targets, so that they equal those of one large batch.
+    batch: its arrays are (accumulation * rows, ...). Rows [a * rows, (a + 1) * rows) are microbatch a, which carries
+    its own memory. Gradients are summed over the microbatches and divided by the weight of all targets, so that they
+    equal the gradients of one large batch.
     metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
     clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
     (`train.engine.moments`).
@@ -188,8 +179,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch):
-        arrays = {name: value for name, value in batch.items() if name != "reset"}
-        total_rows = num_rows(batch)
+        total_rows = num_rows(batch.arrays)
         if total_rows % accumulation:
             raise ValueError(
                 f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
@@ -199,10 +189,10 @@ def make_train_step(
             name: constrain(
                 x.reshape(accumulation, rows, *x.shape[1:]), (None, "batch", *(None for _ in x.shape[1:]))
             )
-            for name, x in arrays.items()
+            for name, x in batch.arrays.items()
         }
         memory = jax.tree.map(
-            lambda fresh, old: jnp.where(batch["reset"], fresh, old),
+            lambda fresh, old: jnp.where(batch.reset, fresh, old),
             fresh_memory(objective, rows, accumulation),
             state.memory,
         )
@@ -247,11 +237,10 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], tuple[dict[str, Array], Any]]:
-    """(params, memory, batch) -> (sums over the targets, memory), see `Objective.sums`; without dropout."""
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], tuple[dict[str, Array], Any]]:
+    """(params, memory, arrays of a batch) -> (sums over the targets, memory), see `Objective.sums`; no dropout."""
 
-    def eval_step(params, memory, batch: Batch):
-        arrays = {name: value for name, value in batch.items() if name != "reset"}
+    def eval_step(params, memory, arrays: Arrays):
         return objective.sums(params, memory, arrays, None)
 
     return eval_step

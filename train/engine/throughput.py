@@ -1,4 +1,4 @@
-"""How fast a run trains, as speeds are reported: tokens a second, MFU, goodput, waiting for input."""
+"""How fast a run trains: tokens a second, MFU, goodput, waiting for input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from train.engine.batch import num_rows
 from train.engine.flops import matrix_flops
-from train.engine.step import Batch, Objective, num_rows
+from train.engine.step import Objective
 
 #: bfloat16 operations per second of a device, without sparsity, by how JAX names its kind (the longest name that the
 #: kind begins with counts), from the makers' data sheets. A device is a chip, but half of one on TPU7x.
@@ -37,14 +38,14 @@ def peak_flops(kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def step_flops(objective: Objective, params: Any, batch: Batch) -> float:
-    """Operations of the matrix products of one training step: three times those of the forward pass, as the backward
-    pass multiplies twice as much. What rematerialisation computes again does not count.
+def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
+    """Operations of the matrix products of one training step: three times the forward pass's, as the backward
+    pass has two products for each. Rematerialised operations do not count.
 
-    Counted are the products that the XLA implementation of the model traces to, masked parts of blocks included. The
-    compiler's own analysis would leave out what kernels and custom calls compute, and count loops once.
+    Counts the products in the model's XLA implementation, including masked parts of blocks. The compiler's own
+    analysis would leave out kernels and custom calls, and would count loops once.
     """
-    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items() if name != "reset"}
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     memory = jax.eval_shape(lambda: objective.init_memory(num_rows(arrays)))
 
@@ -67,7 +68,7 @@ class Meter:
         self._began = time.perf_counter()
         self._waited = 0.0
         self._steps = 0
-        # Of all steps but the first, which is compiled: seconds, tokens, operations, seconds of waiting.
+        # Over all steps except the first, which compiles: seconds, tokens, operations, seconds of waiting.
         self._totals = [0.0, 0.0, 0.0, 0.0]
 
     @contextlib.contextmanager
@@ -77,8 +78,8 @@ class Meter:
         yield
         self._waited += time.perf_counter() - before
 
-    def flops(self, params: Any, batch: Batch) -> float:
-        """`step_flops` where a share of the devices' speed can be given, else 0."""
+    def flops(self, params: Any, batch: Arrays) -> float:
+        """`step_flops` if the devices' peak is known, else 0."""
         if self._peak is None:
             return 0.0
         shapes = tuple((name, x.shape) for name, x in batch.items())
@@ -96,7 +97,7 @@ class Meter:
         return self._rates(seconds, tokens, flops, waited)
 
     def summary(self) -> dict[str, float]:
-        """The speed of all steps of this process but the first; empty where there are none."""
+        """The speed of all steps of this process except the first; empty without a second step."""
         return self._rates(*self._totals) if self._totals[0] else {}
 
     def _rates(self, seconds: float, tokens: float, flops: float, waited: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ class WandbLog:
       workdir: the run's folder, whose name is the run's. folder: where wandb keeps its files. config: shown with it.
 
     Raises:
-      UserError: wandb is not installed, or there is no account.
+      UserError: wandb is not installed, or no account is logged in.
     """
 
     def __init__(self, workdir: str, folder: Path, config: Mapping[str, Any]):

@@ -22,10 +22,10 @@ from train.data.copying import (
     TextPairs,
     load_pairs,
 )
-from train.engine.loop import HeldOut, Stream
+from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, classification, random_streams
+from train.engine.step import Objective, classification, random_streams
 from train.tasks.copy_config import PRESETS, CopyConfig
 from train.tasks.lm import vocabulary
 from train.tasks.task import Task
@@ -39,7 +39,7 @@ def copy_objective(model: EncoderDecoder) -> Objective:
         tokens = jnp.zeros((1, 1), jnp.int32)
         return model.init(key, tokens, tokens)["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],
@@ -130,7 +130,7 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
         mesh: Mesh | None = None,
         lengths: Sequence[int] | None = None,
     ) -> HeldOut:
-        """One pass over a split; of symbols, `lengths` are those of its rows (see `HeldOutSymbols`)."""
+        """One pass over a split; for symbols, `lengths` are its rows' (see `HeldOutSymbols`)."""
         batch = config.loop.microbatch
         rows = None if mesh is None else host_rows(mesh, batch)
         if data is None:

@@ -62,7 +62,7 @@ def _brl(window: int, compressed: int, block: int | None = None, history: int = 
 
 
 def _parts(window: int, projected: int, length: int) -> Mapping[str, _Parts]:
-    """The rows of BRL-Attention's table 8, but for BRL, at these sizes. What has no causal form (Linformer, ETC,
+    """The rows of BRL-Attention's table 8 except BRL, at these sizes. What has no causal form (Linformer, ETC,
     BigBird) is in the encoder, with full or local attention in the decoder."""
     local = LocalConfig(window=window)
     grid = max(2, round(length**0.5))
@@ -113,7 +113,7 @@ def _figure5(parts: _Parts) -> CopyConfig:
 
 
 def _paper_sizes() -> dict[str, _Parts]:
-    """The networks of figure 5 at its sizes, and those of table 8 that it leaves out."""
+    """The networks of figure 5 at its sizes, and the ones of table 8 that it leaves out."""
     others = _parts(100, 128, 2048)
     return {
         **{name: parts for name, parts in others.items() if name not in ("local", "linformer")},

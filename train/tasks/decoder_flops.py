@@ -81,7 +81,7 @@ def attention_products(mechanism: Mechanism, head_dim: int, length: int) -> tupl
 
 def training_flops(config: DecoderConfig, length: int) -> float:
     """Operations of training on one token of rows of `length`: two for each multiplication, and the backward pass
-    multiplies twice as much as the forward pass.
+    has two products for each of the forward pass.
 
     Raises:
       ValueError: see `decoder_multiplications`.

@@ -29,12 +29,13 @@ from train.data.series import (
     origins,
 )
 from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins
+from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, random_streams
+from train.engine.step import Objective, random_streams
 from train.tasks.lm import lm_objective
 from train.tasks.task import Task
 
@@ -113,7 +114,7 @@ _TOKENS = TokenForecastConfig(
 
 
 def forecast(
-    model: Regressor, config: ForecastConfig, params: Any, batch: Batch, key: Array | None = None
+    model: Regressor, config: ForecastConfig, params: Any, batch: Arrays, key: Array | None = None
 ) -> Float[Array, "B H C"]:
     """The rows after the known ones, in normalised units. `batch` is what `Windows` gives; the values of the rows to
     forecast are not read."""
@@ -147,7 +148,7 @@ def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         off = forecast(model, config, params, batch, key) - batch["values"][:, lookback:]
         weights = batch["weights"][:, lookback:]
         sums = {

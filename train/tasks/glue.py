@@ -18,14 +18,14 @@ from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConf
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
+from train.engine.batch import Arrays, HeldOut
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, random_streams
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
@@ -53,7 +53,7 @@ class GlueData(NamedTuple):
     examples: Mapping[str, Examples]
 
 
-# Training examples of the tasks, of which nine tenths are trained on.
+# Training examples of the tasks; nine tenths of them are trained on.
 _EXAMPLES = {
     "cola": 8_551,
     "sst2": 67_349,
@@ -96,13 +96,13 @@ def scores(logits: Any) -> Any:
 
 def glue_objective(model: Classifier, task: str, start: Any = lambda params: params) -> Objective:
     """Cross-entropy of the classes, and accuracy. For scores: of the second of two classes with the score over 5 as its
-    probability, and the negative squared error of the score in place of the accuracy."""
+    probability, and the negative squared error of the score instead of the accuracy."""
     classes = GLUE_TASKS[task].classes
 
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],
@@ -150,7 +150,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         return pretrained_run([MLM], config.pretrained)[1]
 
     def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
-        """The network is that of the masked language model, with the task's classes; without one, as when a run is
+        """The network of the masked language model, with the task's classes; without one, as when a run is
         planned, the network of the configuration."""
         classes = max(2, len(GLUE_TASKS[config.data.task].classes))
         if not config.pretrained:

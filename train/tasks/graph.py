@@ -19,9 +19,10 @@ from train.data.graphs.graph import Graph
 from train.data.graphs.load import load_graph
 from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
+from train.engine.batch import Arrays
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, classification, random_streams
+from train.engine.step import Objective, classification, random_streams
 from train.tasks.graph_config import PRESETS, GraphRunConfig
 from train.tasks.task import Task
 
@@ -54,8 +55,8 @@ def _targets_of_row(config: GraphRunConfig, graph: Graph) -> int:
     return -(-len(graph.splits["train"][0]) // config.loop.batch)
 
 
-def apply_to(model: NodeClassifier, params: Any, batch: Batch, key: Array | None = None) -> Any:
-    """The logits (B, P, C) of a batch; without dropout where there is no key."""
+def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | None = None) -> Any:
+    """The logits (B, P, C) of a batch; without dropout if key is None."""
     return model.apply(
         {"params": params},
         batch["features"],
@@ -68,7 +69,7 @@ def apply_to(model: NodeClassifier, params: Any, batch: Batch, key: Array | None
 
 def graph_objective(model: NodeClassifier) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
-    their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score chooses
+    their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
     the checkpoint: the loss rises again while they still get better."""
     config = model.config
     score = "node_f1" if config.multi_label else "accuracy"
@@ -82,7 +83,7 @@ def graph_objective(model: NodeClassifier) -> Objective:
         }
         return model.init(key, batch["features"], batch["present"], **arguments)["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits, targets, weights = apply_to(model, params, batch, key), batch["targets"], batch["weights"]
         if config.multi_label:
             nll = optax.sigmoid_binary_cross_entropy(logits, targets.astype(jnp.float32)).mean(axis=-1)
@@ -201,8 +202,7 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for batch in self.held_out(config, data, split):
             kept = batch["weights"] > 0
-            arrays = {name: value for name, value in batch.items() if name != "reset"}
-            logits = np.asarray(run(params, arrays))[kept]
+            logits = np.asarray(run(params, batch.arrays))[kept]
             predicted = (logits > 0).astype(np.int32) if config.model.multi_label else logits.argmax(axis=-1)
             found.append((predicted, batch["targets"][kept]))
         predicted, true = (np.concatenate(parts) for parts in zip(*found))

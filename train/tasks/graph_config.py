@@ -2,7 +2,7 @@
 
 acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (BRL-Attention's tables 4 and 10)
 20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
--brl, -local, -full                 transformers over token lists, or over all nodes where there is no graph
+-brl, -local, -full                 transformers over token lists, or over all nodes if there are no links
 -mlp, -gcn, -gat, -simple_hgn       what they are compared with
 """
 
@@ -23,7 +23,7 @@ from train.engine.optimizer import OptimizerConfig
 class GraphModelConfig(GraphConfig):
     """The network."""
 
-    # Where no graph is read, as when a run is only planned, these stand for it.
+    # Used while no graph has been read, as when a run is only planned.
     kinds: Decided[tuple[int, ...]] = tuple(range(16))
     num_features: Decided[int] = 32
     num_relations: Decided[int] = 1

@@ -24,13 +24,14 @@ from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.errors import UserError
+from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
-from train.engine.loop import HeldOut, Stream, held_out_metrics
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, perplexity, random_streams
+from train.engine.step import Objective, perplexity, random_streams
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import Streams, Task
 
@@ -55,7 +56,7 @@ def lm_objective(model: DecoderLM) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         return model.apply(
             {"params": params},
             batch["tokens"],
@@ -72,7 +73,7 @@ def lm_objective(model: DecoderLM) -> Objective:
     return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
 
 
-# The fewest batches of a pass over held-out text that has as many rows as a batch of training.
+# The fewest batches of a pass over held-out text with the rows of a training batch.
 _BATCHES = 4
 
 
@@ -107,7 +108,7 @@ def vocabulary(tokenizer: str) -> int:
 
 
 def vocabulary_of(config: DataConfig, data: LmData | None) -> int:
-    """The size of the vocabulary of a run's text: that of the data where it has been read, else by its options.
+    """The size of the vocabulary of a run's text: from the data if they have been read, else from the options.
 
     Raises:
       UserError: the options do not give it.

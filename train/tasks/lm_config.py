@@ -1,4 +1,4 @@
-"""The configuration of a language model's run, and its presets: those of BRL-Attention (OpenReview Vpyg3fqXbl, tables
+"""The configuration of a language model's run, and its presets: from BRL-Attention (OpenReview Vpyg3fqXbl, tables
 13 and 14), TransNormer (arXiv:2210.10340, table 13), MLR attention (arXiv:2509.07963, section 5.1) and TLinFormer
 (arXiv:2508.20407, section 6.2), and a small default for any machine."""
 
@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
     FullConfig,
@@ -37,17 +37,15 @@ _WIKITEXT103_TOKENS = 118_000_000
 class LmLoopConfig(LoopConfig):
     """The loop over a text; each row continues where it stopped at the step before."""
 
-    length: int = 512
+    length: Length = 512
     """Tokens of a row in one step."""
-    eval_tokens: Free[int] = 100_000
+    eval_tokens: Free[Natural] = 100_000
     """Held-out tokens that an evaluation reads; 0: all."""
     full_eval: Free[bool] = True
     """The evaluation at the end reads all held-out tokens."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "length")
-        check_at_least(self, "eval_tokens", least=0)
         if self.eval_tokens == 1:
             raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
@@ -68,11 +66,8 @@ class LmConfig(RunConfig):
     model: Annotated[LmModelConfig, Flat]
     sample_prompt: Free[str] = ""
     """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
-    sample_tokens: Free[int] = 256
+    sample_tokens: Free[Natural] = 256
     """Tokens of that sample; 0: none."""
-
-    def __post_init__(self):
-        check_at_least(self, "sample_tokens", least=0)
 
 
 def _small() -> LmConfig:
@@ -94,7 +89,7 @@ def _small() -> LmConfig:
 
 
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
-    """Six layers of width 512. The vocabulary is GPT-2's size, with which full attention has the 50.9M parameters of
+    """Six layers of width 512. The vocabulary has GPT-2's size, so that full attention has the 50.9M parameters of
     BRL-Attention's tables 6 and 7. The papers give neither the steps nor the warm-up: these are our choice."""
     return LmConfig(
         loop=LmLoopConfig(
@@ -138,7 +133,7 @@ def _brl(size: int, history: int) -> BRLConfig:
 
 def _transnormer(variant: Variant, **options: Any) -> LmConfig:
     """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text.
-    `options` are those of `transnormer`."""
+    `options`: see `transnormer`."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -164,7 +159,7 @@ def _transnormer(variant: Variant, **options: Any) -> LmConfig:
 
 
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
-    """TLinFormer, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary, and ten epochs whatever the
+    """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs whatever the
     length; the learning rate and the warm-up are our choice."""
     rows = 256
     return LmConfig(
@@ -193,7 +188,7 @@ def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
 
 
 def _windows(total: int, share: float) -> TLinFormerConfig:
-    """An observed window of `total` tokens, of which `share` are context."""
+    """An observed window of `total` tokens; a share of them is context."""
     context = round(share * total)
     return TLinFormerConfig(window=total - context, context=context, hidden=2)
 
@@ -204,7 +199,7 @@ _CHARACTER_RANKS = (32, 8, 8, 8, 4, 4)
 def _characters(width: int, mechanism: Mechanism | None = None) -> LmConfig:
     """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network; MLR attention
     by default. The paper gives its ranks for heads of 64 only in a figure; batch, steps, warm-up and the other
-    mechanisms' windows are our choice. Steps take as many operations (`train.tasks.decoder_flops`) as MLR's 100,000."""
+    mechanisms' windows are our choice. The steps take the operations of MLR's 100,000 (`train.tasks.decoder_flops`)."""
     length = 1024
     config = LmConfig(
         loop=LmLoopConfig(
@@ -246,7 +241,7 @@ def _small_characters(mechanism: Mechanism | None = None) -> LmConfig:
 
 
 def at_equal_flops(config: LmConfig, mechanism: Mechanism) -> LmConfig:
-    """The run with another mechanism in every layer, and as many steps as take the same operations.
+    """The run with another mechanism in every layer, and the number of steps that takes the same operations.
 
     Raises:
       ValueError: `train.tasks.decoder_flops` does not count one of the two mechanisms.
@@ -280,7 +275,7 @@ def _pod() -> LmConfig:
 
 
 def _pod_8b() -> LmConfig:
-    """8.2 billion parameters, those of the compressed tokens among them, and a row of 8k tokens on each of 256 chips;
+    """8.2 billion parameters, including the compressed tokens', and a row of 8k tokens on each of 256 chips;
     parameters and optimiser are divided over all of them."""
     return LmConfig(
         loop=LmLoopConfig(

@@ -17,11 +17,11 @@ from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from train.data.lra import load
 from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.lra.tasks import LRA_TASKS
+from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError
-from train.engine.loop import HeldOut
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, random_streams
 from train.tasks.lra_config import PRESETS, LraConfig, for_rows
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -30,7 +30,7 @@ from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
 
-# Fields of the network that may differ from those of the run that it starts from: they change no parameter of the
+# Fields of the network that may differ from the run that it starts from: they change no parameter of the
 # encoder, or the task decides them.
 _OWN = ("dropout", "remat", "dtype", "implementation", "pooling", "vocab_size", "num_classes", "max_length")
 
@@ -47,7 +47,7 @@ def lra_objective(
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 2, 1) if pair else (1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],

@@ -5,13 +5,13 @@ lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own impleme
 lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
 lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; positions, batch and optimiser of
                                                      Skyformer's code, arXiv:2111.00035, as it states)
-lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
+lra-TASK-nystromformer, -kernelized, -skyformer,     the other mechanisms of its table 6, in Skyformer's network
 -informer, -reformer, -long-short                    (two layers of width 64)
 lra-TASK-flowformer, -luna, -sinkhorn, -sliceformer, mechanisms of BRL-Attention's table 1 in the network of its table
 -synthesizer                                         11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. BRL-Attention gives neither steps nor warm-up: the
-steps are those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
+steps are from the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
 Skyformer's networks train for 50,000 steps.
 """
 
@@ -21,7 +21,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Natural
 from brl_jax.layers import (
     BRLConfig,
     FlowformerConfig,
@@ -73,16 +73,13 @@ class LraConfig(RunConfig):
     data: Annotated[TaskDataConfig, Flat]
     model: Annotated[LraModelConfig, Flat]
     pretrained: str = ""
-    """Folder of a run of train.lra, a classifier's or that of denoise-TASK or trace-pathfinder, of the same network;
+    """Folder of a run of train.lra, a classifier or a run of denoise-TASK or trace-pathfinder, with the same network;
     training starts from its encoder's weights, and from its head's where it classifies the same task."""
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
-    fit_head: int = 0
+    fit_head: Natural = 0
     """Training examples that the head starts from, as the linear map fitted to what it reads for them: the pooled
     outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
-
-    def __post_init__(self):
-        check_at_least(self, "fit_head", least=0)
 
 
 _Part = TypeVar("_Part")
@@ -101,7 +98,7 @@ def for_rows(data: LraDataConfig, model: _Model, **changes: Any) -> _Model:
     of the longest bucket, so that a sequence is read alike in every bucket.
 
     Raises:
-      UserError: a mechanism's grid is not that of the task's images.
+      UserError: a mechanism's grid does not fit the task's images.
     """
     _check_grid(data, model)
     longest = data.padded_lengths[-1]
@@ -257,7 +254,8 @@ def _transnormer(task: str, variant: Variant) -> LraConfig:
 def _beside_transnormer(task: str) -> dict[str, Mechanism]:
     """The mechanisms of TransNormer's table 6 at the sizes of Skyformer's code (arXiv:2111.00035), by name. Informer's
     factor is the one by which that code comes to 128 keys, and Reformer has its two rounds, chunks and buckets; the
-    Long-Short Transformer has the window and the rank of its own results on the Long Range Arena (arXiv:2107.02192).
+    Long-Short Transformer has the window and the rank of its paper's results on the Long Range Arena
+    (arXiv:2107.02192).
     """
     factor = math.ceil(128 / math.log(_LENGTHS[task]))
     buckets = 2 ** int(math.log2(2 * (_LENGTHS[task] // 64)))
@@ -291,7 +289,7 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 def _beside_brl(task: str) -> dict[str, Mechanism]:
     """Mechanisms of BRL-Attention's table 1, by name. Sinkhorn's blocks have the size of the Long Range Arena's code;
     a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code. Synthesizer has the
-    factorised random weights, Luna the most packed tokens of its own results."""
+    factorised random weights, Luna the most packed tokens of its paper's results."""
     return {
         "flowformer": FlowformerConfig(),
         "luna": LunaConfig(num_packed=256),
@@ -351,7 +349,7 @@ def _small(task: str) -> LraConfig:
 
 
 def _paths(mechanism: Mechanism) -> LraConfig:
-    """Windows in two dimensions for pathfinder: narrow layers, as many as a dot's signal needs to reach the middle of a
+    """Windows in two dimensions for pathfinder: narrow layers, enough for a dot's signal to reach the middle of a
     path, which keep to the lit pixels around each, without positions (docs/lra.md)."""
     small = _small("pathfinder")
     return LraConfig(

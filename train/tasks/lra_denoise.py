@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from brl_jax.fields import Range
 from brl_jax.models import MaskedLM
 from train.data.lra import load
 from train.data.lra.tasks import LRA_TASKS
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
+from train.engine.batch import HeldOut
 from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.step import Objective, means, perplexity
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
@@ -35,13 +36,8 @@ from train.tasks.task import Task
 class DenoiseDataConfig(TaskDataConfig):
     """The examples, and how much of them is masked."""
 
-    mask_share: float = 0.5
+    mask_share: Annotated[float, Range(above=0, below=1)] = 0.5
     """Share of a sequence's tokens that the network is asked for."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0.0 < self.mask_share < 1.0:
-            raise ValueError(f"mask_share must be above 0 and below 1, got {self.mask_share}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +76,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
     default_preset = "denoise-listops"
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
-        """The arena's task decides the tokens, of which the mask is one more."""
+        """The arena's task decides the tokens; the mask is one more."""
         sizes = LRA_TASKS[config.data.task]
         model = for_rows(
             config.data, config.model, vocab_size=sizes.vocab_size + 1, num_classes=sizes.num_classes

@@ -10,10 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brl_jax.models import Classifier, PairClassifier
-from train.engine.step import Batch
 
 _RIDGE = 1e-3
-# Factors on the scores of a regression, of which a head takes the one with the lowest loss.
+# Factors on the scores of a regression; a head takes the one with the lowest loss.
 _FACTORS = 2.0 ** np.arange(-2, 7)
 
 

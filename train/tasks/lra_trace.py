@@ -2,7 +2,7 @@
 
 `python -m train.lra trace-pathfinder` trains it on the marks of generated images, and `python -m train.lra pathfinder
 --pretrained RUN` trains the classifier from its weights. The marks are labels that the Long Range Arena does not have:
-some hundred an image, of which those near a dot are learnt first and those farther away after them, where the arena's
+some hundred an image. The ones near a dot are learnt first, the ones farther away later, where the arena's
 one label needs a network that follows paths from end to end before it gives any gradient (docs/lra.md).
 """
 
@@ -21,12 +21,12 @@ from brl_jax.models import TokenClassifier
 from train.data.lra import load
 from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.lra.tasks import LRA_TASKS
+from train.engine.batch import Arrays, HeldOut
 from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.loop import HeldOut
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, random_streams
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.task import Task
@@ -74,7 +74,7 @@ def trace_objective(model: TokenClassifier) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         image, marks = batch["tokens"][:, 0], batch["tokens"][:, 1]
         logits: Any = model.apply(
             {"params": params},
@@ -93,7 +93,7 @@ def trace_objective(model: TokenClassifier) -> Objective:
 
 
 class LraTraceTask(Task[TraceConfig, LraData]):
-    """The pixels of generated images of pathfinder, each with a class of its own."""
+    """The pixels of generated images of pathfinder, each with its own class."""
 
     name = "lra_trace"
     about = "Trains an encoder to mark the paths of pathfinder that have a dot."

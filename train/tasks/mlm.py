@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.fields import Range
 from brl_jax.layers import (
     BRLConfig,
     FlashConfig,
@@ -30,14 +30,14 @@ from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
+from train.engine.batch import Arrays, HeldOut
 from train.engine.config import RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, classification, means, perplexity, random_streams
+from train.engine.step import Objective, classification, means, perplexity, random_streams
 from train.tasks.lm import LmData, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
 from train.tasks.task import Streams, Task
@@ -51,7 +51,7 @@ Pack = Literal["auto", "always", "never"]
 class MlmDataConfig(DataConfig):
     """The text of a run, how it becomes tokens, and how many of them are masked."""
 
-    mask_share: float = 0.15
+    mask_share: Annotated[float, Range(above=0, below=1)] = 0.15
     """Share of a row's tokens that the network is asked for."""
     # Of a run that is older than the option; presets have "auto".
     pack: Pack = "never"
@@ -60,14 +60,11 @@ class MlmDataConfig(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("pack", self.pack, get_args(Pack))
         if self.data.startswith("hf-stream:"):
             raise UserError(
                 f"--data: expected a text whose tokens are made first, such as tokens:DIR (python -m "
-                f"train.data.tokenize), got {self.data}"
+                f"train.tokenize), got {self.data}"
             )
-        if not 0.0 < self.mask_share < 1.0:
-            raise ValueError(f"mask_share must be above 0 and below 1, got {self.mask_share}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +150,7 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
 
 
 def _base(mechanism: Mechanism, layers: int = 12) -> MlmConfig:
-    """The networks beside it in table 5; those whose layers have no feed-forward network have twice as many."""
+    """The other networks of table 5; the ones without feed-forward networks have twice the layers."""
     return _roberta(
         MlmModelConfig(
             num_layers=layers,
@@ -197,7 +194,7 @@ def mlm_objective(model: MaskedLM) -> Objective:
         tokens = jnp.zeros((1, 1), jnp.int32)
         return model.init(key, tokens, tokens)["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],

@@ -43,5 +43,5 @@ def pretrained_weights(task: Task[Any, Any], config: Any, folder: str, checkpoin
 
 
 def replaced(params: Any, read: Any) -> Any:
-    """The parameters with those that were read in place of their own, on the same devices."""
+    """The parameters that were read, on the devices of `params`."""
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), read, params)

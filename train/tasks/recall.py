@@ -35,13 +35,14 @@ from train.data.recall import (
     blind_accuracy,
     num_answers,
 )
+from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
+from train.engine.evaluation import evaluate
 from train.engine.fields import Decided, Flat
-from train.engine.loop import evaluate
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, make_eval_step, means, random_streams
+from train.engine.step import Objective, make_eval_step, means, random_streams
 from train.tasks.task import Task
 
 
@@ -103,7 +104,7 @@ _LOCAL = LocalConfig(window=8)
 _BRL = BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, memory="layer")
 # The paper's algorithm.
 _BRL_OUTPUT = dataclasses.replace(_BRL, memory="output", beta=0.5)
-# As many features of B and C as of a head; with Mamba-2's own 128 its state would be larger than the row's keys.
+# B and C have a head's features; with Mamba-2's 128 the state would be larger than the row's keys.
 _MAMBA2 = Mamba2Config(state_size=16)
 _NATIVE_SPARSE = NativeSparseConfig(window=8, compressed_size=4, stride=2, selected_size=4, num_selected=6)
 
@@ -131,8 +132,8 @@ PRESETS: dict[str, RecallConfig] = {
 }
 
 
-def answer_logits(model: DecoderLM, params: Any, batch: Batch, key: Array | None) -> Float[Array, "B P V"]:
-    """The logits at a batch's questions, in float32; those of other places are not computed."""
+def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | None) -> Float[Array, "B P V"]:
+    """The logits at a batch's questions, in float32; other places are not computed."""
     variables = {"params": params}
     hidden: Any = model.apply(
         variables, batch["tokens"], deterministic=key is None, rngs=random_streams(key), method="hidden"
@@ -149,7 +150,7 @@ def recall_objective(model: DecoderLM) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits, targets, weights = (
             answer_logits(model, params, batch, key),
             batch["targets"],

@@ -16,12 +16,13 @@ from jaxtyping import Array, Float
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, Mechanism
 from brl_jax.models import Regressor, RegressorConfig
 from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, PromptStream, least_squares_errors
+from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, random_streams
+from train.engine.step import Objective, random_streams
 from train.tasks.task import Task
 
 
@@ -72,7 +73,7 @@ def make_prompt(x: Float[Array, "B P D"], y: Float[Array, "B P"], kind: Prompt) 
 
 
 def squared_errors(
-    model: Regressor, kind: Prompt, params: Any, batch: Batch, key: Array | None
+    model: Regressor, kind: Prompt, params: Any, batch: Arrays, key: Array | None
 ) -> Float[Array, "B P"]:
     """The squared error of each y, predicted at the token that holds its x alone.
 
@@ -93,7 +94,7 @@ def regression_objective(model: Regressor, kind: Prompt) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         weights = batch["weights"]
         errors = squared_errors(model, kind, params, batch, key)
         return jnp.sum(errors * weights), jnp.sum(weights), memory

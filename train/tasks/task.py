@@ -1,4 +1,4 @@
-"""A task: everything that one kind of run has of its own, behind the one training loop and the one evaluation.
+"""A task: everything that is particular to one kind of run. Training and evaluation work with any task.
 
 A new task is one file in train/tasks (or anywhere else) with a configuration class, a subclass of `Task`, and a command
 of two lines:
@@ -18,11 +18,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh
 
+from train.engine.batch import HeldOut, Stream
 from train.engine.config import RunConfig
 from train.engine.config_file import differences, from_json, read_values, to_json
 from train.engine.errors import UserError
+from train.engine.evaluation import evaluate
 from train.engine.fields import Mark, marked
-from train.engine.loop import HeldOut, Stream, evaluate
 from train.engine.metrics import log
 from train.engine.step import Objective, make_eval_step, means
 
@@ -79,7 +80,7 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def batch_shapes(self, config: C, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch with this number of rows (the longest, where lengths differ), without "reset"."""
+        """The arrays of a batch with this number of rows (the longest, where lengths differ)."""
 
     @abc.abstractmethod
     def load(self, config: C, splits: Sequence[str]) -> D:
@@ -107,7 +108,7 @@ class Task(abc.ABC, Generic[C, D]):
         return None
 
     def measures(self, config: C, data: D, split: str, held_out: HeldOut, sums: Mapping[str, float]) -> dict:
-        """What an evaluation reports of the sums over a split (see `train.engine.loop.evaluate`)."""
+        """What an evaluation reports of the sums over a split (see `train.engine.evaluation.evaluate`)."""
         return means(sums)
 
     def describe_data(self, config: C, data: D) -> str:
@@ -171,11 +172,12 @@ class Task(abc.ABC, Generic[C, D]):
         if task != self.name:
             return [f"task {task} -> {self.name}"]
         try:
-            values = {name: value for name, value in old.items() if name != "task"}
+            values = {name: value for name, value in old.items() if name not in ("task", "network")}
             old = {"task": task, **to_json(from_json(self.config_class, values, "config.json"))}
         except UserError:  # it is of another version, which has fields that this one lacks
             pass
-        return differences(old, self.to_json(config), self.free_fields() if free is None else free)
+        free = self.free_fields() if free is None else free
+        return differences(old, self.to_json(config), {"network", *free})
 
     def free_fields(self) -> frozenset[str]:
         """Dotted names of the configuration's fields that a resumed run may change."""
@@ -192,7 +194,8 @@ def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -
       UserError: there is no such file, it is damaged, or the run is of another task.
     """
     values = read_values(path)
-    name = values.pop("task", None) if isinstance(values, dict) else None
+    name = values.pop("task")
+    values.pop("network", None)
     known = {task.name: task for task in tasks}
     if name not in known:
         raise UserError(
@@ -212,6 +215,6 @@ def find_runs(tasks: Sequence[Task[Any, Any]], folder: Path) -> list[Path]:
         except UserError as error:
             log(f"{path.parent} is left out: {error}")
             continue
-        if isinstance(values, dict) and values.get("task") in known:
+        if values["task"] in known:
             found.append(path.parent)
     return found

@@ -98,7 +98,17 @@ def dispatch(
         choice = _named(name, implementation, backends, operands, kept)
     if results is None:
         results = jax.eval_shape(xla, *operands)
-    return by_platform(choice, *operands, results=results, kept=kept, plain=xla, axis_name=axis_name)
+    half = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(operands))  # cuDNN takes nothing wider
+    cudnn = half and any(b.implementation == "cudnn" and not b.unsuited for row in rows.values() for b in row)
+    return by_platform(
+        choice,
+        *operands,
+        results=results,
+        kept=kept,
+        plain=xla,
+        axis_name=axis_name,
+        needs_devices=cudnn or str(implementation).endswith("_interpret"),
+    )
 
 
 class _Choice:

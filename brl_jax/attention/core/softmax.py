@@ -27,9 +27,9 @@ MASKED = -0.7 * float(np.finfo(np.float32).max)
 def rounded(scores: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     """The scores, each of them rounded to its dtype before anything is subtracted from it.
 
-    Under jit, a compiler turns products * scale - maximum into one multiply-add, which subtracts the rounded maximum from
-    the exact product. Of scores near 1e9 the difference is off by 32, whose exponential overflows or, where it is
-    the maximum's own, is 0. No compiler looks through a maximum.
+    Under jit, a compiler turns products * scale - maximum into one multiply-add, which subtracts the rounded
+    maximum from the exact product. For scores near 1e9 the difference is off by 32: its exponential overflows or, at
+    the maximum itself, is 0. No compiler looks through a maximum.
     """
     return jnp.maximum(scores, jnp.asarray(MASKED, scores.dtype))
 

@@ -213,7 +213,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     if implementation == "cudnn":  # by name it takes more calls than by itself
         cudnn.check(call, x)
         form = without_kept(functools.partial(cudnn.attend, call))
-        return by_platform(lambda *_: form, x, results=results, plain=plain)
+        return by_platform(lambda *_: form, x, results=results, plain=plain, needs_devices=True)
     backends = _backends(call)
     if implementation is not None:
         backends["cuda"] = backends["cuda"][1:]

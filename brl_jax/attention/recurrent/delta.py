@@ -15,6 +15,7 @@ from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.recurrent import gpu, tpu
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     SAVED,
@@ -33,7 +34,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked, recurrence_backend, walk
+from brl_jax.attention.recurrent.tpu import Walked
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
 
 
@@ -260,27 +261,26 @@ def _attend(
 
     recurrence = Recurrence(summarize, _states, _join)
 
-    def kernel(state: DeltaState, inputs: Any, segments: Any, *, interpret: bool) -> tuple[DeltaState, Array]:
+    def kernel(walk: Any, state: DeltaState, inputs: Any, segments: Any, **options: Any) -> Any:
         k = inputs["key"]
         if normalize_keys:
             k = _normalize(k.astype(jnp.float32)).astype(k.dtype)
         arrays = (inputs["query"], k, inputs["value"], state.key_value, None)
         gates = (inputs.get("log_decay"), inputs["beta"].astype(jnp.float32))
-        sums = walk(Walked(*arrays, *gates, segments), interpret=interpret)
+        sums = walk(Walked(*arrays, *gates, segments), **options)
         return DeltaState(sums.key_value), sums.total.astype(query.dtype)
 
-    backend = recurrence_backend(
-        kernel,
-        query,
-        key,
-        value,
-        features=key.shape[3],
-        chunk_size=chunk_size,
-        delta=True,
-        log_decay=log_decay,
+    call: dict[str, Any] = {"features": key.shape[3], "chunk_size": chunk_size, "log_decay": log_decay}
+    on_tpu, on_gpu = (
+        functools.partial(kernel, walk)
+        for walk in (tpu.walk, functools.partial(gpu.walk, out_dtype=query.dtype))
     )
+    backends = {
+        "tpu": (tpu.recurrence_backend(on_tpu, query, key, value, delta=True, **call),),
+        "cuda": (gpu.recurrence_backend(on_gpu, query, key, value, **call),),
+    }
     state, out = dispatch(
-        name, implementation, {"tpu": (backend,)},
+        name, implementation, backends,
         functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),
         state, inputs, prepared.segments,
         results=(state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)),

@@ -1,16 +1,70 @@
-"""Gated attention units on GPUs: their scores, normaliser and bias as one product, and who sees whom as ranges."""
+"""Recurrences and gated attention units on GPUs.
+
+The scores, the normaliser and the bias of gated attention units become one product, and who sees whom ranges.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.dispatch import Backend
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
+from brl_jax.attention.recurrent.tpu import WALKED_AXES, Walked
+from brl_jax.sharding import sequence_axis, shard_call
 
 # Triton is imported where it is needed: it costs import time.
+
+#: Shorter rows are a few chunks for XLA.
+_SHORTEST = 128
+
+
+def recurrence_backend(
+    run: Callable[..., Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    features: int,
+    chunk_size: int,
+    log_decay: Array | None = None,
+) -> Backend:
+    """The kernels of a call of `linear_attention` or of a delta rule.
+
+    Args:
+      run: `run(*operands)`, by `walk`.
+      query, key, value, features, chunk_size, log_decay: as for the backend of TPUs.
+    """
+    length = key.shape[1]
+    q, k = (jax.ShapeDtypeStruct((*x.shape[:3], features), x.dtype) for x in (query, key))
+    v = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    by_feature = log_decay is not None and log_decay.ndim == 4
+
+    def obstacle(*_: Any) -> str | None:
+        from pallas_kernels import triton
+
+        if by_feature:
+            return "log_decay must be one number for each token and head, got one for each feature"
+        return triton.recurrence_obstacle(q, k, v)
+
+    unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
+    return triton_backend(run, obstacle, unsuited)
+
+
+def walk(arrays: Walked, *, out_dtype: Any = jnp.float32) -> Any:
+    """The `Sums` of the kernels, each device for its own rows and heads; their total has the dtype `out_dtype`."""
+    from pallas_kernels import triton
+
+    def attend(*arrays: Any) -> Any:
+        return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
+
+    return triton.Sums(*shard_call(attend, arrays, *WALKED_AXES))
 
 
 def gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:

@@ -15,6 +15,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.recurrent import gpu, tpu
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
@@ -40,7 +41,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked, recurrence_backend, walk
+from brl_jax.attention.recurrent.tpu import Walked
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
@@ -276,6 +277,8 @@ def feature_sums(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
+    # Nothing is divided by a sum of weights, or normalised, after a decay.
+    out_dtype = jnp.float32 if log_decay is None else query.dtype
 
     def run(step: Step, recurrence: Recurrence) -> Any:
         """A causal call, through XLA or the kernel of its platform."""
@@ -283,18 +286,18 @@ def feature_sums(
         if name is None:
             last, sums = scan(state, inputs, segments)
             return sums, last
-        kernel = functools.partial(
-            _walk_features, functools.partial(both, query_features), functools.partial(both, key_features)
-        )
-        backend = recurrence_backend(
-            kernel, query, key, value, features=num_features,
-            chunk_size=chunk_size, log_decay=log_decay,
-        )  # fmt: skip
-        total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), jnp.float32)
+        features = functools.partial(both, query_features), functools.partial(both, key_features)
+        on_gpu = functools.partial(gpu.walk, out_dtype=out_dtype)
+        by_tpu, by_gpu = (functools.partial(_walk_features, *features, walk) for walk in (tpu.walk, on_gpu))
+        call: dict[str, Any] = {"features": num_features, "chunk_size": chunk_size, "log_decay": log_decay}
+        backends = {
+            "tpu": (tpu.recurrence_backend(by_tpu, query, key, value, **call),),
+            "cuda": (gpu.recurrence_backend(by_gpu, query, key, value, **call),),
+        }
+        total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), out_dtype)
         weight = jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32) if normalize else None
         last, sums = dispatch(
-            name, implementation, {"tpu": (backend,)}, scan, state, inputs, segments,
-            results=(state, (total, weight)),
+            name, implementation, backends, scan, state, inputs, segments, results=(state, (total, weight)),
             **kept_by_scan(step, state, inputs, chunk_size=chunk_size, recurrence=recurrence),
         )  # fmt: skip
         return sums, last
@@ -313,7 +316,7 @@ def feature_sums(
             k = both(key_features, chunk["key"], chunk["key_positions"]).numerator
             arrays = group_rows(q, kv_heads), heads_first(k), heads_first(chunk["value"])
             change, out = decayed_step(*arrays, chunk["log_decay"], state.key_value, visibility)
-            return change, (ungroup_rows(out, k.shape[1]), None)
+            return change, (ungroup_rows(out, k.shape[1]).astype(out_dtype), None)
 
         return run(*_decayed_scan(decayed, fresh))
 
@@ -359,13 +362,13 @@ def _decayed_scan(
 def _walk_features(
     query_features: Callable[[Array, Any], _Both],
     key_features: Callable[[Array, Any], _Both],
+    walk: Callable[..., Any],
     state: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,
-    *,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[LinearState, Any]:
-    """The last state and the sums by the kernel of TPUs, which is given features in the dtype of the arrays."""
+    """The last state and the sums by a kernel, `walk`, which is given features in the dtype of the arrays."""
     value, log_decay = inputs["value"], inputs.get("log_decay")
     q = query_features(inputs["query"], inputs["query_positions"])
     k = key_features(inputs["key"], inputs["key_positions"])
@@ -373,12 +376,13 @@ def _walk_features(
     q, k = jax.tree.map(lambda x: x.astype(value.dtype), (q, k))
 
     def through(q: Array, k: Array, value: Array, key_value: Array, key: Array | None) -> Any:
-        return walk(Walked(q, k, value, key_value, key, log_decay, None, segments), interpret=interpret)
+        return walk(Walked(q, k, value, key_value, key, log_decay, None, segments), **options)
 
     if state.key is None or not rotated:
         sums = through(q.numerator, k.numerator, value, *state)
         weight = None if sums.weight is None else sums.weight[..., None]
-        return LinearState(sums.key_value, sums.key), (sums.total, weight)
+        total = sums.total if log_decay is None else sums.total.astype(value.dtype)
+        return LinearState(sums.key_value, sums.key), (total, weight)
     # A second walk with the features before they were rotated, whose values do not matter.
     sums = through(q.numerator, k.numerator, value, state.key_value, None)
     weights = through(q.denominator, k.denominator, value[..., :1], state.key_value[..., :1], state.key)

@@ -42,6 +42,15 @@ class Walked(NamedTuple):
     segments: Int[Array, "B T"] | None = None
 
 
+_QUERIES, _KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+_STATE, _NUMBERS = ("batch", "kv_heads", None, None), _KEYS[:3]
+#: The axes of `Walked`, and of the sums, the weights and the states after the last token, for `shard_call`.
+WALKED_AXES = (
+    (_QUERIES, _KEYS, _KEYS, _STATE, _STATE[:3], _NUMBERS, _NUMBERS, ("batch", None)),
+    (_QUERIES, _QUERIES[:3], _STATE, _STATE[:3]),
+)
+
+
 def recurrence_backend(
     run: Callable[..., Any],
     query: Array,
@@ -86,10 +95,7 @@ def walk(arrays: Walked, *, interpret: bool) -> Any:
         factors, segments = _factors(walked), walked.segments
         return tuple(tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
 
-    queries, keys = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
-    state, numbers = ("batch", "kv_heads", None, None), keys[:3]
-    names = (queries, keys, keys, state, state[:3], numbers, numbers, ("batch", None))
-    return tpu.Sums(*shard_call(attend, arrays, names, (queries, queries[:3], state, state[:3])))
+    return tpu.Sums(*shard_call(attend, arrays, *WALKED_AXES))
 
 
 def _factors(arrays: Walked) -> Any:

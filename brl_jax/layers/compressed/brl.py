@@ -123,7 +123,7 @@ class BRLConfig(Mechanism):
                 raise ValueError(f"{name} must be at least 1 or None, got {size}")
         if self.bias == "t5" and self.num_compressed and self.history <= 16:
             raise ValueError(
-                f"history_size (block_size where it is None) must be above 16, the near distances of bias='t5', "
+                f"history_size (or block_size, if that is None) must be above 16 with bias='t5', "
                 f"got {self.history}"
             )
         if not 0.0 <= self.beta <= 1.0:

@@ -37,8 +37,8 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
 
 To list it, add the configuration to `MECHANISMS` (`brl_jax.layers.registry`), a small instance to
-`tests/laws/cases.py`, and a NumPy oracle to tests/laws. The suite of laws tests the rest, guided by the capability
-flags.
+`tests/laws/cases.py`, and a NumPy oracle to tests/oracles. The suite of laws tests the rest, guided by the
+capability flags.
 
 The arguments of the call:
 
@@ -72,6 +72,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
+from brl_jax.fields import Checked
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -145,7 +146,7 @@ class Dimensions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mechanism:
+class Mechanism(Checked):
     """Base of the mechanisms' configurations.
 
     The first group of members are capability flags, which tell networks, scripts and the suite of laws what to expect.

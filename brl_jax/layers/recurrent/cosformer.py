@@ -54,10 +54,10 @@ class CosformerConfig(Mechanism):
 class CosformerCache(NamedTuple):
     """The decoding cache of `CosformerAttention`.
 
-    state: `cosformer_attention`'s.
-    state: of `cosformer_attention`.
-    num_tokens: () int32, how many tokens the state has seen.
-    max_length: () int32, the distance at which a weight reaches 0.
+    Attributes:
+      state: `cosformer_attention`'s.
+      num_tokens: () int32, how many tokens the state has seen.
+      max_length: () int32, the distance at which a weight reaches 0.
     """
 
     state: CosformerState

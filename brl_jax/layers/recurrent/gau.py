@@ -45,7 +45,9 @@ class GauConfig(Mechanism):
     def __post_init__(self):
         check_at_least(self, "expansion", "key_dim", "chunk_size")
         if self.key_dim % 2:
-            raise ValueError(f"key_dim must be even, for its pairs are rotated, got {self.key_dim}")
+            raise ValueError(
+                f"key_dim must be even, because its features are rotated in pairs, got {self.key_dim}"
+            )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GatedAttention(self, dimensions, **kwargs)

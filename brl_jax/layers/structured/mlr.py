@@ -52,7 +52,9 @@ class MLRConfig(Mechanism):
             raise ValueError(f"context must be at least 1 or None, got {self.context}")
         if self.block_sizes is not None:
             if self.ranks is None:
-                raise ValueError(f"block_sizes need ranks, one for each, got {self.block_sizes} alone")
+                raise ValueError(
+                    f"block_sizes need ranks, one for each size, got only block_sizes={self.block_sizes}"
+                )
             check_block_sizes(self.block_sizes, len(self.ranks))
 
     def check(self, dimensions: Dimensions) -> None:

@@ -146,7 +146,7 @@ def _check_dense(layers: int, field: Mapping[str, Any]) -> None:
     if field["num_experts"] and sparse:
         raise ValueError(
             f"config.json: num_experts={field['num_experts']} makes {len(sparse)} of {layers} layers mixtures of "
-            "experts, which have no counterpart here; num_experts must be 0, or mlp_only_layers must list all layers"
+            "experts, which are not supported; num_experts must be 0, or mlp_only_layers must list all layers"
         )
 
 

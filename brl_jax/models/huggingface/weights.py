@@ -238,7 +238,7 @@ def to_parameters(
     leaves: dict[Path, Any] = {}
     for entry in _entries(config, architecture):
         if entry.name not in left:
-            raise ValueError(f"the weights lack {entry.name}, which config.json asks for")
+            raise ValueError(f"the weights lack {entry.name}, which config.json requires")
         left.discard(entry.name)
         tensor = read(entry.name)
         if tensor.shape != entry.shape:
@@ -251,7 +251,7 @@ def to_parameters(
                 leaves.setdefault(path, []).append(own)
     if left:
         raise ValueError(
-            f"the weights hold {len(left)} tensors that config.json has no place for, such as {min(left)}"
+            f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -279,7 +279,7 @@ def to_tensors(
             theirs = None
         if theirs is None or theirs.shape != entry.shape:
             names = ", ".join("/".join(path) for path in entry.paths)
-            raise ValueError(f"params: {names} has another shape than the configuration's")
+            raise ValueError(f"params: the shape of {names} does not match the configuration")
         tensors[entry.name] = theirs
     return tensors
 
@@ -289,7 +289,7 @@ def _leaf(params: Mapping[str, Any], path: Path, repeat: int | None) -> np.ndarr
     leaf: Any = params
     for part in path:
         if not isinstance(leaf, Mapping) or part not in leaf:
-            raise ValueError(f"params lack {'/'.join(path)}, which the configuration asks for")
+            raise ValueError(f"params lack {'/'.join(path)}, which the configuration requires")
         leaf = leaf[part]
     leaf = np.asarray(leaf, np.float32)
     return leaf if repeat is None else leaf[repeat]

@@ -131,7 +131,7 @@ class TLinFormerStack(Stack):
                 )
             if self.dimensions.dropout > 0 and not call.get("deterministic", True):
                 raise ValueError(
-                    "deterministic must be True with a cache of TLinFormer, which reads earlier tokens again, got "
+                    "deterministic must be True with a cache of TLinFormer, which rereads earlier tokens, got "
                     "False"
                 )
             check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])

@@ -1,14 +1,14 @@
 """Every mechanism on small tasks of the Long Range Arena: python -m eval.survey --folder DIR [OPTIONS].
 
-Trains a network for each listed mechanism that has a bidirectional form, the same one otherwise, on listops, text and
-image with several seeds, and measures it on the test split (`eval.lra`). Then the training steps of all mechanisms are
-timed in turn. Prints a table as markdown: accuracy, parameters, steps a second and memory; --picture draws accuracy
-against speed, the area of a bubble showing the memory (the survey of Tay et al. 2020, arXiv:2011.04006, figure 3).
+Trains the same network with each listed mechanism that has a bidirectional form, on listops, text and image with
+several seeds, and measures it on the test split (`eval.lra`). Then it times the training steps of all mechanisms in
+turn. Prints a table as markdown: accuracy, parameters, steps a second and memory; --picture draws accuracy against
+speed, with memory as the area of a bubble (the survey of Tay et al. 2020, arXiv:2011.04006, figure 3).
 
-The same command again trains the runs that are missing or whose configuration has changed, and no others; Ctrl-C and
-SIGTERM save the run that is under way. The first seed of all mechanisms comes first. With --only speed nothing is
-trained, with --only table nothing is computed: the table shows what there is. The network `no_mixing` is a control in
-which no token sees another: a task on which it is as good as the others does not compare mechanisms.
+The same command again trains only the runs that are missing or whose configuration has changed; Ctrl-C and SIGTERM save
+the current run. The first seed of all mechanisms comes first. With --only speed nothing is trained, and with --only
+table nothing is computed: the table shows what there is. In the network `no_mixing`, a control, no token sees another:
+a task on which it is as good as the others does not compare mechanisms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.harness.pictures import picture_path, save
+from eval.harness.output import picture_path
+from eval.harness.pictures import save
 from eval.studies.survey.options import SurveyOptions, survey_run, survey_runs
 from eval.studies.survey.speed import kept_speeds, measure_speeds
 from eval.studies.survey.table import collect, draw, markdown
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     picture = picture_path(options.picture)
     runs = survey_runs(options)
     failure = None
-    keep_programs("")  # runs that differ in their seed only have the same programs
+    keep_programs("")  # runs that differ only in their seed compile the same programs
     if options.only in (None, "train"):
         try:
             train_all(runs)

@@ -17,7 +17,7 @@ Part = Literal["train", "speed", "table"]
 
 
 class Size(NamedTuple):
-    """What a survey takes of a task."""
+    """How much of a task a survey uses."""
 
     steps: int
     batch: int
@@ -32,7 +32,7 @@ SIZES: dict[SurveyTask, Size] = {
     "image": Size(steps=200, batch=4, valid_examples=100, test_examples=500),
 }
 
-# The window and the number of compressed tokens of the tasks' bare presets, which have BRL.
+# The window, and the number of compressed tokens, in the tasks' bare presets, which have BRL.
 _PRESET_WINDOWS = {
     task: mechanism.window
     for task in SIZES
@@ -57,16 +57,16 @@ class SurveyOptions:
     image_dir: str | None = None
     """Folder of the task image, as for train.lra --data_dir."""
     steps: int | None = None
-    """Training steps of each run; by default those of the survey for each task."""
+    """Training steps of each run; by default the survey's for each task."""
     batch: int | None = None
-    """Rows of a step; by default those of the survey for each task."""
+    """Rows of a step; by default the survey's for each task."""
     train_examples: int | None = None
-    """Training examples; by default those of the preset."""
+    """Training examples; by default the preset's."""
     test_examples: int | None = None
-    """Test examples; by default those of the survey for each task."""
+    """Test examples; by default the survey's for each task."""
     only: Part | None = None
-    """train: only the runs that are missing; speed: only steps a second and memory, where they have not been measured;
-    table: neither. In each case the table shows what there is."""
+    """train: only trains missing runs; speed: only measures missing steps a second and memory; table: neither. In each
+    case the table shows what there is."""
     repeats: int = 5
     """Rounds of timing; the fastest counts."""
     picture: str | None = None
@@ -101,9 +101,8 @@ class SurveyRun(NamedTuple):
 def survey_run(options: SurveyOptions, task: SurveyTask, name: str, seed: int) -> SurveyRun:
     """The run of a network on a task.
 
-    It is the task's bare preset with another mechanism, and one length for all batches. The mechanisms' windows and
-    their numbers of compressed tokens are those of the preset's; the warm-up is a tenth of the steps.
-    """
+    It is the task's bare preset with another mechanism and one length for all batches. Windows and numbers of
+    compressed tokens are the same as in the preset; the warm-up is a tenth of the steps."""
     preset, size = PRESETS[task], SIZES[task]
     steps = options.steps or size.steps
     loop = dataclasses.replace(
@@ -136,8 +135,8 @@ def survey_run(options: SurveyOptions, task: SurveyTask, name: str, seed: int) -
 
 
 def survey_runs(options: SurveyOptions) -> list[SurveyRun]:
-    """All runs: the first seed of every task and mechanism first, and of these the mechanisms of linear cost, so that a
-    survey that is stopped has as many rows as possible."""
+    """All runs. The first seed of every task and mechanism comes first, starting with linear cost, so that a survey
+    that is stopped has the most rows."""
     return [
         run
         for seed in options.seeds

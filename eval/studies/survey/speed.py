@@ -1,14 +1,9 @@
-"""Steps a second and memory of a survey's training steps, measured apart from the training.
-
-The steps of all mechanisms on a task are compiled first and then timed in turn, round by round, the fastest round
-counting, so that other load on the machine falls on all alike.
-"""
+"""Steps a second and memory of a survey's training steps, measured apart from the training by `eval.speed.measure`."""
 
 from __future__ import annotations
 
 import functools
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +12,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.speed.classifiers import classifier
-from eval.speed.measure import Case, measure
+from eval.speed.measure import Case, measure, sigterm_interrupts
+from eval.speed.training import classifier
 from eval.studies.survey.options import SurveyRun
 from train.engine.config_file import flatten
 from train.engine.storage import write_whole
@@ -40,8 +35,8 @@ def kept_speeds(folder: str, task: str, runs: Sequence[SurveyRun]) -> dict[str, 
 
 
 def measure_speeds(folder: str, task: str, runs: Sequence[SurveyRun], repeats: int) -> None:
-    """Measures the training step of each of these runs of a task, which differ in their network only, in turn; keeps
-    it in the survey's folder once all are measured.
+    """Measures the training steps of these runs of a task, which differ only in their network, and keeps the result in
+    the survey's folder once all are measured.
 
     Raises:
       KeyboardInterrupt: Ctrl-C, or SIGTERM; nothing is kept.
@@ -49,21 +44,9 @@ def measure_speeds(folder: str, task: str, runs: Sequence[SurveyRun], repeats: i
     cases = [Case(run.name, 1, functools.partial(classifier, run.config, inference=False)) for run in runs]
     length = runs[0].config.data.padded_lengths[-1]
     rows: list[dict] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            measure(
-                cases,
-                length,
-                rows,
-                progress,
-                label=task,
-                repeats=repeats,
-                patience=_SECONDS,
-                limit=float("inf"),
-            )
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    limits: dict[str, Any] = {"repeats": repeats, "patience": _SECONDS, "limit": float("inf")}
+    with sigterm_interrupts(), Progress(console=Console(stderr=True), transient=True) as progress:
+        measure(cases, length, rows, progress, label=task, **limits)
     path = _path(folder, task)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {"networks": _networks(runs), "rows": rows}

@@ -10,18 +10,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.harness.pictures import label_points, line_styles, plain_log_axis
+from eval.harness.pictures import label_points, line_styles, panels, plain_log_axis
+from eval.harness.table import Table
 from eval.speed.networks import CONTROL
-from eval.tasks.lra_table import summarise
+from eval.tasks.lra import summarise
 
 BASE = "full"
-# Accuracies fewer standard errors above chance than this are marked: their network has hardly learned.
+# An accuracy that is fewer standard errors above chance gets a mark: the network has hardly learned.
 _ERRORS = 5.0
 
 
 class Cell(NamedTuple):
-    """A network on a task: percent of the test answers right with its standard error, the number of seeds, and the same
-    for the most frequent class; steps a second and bytes of a training step. None where it is not measured."""
+    """A network on a task: accuracy in percent with its standard error, the number of seeds, and the accuracy of the
+    most frequent class; steps a second and bytes of a training step. None for what was not measured."""
 
     accuracy: float | None
     error: float | None
@@ -80,7 +81,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def mean_accuracy(cells: Mapping[str, Cell]) -> float | None:
-    """The mean accuracy of a network over the tasks; None where one is missing."""
+    """The mean accuracy of a network over the tasks; None if one is missing."""
     return _mean([cell.accuracy for cell in cells.values()])
 
 
@@ -89,35 +90,30 @@ def markdown(cells: Cells, tasks: Sequence[str]) -> str:
     order = sorted(
         cells, key=lambda name: -(mean_accuracy(cells[name]) or -1.0)
     )  # stable: those without a mean stay in their order
-    wide = len(tasks)
-    lines = [
-        "Accuracy on the test split, percent ± standard error (seeds); † fewer than five errors above chance. Training "
-        "steps a second and the memory of a step, MiB.",
-        "",
-        "| mechanism | parameters, thousands | "
-        + " | ".join([*tasks, "mean", *(f"{t}: steps/s" for t in tasks), *(f"{t}: MiB" for t in tasks)])
-        + " |",
-        "|---" * (3 + 3 * wide) + "|",
-    ]
+    table = Table(
+        "mechanism", "parameters, thousands", *tasks, "mean", *(f"{t}: steps/s" for t in tasks),
+        *(f"{t}: MiB" for t in tasks),
+        title="Accuracy on the test split, percent ± standard error (seeds); † fewer than five errors above chance. "
+        "Training steps a second and the memory of a step, MiB.",
+    )  # fmt: skip
     for name in order:
         row = cells[name]
         parameters = ["-" if c.parameters is None else f"{c.parameters / 1e3:.0f}" for c in row.values()]
-        shown = parameters if len(set(parameters)) > 1 else parameters[:1]
         mean = mean_accuracy(row)
-        parts = [
+        table.add(
+            name,
+            " / ".join(parameters if len(set(parameters)) > 1 else parameters[:1]),
             *(_accuracy(row[task]) for task in tasks),
-            "-" if mean is None else f"{mean:.2f}",
-            *("-" if row[t].steps_per_s is None else f"{row[t].steps_per_s:.3g}" for t in tasks),
-            *(_mebibytes(row[t].bytes) for t in tasks),
-        ]
-        lines.append(f"| {name} | {' / '.join(shown)} | {' | '.join(parts)} |")
-    chances = [
-        max((c.chance for row in cells.values() if (c := row[task]).chance is not None), default=None)
-        for task in tasks
-    ]
-    shown = ["-" if chance is None else f"{chance:.2f}" for chance in chances]
-    lines.append(f"| chance (the most frequent class) | - | {' | '.join(shown)} |" + " - |" * (1 + 2 * wide))
-    return "\n".join([*lines, "", *control_lines(cells, tasks)])
+            None if mean is None else f"{mean:.2f}",
+            *(None if (s := row[task].steps_per_s) is None else f"{s:.3g}" for task in tasks),
+            *(_mebibytes(row[task].bytes) for task in tasks),
+        )
+    shown = []
+    for task in tasks:
+        known = [chance for row in cells.values() if (chance := row[task].chance) is not None]
+        shown.append(f"{max(known):.2f}" if known else None)
+    table.add("chance (the most frequent class)", None, *shown, *[None] * (1 + 2 * len(tasks)))
+    return "\n".join([str(table), "", *control_lines(cells, tasks)])
 
 
 def _accuracy(cell: Cell) -> str:
@@ -127,8 +123,8 @@ def _accuracy(cell: Cell) -> str:
     return f"{cell.accuracy:.2f} ± {cell.error:.2f} ({cell.seeds}){mark}"
 
 
-def _mebibytes(size: float | None) -> str:
-    return "-" if size is None else f"{size / 2**20:.0f}"
+def _mebibytes(size: float | None) -> str | None:
+    return None if size is None else f"{size / 2**20:.0f}"
 
 
 def control_lines(cells: Cells, tasks: Sequence[str]) -> list[str]:
@@ -159,18 +155,18 @@ def control_lines(cells: Cells, tasks: Sequence[str]) -> list[str]:
 
 
 def draw(cells: Cells, tasks: Sequence[str]) -> Figure:
-    """A panel for each task and, of several, one for their mean: speed and memory are relative to full attention where
-    that was measured; in the mean's panel they are geometric means."""
-    panels = {task: {name: row[task] for name, row in cells.items()} for task in tasks}
+    """A panel for each task and, for several tasks, one for their mean, in which speed and memory are geometric means
+    relative to full attention."""
+    shown = {task: {name: row[task] for name, row in cells.items()} for task in tasks}
     if len(tasks) > 1:
-        panels["mean of the tasks"] = {name: _joined(row, cells.get(BASE)) for name, row in cells.items()}
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(11.5 * columns, 8.5 * rows), layout="constrained")
+        shown["mean of the tasks"] = {name: _joined(row, cells.get(BASE)) for name, row in cells.items()}
+    columns = min(2, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure, axs = panels(rows, columns, (11.5 * columns, 8.5 * rows))
     styles = line_styles(tuple(cells))
-    for axes, (title, column) in zip(np.atleast_1d(figure.subplots(rows, columns)).ravel(), panels.items()):
+    for axes, (title, column) in zip(axs.ravel(), shown.items()):
         _panel(axes, title, column, styles)
-    for axes in figure.axes[len(panels) :]:
+    for axes in figure.axes[len(shown) :]:
         axes.set_visible(False)
     return figure
 
@@ -236,7 +232,6 @@ def _panel(
     if chance > low - margin:
         axes.axhline(chance, color="#999999", linestyle=":")
     plain_log_axis(axes.xaxis)
-    axes.grid(True, which="major", alpha=0.3)
     axes.set(
         xlabel=f"training steps a second{f', relative to {BASE} attention' if joined else ''}",
         ylabel="accuracy, %",

@@ -1,4 +1,4 @@
-"""Training of a survey's runs: those that are finished are not repeated, those of another configuration are."""
+"""Trains a survey's runs, unless they are finished with the same configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.harness.main import unfinished
+from eval.harness.runs import unfinished
 from eval.studies.survey.options import SurveyRun
 from eval.tasks.lra import KEPT, measure_run
 from train.cli.main import run_task
@@ -22,8 +22,7 @@ _PLACES = ("loop.workdir", "data.cache_dir")
 
 
 def finished(run: SurveyRun) -> dict[str, Any] | None:
-    """What was measured of a run on the test split; None if it was not trained to its end and measured as it is
-    configured."""
+    """The measures of a run on the test split; None unless it was trained to its end and measured as configured."""
     folder = Path(run.config.loop.workdir)
     try:
         config = read_values(folder / "config.json")
@@ -62,16 +61,16 @@ def train_all(runs: Sequence[SurveyRun]) -> None:
 
 
 def _clear(run: SurveyRun) -> None:
-    """Removes what does not belong to the run as it is configured: all of another run, or an outdated measure."""
+    """Removes a run of another configuration, or an outdated measure."""
     folder = Path(run.config.loop.workdir)
     try:
         before = read_values(folder / "config.json")
     except UserError:
-        return  # there is none, or training reports that it is damaged
+        return  # it is missing, or damaged, which training reports
     if before.get("task") != LRA.name:
         raise UserError(f"--folder: {folder} holds a run of another task than train.lra's")
     if LRA.differences(before, run.config):
-        log(f"survey: {folder} is of another configuration: trained anew")
+        log(f"survey: {folder} is of another configuration and is trained again")
         shutil.rmtree(folder)
     else:
         (folder / KEPT).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Block-sparse attention on TPU: the differentiable call, and the check whether it supports its arguments."""
+"""Block-sparse attention on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def block_attention(
     )
     heads, head_dim = query.shape[2:]
     if shift is not None and granules is not None:
-        raise ValueError("granules lie at known positions: shift must be None with them")
+        raise ValueError("shift must be None with granules, whose positions are static")
     shift = None if shift is None else jnp.asarray(shift, jnp.int32).reshape(1)
     tokens = mark_tokens(
         query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths, shift

@@ -232,7 +232,8 @@ class BlockCall:
         for longest, what in ((longest_by_query, "queries"), (longest_by_key, "keys")):
             if longest > limit:
                 raise ValueError(
-                    f"a block of {what} meets {longest} others, scalar memory holds {limit}: choose larger blocks"
+                    f"a block of {what} pairs with {longest} others, but scalar memory holds {limit}: choose larger "
+                    "blocks"
                 )
 
 

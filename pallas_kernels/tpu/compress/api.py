@@ -1,4 +1,4 @@
-"""Compression on TPU: the differentiable calls, and the checks whether they support their arguments."""
+"""Compression on TPU: the differentiable calls, and why a call may be unsupported."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def pack(
 
 
 def pack_queries(x: Float[Array, "B T N H"], layout: HeadLayout) -> Float[Array, "B T L"]:
-    """An array that is laid out as the queries are, by `pack`."""
+    """Packs an array that is laid out like the queries; see `pack`."""
     return _flat(x, -x.shape[2] % layout.packed, layout)
 
 
@@ -89,7 +89,7 @@ def unpack_rows(rows: Float[Array, "B tiles packed T"], heads: int) -> Float[Arr
 def pack_log_sums(
     log_sums: Float[Array, "B T N"], scale: float, layout: HeadLayout
 ) -> Float[Array, "B tiles statistics T"]:
-    """The kernels' statistics of rows whose log-sum-exp is known; see `arithmetic.log_sum_exp`."""
+    """Returns the kernels' statistics of rows whose log-sum-exp is known; see `arithmetic.log_sum_exp`."""
     seen = log_sums > -jnp.inf
     top = jnp.where(seen, log_sums / scale, 0.0)
     log_total = jnp.where(seen, 0.0, EMPTY)

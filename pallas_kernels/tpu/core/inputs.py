@@ -55,7 +55,9 @@ def check_arrays(arrays: dict[str, Shaped]) -> None:
             f"TPU kernels compute in float32 or bfloat16, got {first_name} of {first.dtype}"
         )
     if first.shape[3] > MAX_HEAD_DIM:
-        raise NotImplementedError(f"TPU kernels take a head_dim up to {MAX_HEAD_DIM}, got {first.shape[3]}")
+        raise NotImplementedError(
+            f"TPU kernels support a head_dim up to {MAX_HEAD_DIM}, got {first.shape[3]}"
+        )
 
 
 def check_attention(query: Shaped, key: Shaped, value: Shaped) -> None:

@@ -1,4 +1,4 @@
-"""Propagation on TPU: the differentiable call, and the check whether it supports its arguments."""
+"""Propagation on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences over chunks on TPU: the differentiable call, and the check whether it supports its arguments."""
+"""Recurrences over chunks on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def plan_recurrent(
             raise NotImplementedError(f"TPU kernels compute in float32 or bfloat16, got {name} of {x.dtype}")
         if x.shape[3] > MAX_HEAD_DIM:
             raise NotImplementedError(
-                f"TPU kernels take up to {MAX_HEAD_DIM} features of a head, got {name} with {x.shape[3]}"
+                f"TPU kernels support up to {MAX_HEAD_DIM} features of a head, got {name} with {x.shape[3]}"
             )
     features, value_dim = padded_size(key.shape[3]), padded_size(value.shape[3])
     group, count = query.shape[2] // key.shape[2], -(-key.shape[1] // CHUNK)

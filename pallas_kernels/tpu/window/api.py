@@ -1,4 +1,4 @@
-"""Sliding-window attention on TPU: the differentiable call, and the check whether it supports its arguments."""
+"""Sliding-window attention on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def window_attention(
         segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
       return_log_sum_exp: also return the natural log of each row's sum of exponentials.
-      known: what an earlier call returned, with the log-sum-exp. The forward kernel then does not run, and the gradient
-        is that of the earlier call.
+      known: the result of an earlier call, with its log-sum-exp. The forward kernel is then skipped, and the gradient
+        is the earlier call's.
       chip: "v4", "v5e", "v5p", "v6e" or "7x", for its block sizes. None takes the chip of query's mesh, of the mesh in
         use, or of this process; if none of these determines it, sizes that fit every chip.
       blocks: block sizes; override the chip's.

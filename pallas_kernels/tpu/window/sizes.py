@@ -154,7 +154,7 @@ def plan_window(
     if blocks is None:
         raise ValueError(
             f"a window of {left} keys before and {right} after is too wide for the window kernel "
-            f"(head width {layout.width}, {itemsize} bytes a number): use the block-sparse kernel"
+            f"(head width {layout.width}, {itemsize} bytes per number): use the block-sparse kernel"
         )
     forward = WindowPlan(left, right, length, blocks.tile, blocks.block)
     backward = WindowPlan(left, right, length, blocks.backward_tile, blocks.backward_block)

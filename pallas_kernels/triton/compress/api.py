@@ -71,7 +71,7 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
     if takes_tiled_backward(query) and jnp.dtype(query.dtype).itemsize > 2 and not bridge.interprets():
         # The kernels would spill and be slower than XLA's.
         return (
-            "below compute capability 9.0 float32 takes at most 64 compressed tokens and a head_dim of at most 64, "
+            "below compute capability 9.0, float32 supports at most 64 compressed tokens and a head_dim of at most 64, "
             f"got {query.shape[1]} and {query.shape[3]}"
         )
     return bridge.array_obstacle(query, value, most_head_dim=128)

@@ -12,7 +12,6 @@ nothing and works without Triton.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import inspect
 import math
@@ -20,6 +19,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ def obstacle() -> str | None:
         return f"{' and '.join(missing)} must be installed (pip install 'brl-jax[gpu]')"
     if interprets():
         return None
-    version = _triton_version()
+    version = triton_version()
     if version and tuple(int(n) for n in re.findall(r"\d+", version)[:3]) < LEAST_TRITON:
         return f"Triton must be {'.'.join(map(str, LEAST_TRITON))} or newer, got {version}"
     capability = target_capability()
@@ -77,12 +77,12 @@ def obstacle() -> str | None:
 
 
 @functools.cache
-def _triton_version() -> str | None:
-    """None where another package brings the module, as nightly builds of PyTorch do."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def triton_version() -> str:
+    """The version of the module that is imported, from its source: several packages bring it, and importing is slow."""
+    found = importlib.util.find_spec("triton")
+    source = Path(found.origin).read_text() if found is not None and found.origin else ""
+    version = re.search(r"^__version__ = ['\"](.*?)['\"]", source, re.MULTILINE)
+    return version[1] if version else ""
 
 
 def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
@@ -191,7 +191,7 @@ def _lower_elsewhere(context: mlir.LoweringRuleContext, *arrays: Any, **static: 
     """Returns zeros if the program is for CUDA and others, which never run them; raises an error otherwise."""
     if "cuda" not in context.module_context.platforms:
         raise NotImplementedError(
-            f"the kernel {static['kernel'].__name__} runs on CUDA alone, and this call is lowered for "
+            f"the kernel {static['kernel'].__name__} runs only on CUDA, and this call is lowered for "
             f"{' and '.join(context.module_context.platforms)}"
         )
     zeros = lambda *arrays: tuple(jnp.zeros(x.shape, x.dtype) for x in static["results"])  # noqa: E731

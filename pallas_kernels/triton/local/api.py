@@ -116,8 +116,8 @@ def local_attention(
       query_segment_ids, key_segment_ids: ints, both or neither; a query sees the keys of its own segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; tokens beyond never influence a result.
       return_log_sum_exp: also return the natural logarithm of each row's sum of exponentials.
-      known: what an earlier call returned, with the log-sum-exp. The forward kernel then does not run, and the gradient
-        is that of the earlier call.
+      known: the result of an earlier call, with its log-sum-exp. The forward kernel is then skipped, and the gradient
+        is the earlier call's.
 
     Returns:
       (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T, N) float32,

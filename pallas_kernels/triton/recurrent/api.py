@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import MULTIPROCESSORS, padded
 from pallas_kernels.triton.recurrent import plan
 from pallas_kernels.varying import vary_alike
 
@@ -162,7 +162,7 @@ def _run_backward(call: Call) -> Callable[..., tuple[Array, ...]]:
 
 def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
-    return ("states", "corrected", "inverse", "w") if call.has("beta") else ("states",)
+    return ("states", "corrected", "inverse", "w", "maps") if call.has("beta") else ("states",)
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -231,7 +231,7 @@ def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: 
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none = arrays["query"]
+    none = arrays["key_value"]
     weighs = call.has("key_sum")
     numbers = shape.features * (shape.values + weighs)
     heads = shape.heads if reads else shape.kv_heads
@@ -252,7 +252,7 @@ def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none = arrays["query"]
+    none = arrays["key_value"]
     weighs, gradient = call.has("key_sum"), before is not None and call.has("log_decay")
     numbers, chunks = sums.shape[3], sums.shape[2]
     parts = -(-numbers // sizes.scan)
@@ -281,7 +281,7 @@ def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none, weighs = arrays["query"], call.has("key_sum")
+    none, weighs = arrays["key_value"], call.has("key_sum")
     sums = _chunk_sums(arrays, call, "key", "value", "", False)
     states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
     constants = shape.constants(
@@ -309,7 +309,7 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none, weighs, decay = arrays["query"], call.has("key_sum"), call.has("log_decay")
+    none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
     states = arrays["states"]
     sums = _chunk_sums(arrays, call, "query", "d_total", "d_weight", True)
     d_states, d_key_value, d_key_sum, totals = _scan(arrays, call, sums, ("d_key_value", "d_key"), states)
@@ -387,7 +387,7 @@ class _Delta(NamedTuple):
 
     def take(self, *names: str) -> list[Array]:
         """Operands by name, with some other array in the place of one that the call lacks."""
-        return [self.arrays.get(name, self.arrays["query"]) for name in names]
+        return [self.arrays.get(name, self.arrays["key_value"]) for name in names]
 
     def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
                  grouped: bool, **more: Any) -> Any:  # fmt: skip
@@ -396,10 +396,23 @@ class _Delta(NamedTuple):
         grid = (self.chunks, heads * (shape.value_tiles(launch) if tiled else 1), shape.batch)
         return self._start(kernel, launch, names, results, grid, grouped, more)
 
-    def by_row(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, grouped: bool) -> Any:
-        """Starts a program for each tile of the values and head, which walks the chunks."""
-        grid = (self.shape.value_tiles(launch), self.shape.kv_heads, self.shape.batch)
-        return self._start(kernel, launch, names, results, grid, grouped, {})
+    def by_span(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int | None = None,
+                grouped: bool, **more: Any) -> Any:  # fmt: skip
+        """Starts a program for each tile of the values, head and span, which walks the span's chunks."""
+        spans, chunks = self.spans
+        tiles = self.shape.value_tiles(launch) if tiles is None else tiles
+        grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
+        more |= {"SPAN": chunks, "SPANS": spans}
+        return self._start(kernel, launch, names, results, grid, grouped, more)
+
+    @property
+    def spans(self) -> tuple[int, int]:
+        """How many spans the chunks of a row are cut into, so that their programs fill the GPU, and their chunks."""
+        programs = self.shape.batch * self.shape.kv_heads * self.shape.value_tiles(self.sizes.states)
+        most = self.sizes.spans if padded(self.shape.features) <= 128 else 1
+        spans = min(most, 2 * MULTIPROCESSORS // programs, self.chunks // self.sizes.least_span)
+        span = -(-self.chunks // max(1, spans))
+        return -(-self.chunks // span), span
 
     def _start(self, kernel, launch, names, results, grid, grouped, more):
         shape = self.shape
@@ -424,8 +437,17 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
         ),
         heads=kv_heads, tiled=False, grouped=False, INVERSE_PRECISION=call.precision,
     )  # fmt: skip
-    arrays["states"], last = delta.by_row(
-        kernels.delta_states, sizes.states, "key w u log_decay segments key_value",
+    spans, _ = delta.spans
+    arrays["maps"] = arrays["key_value"]
+    if spans > 1:
+        features = -(-shape.features // shape.value_tile(sizes.states))
+        (arrays["maps"],) = delta.by_span(
+            kernels.delta_maps, sizes.states, "key w u log_decay segments",
+            (shape.state(spans, shape.features, shape.features + shape.values),),
+            tiles=features + shape.value_tiles(sizes.states), grouped=False,
+        )  # fmt: skip
+    arrays["states"], last = delta.by_span(
+        kernels.delta_states, sizes.states, "key w u log_decay segments key_value maps",
         (
             shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
             shape.state(shape.features, shape.values),
@@ -455,9 +477,16 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
         kernels.delta_local_gradient, sizes.local_gradient, "query key log_decay segments d_total", (values,),
         heads=kv_heads, tiled=True, grouped=True,
     )  # fmt: skip
-    arrays["d_states"], found["key_value"] = delta.by_row(
+    spans, _ = delta.spans
+    if spans > 1:
+        (arrays["added"],) = delta.by_span(
+            kernels.delta_gradient_maps, sizes.state_gradient,
+            "query key w log_decay segments d_total d_corrected",
+            (shape.state(spans, shape.features, shape.values),), grouped=True,
+        )  # fmt: skip
+    arrays["d_states"], found["key_value"] = delta.by_span(
         kernels.delta_state_gradient, sizes.state_gradient,
-        "query key w log_decay segments d_total d_corrected d_key_value",
+        "query key w log_decay segments d_total d_corrected d_key_value maps added",
         (
             shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
             shape.state(shape.features, shape.values),

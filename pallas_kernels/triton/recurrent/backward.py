@@ -15,6 +15,7 @@ from pallas_kernels.triton.recurrent.functions import (
     logs_after,
     logs_between,
     logs_between_transposed,
+    place,
     segment_after,
     segment_before,
     segment_numbers,
@@ -77,7 +78,7 @@ def recurrent_query_gradient(
             dp += extra[:, None]
         if DECAY:
             end = logs_after(log, b, begin, n, kh, T, K, BN) + gap
-            dp *= tl.exp(start[:, None] + end[None, :])
+            dp *= tl.exp(start)[:, None] * tl.exp(end)[None, :]
             gap += tl.sum(log_decays(log, b, begin, n, kh, T, K), 0)
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
@@ -86,9 +87,7 @@ def recurrent_query_gradient(
             flows += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(
-        before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
-    )
+    state = tl.load(before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
     read = tl.dot(grad, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(before + F * V + f, mask=f < F, other=0.0).to(tl.float32)
@@ -127,66 +126,66 @@ def recurrent_key_gradient(
     n, f, e = tl.arange(0, BN), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     key = tokens_by_features(k, b, first, n, kh, f, T, K, F)
     value = tokens_by_features(v, b, first, n, kh, e, T, K, V)
-    dk = tl.zeros([BN, FP], tl.float32)
-    dv = tl.zeros([BN, VB], tl.float32)
-    flows = tl.zeros([BN], tl.float32)
-    gap = 0.0
-    if DECAY:
-        end = logs_after(log, b, first, n, kh, T, K, BN)
-    if SEGMENTS:
-        own = segment_numbers(segments, b, first, n, T)
-    for g in range(G):
-        h = kh * G + g
-        gap = 0.0
-        for begin in range(first, stop, BN):
-            query = tokens_by_features(q, b, begin, n, h, f, T, N, F)
-            grad = tokens_by_features(d_out, b, begin, n, h, e, T, N, V)
-            p = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-            dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-            if WEIGHS:
-                dp += tl.where(vt == 0, token_numbers(d_weight, b, begin, n, h, T, N), 0.0)[None, :]
-            seen = (begin > first) | (n[:, None] <= n[None, :])
-            if SEGMENTS:
-                others = segment_numbers(segments, b, begin, n, T)
-                seen = seen & (own[:, None] == others[None, :]) & (own >= 0)[:, None]
-            p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
-            if DECAY:
-                logs = log_decays(log, b, begin, n, kh, T, K)
-                if begin == first:
-                    between = logs_between_transposed(logs, n, n)
-                else:
-                    between = (end + gap)[:, None] + tl.cumsum(logs, 0)[None, :]
-                    gap += tl.sum(logs, 0)
-                decay = tl.exp(between)
-                dp *= decay
-                flows += tl.sum(dp * p, 1)
-                p *= decay
-            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-            dk = tl.dot(dp.to(query.dtype), query, dk, input_precision=PRECISION)
     factor = tl.full([BN], 1.0, tl.float32)
     if DECAY:
-        factor = tl.exp(end + gap)
+        end = logs_after(log, b, first, n, kh, T, K, BN)
+        rest = first + BN + tl.arange(0, CHUNK)
+        beyond = tl.load(log + place(b, 0, kh, T, K, 1) + rest * K, mask=rest < stop, other=0.0)
+        factor = tl.exp(end + tl.sum(tl.maximum(beyond.to(tl.float32), -200.0), 0))
     if SEGMENTS:
+        own = segment_numbers(segments, b, first, n, T)
         factor = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
     after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
     state = tl.load(
-        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
-    dv += tl.dot(key, state, input_precision=PRECISION) * factor[:, None]
-    store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
-    state = tl.load(
         after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
     )
-    written = tl.dot(value, state, input_precision=PRECISION)
+    dk = tl.dot(value, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
-        written += tl.where(vt == 0, keys, 0.0)[None, :]
-    written *= factor[:, None]
-    dk += written
+        dk += tl.where(vt == 0, keys, 0.0)[None, :]
+    dk *= factor[:, None]
+    if DECAY:
+        store_numbers(ends, tl.sum(dk * key, 1), b * VT + vt, first, n, kh, T, K)
+    state = tl.load(
+        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
+    )
+    dv = tl.dot(key, state, input_precision=PRECISION) * factor[:, None]
+    flows = tl.zeros([BN], tl.float32)
+    for g in range(G):
+        h = kh * G + g
+        gap = 0.0
+        # The block of the keys themselves, and then the later ones.
+        for later in tl.static_range(2):
+            for begin in range(first + later * BN, stop if later else first + BN, BN):
+                query = tokens_by_features(q, b, begin, n, h, f, T, N, F)
+                grad = tokens_by_features(d_out, b, begin, n, h, e, T, N, V)
+                p = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+                dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+                if WEIGHS:
+                    dp += tl.where(vt == 0, token_numbers(d_weight, b, begin, n, h, T, N), 0.0)[None, :]
+                if not later:
+                    seen = n[:, None] <= n[None, :]
+                    p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
+                if SEGMENTS:
+                    others = segment_numbers(segments, b, begin, n, T)
+                    seen = (own[:, None] == others[None, :]) & (own >= 0)[:, None]
+                    p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
+                if DECAY:
+                    logs = log_decays(log, b, begin, n, kh, T, K)
+                    if later:
+                        decay = tl.exp(end + gap)[:, None] * tl.exp(tl.cumsum(logs, 0))[None, :]
+                        gap += tl.sum(logs, 0)
+                    else:
+                        decay = tl.exp(logs_between_transposed(logs, n, n))
+                    dp *= decay
+                    flows += tl.sum(dp * p, 1)
+                    p *= decay
+                dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+                dk = tl.dot(dp.to(query.dtype), query, dk, input_precision=PRECISION)
+    store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
     store_tokens(d_key, dk, b * VT + vt, first, n, kh, f, T, K, F)
     if DECAY:
         store_numbers(flow, flows, b * VT + vt, first, n, kh, T, K)
-        store_numbers(ends, tl.sum(written * key, 1), b * VT + vt, first, n, kh, T, K)
 
 
 def recurrent_decay_gradient(

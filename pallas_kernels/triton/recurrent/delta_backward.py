@@ -67,42 +67,89 @@ def delta_local_gradient(
     store_tokens(d_corrected, acc, b, first, r, kh, e, T, K, V)
 
 
-def delta_state_gradient(
-    q, k, w, log, segments, d_out, d_corrected, d_last, d_states, d_first,
+@triton.jit
+def gradient_before(
+    state, q, k, w, log, segments, d_out, d_corrected, b, c, head, r, f, e,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
+    DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state before a chunk from that of the state after it."""
+    K: tl.constexpr = N // G
+    first = c * CHUNK
+    key = tokens_by_features(k, b, first, r, head, f, T, K, F)
+    reading = features_by_tokens(w, b, first, r, head, f, T, K, F)
+    grad = tokens_by_features(d_corrected, b, first, r, head, e, T, K, V)
+    through = tl.dot(key, state.to(key.dtype), input_precision=PRECISION)
+    if DECAY or SEGMENTS:
+        through *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
+        start = start_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
+        state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
+    for g in range(G):
+        query = features_by_tokens(q, b, first, r, head * G + g, f, T, N, F)
+        above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
+        if DECAY or SEGMENTS:
+            above = (above * start[:, None]).to(above.dtype)
+        state = tl.dot(query, above, state, input_precision=PRECISION)
+    negative = (-(grad + through)).to(reading.dtype)
+    return tl.dot(reading, negative, state, input_precision=PRECISION)
+
+
+def delta_gradient_maps(
+    q, k, w, log, segments, d_out, d_corrected, added,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """added (B, K, SPANS, F, V): the gradient of a span's first state is A^T times that of its last one, plus this."""
+    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    K: tl.constexpr = N // G
+    kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
+    r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), tl.program_id(0) * VB + tl.arange(0, VB)
+    state = tl.zeros([FP, VB], tl.float32)
+    stop = tl.minimum((span + 1) * SPAN, CHUNKS)
+    for step in range(stop - span * SPAN):
+        state = gradient_before(
+            state, q, k, w, log, segments, d_out, d_corrected, b, stop - 1 - step, kh, r, f, e, T, N, G, F, V, CHUNK,
+            DECAY, SEGMENTS, PRECISION,
+        )  # fmt: skip
+    out = added + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * V)
+    tl.store(out + f[:, None] * V + e[None, :], state, mask=(f < F)[:, None] & (e < V)[None, :])
+
+
+def delta_state_gradient(
+    q, k, w, log, segments, d_out, d_corrected, d_last, maps, added, d_states, d_first,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_states (B, K, chunks, F, V), the gradients of the states after each chunk, and that of the first state."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     K: tl.constexpr = N // G
-    kh, b = tl.program_id(1), tl.program_id(2)
+    kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), tl.program_id(0) * VB + tl.arange(0, VB)
     at, there = f[:, None] * V + e[None, :], (f < F)[:, None] & (e < V)[None, :]
     row = b.to(tl.int64) * K + kh
     state = tl.load(d_last + row * (F * V) + at, mask=there, other=0.0)
-    for step in range(CHUNKS):
-        c = CHUNKS - 1 - step
-        first = c * CHUNK
+    if SPANS > 1:
+        square = (f < F)[:, None] & (f < F)[None, :]
+        for step in tl.range(0, SPANS - 1 - span, num_stages=1):
+            later = row * SPANS + SPANS - 1 - step
+            begin = maps + later * (F * (F + V))
+            change = tl.load(begin + f[:, None] + f[None, :] * (F + V), mask=square, other=0.0)
+            more = tl.load(added + later * (F * V) + at, mask=there, other=0.0)
+            state = tl.dot(change, state, more, input_precision=PRECISION)
+    stop = tl.minimum((span + 1) * SPAN, CHUNKS)
+    for step in range(stop - span * SPAN):
+        c = stop - 1 - step
         tl.store(
             d_states + (row * CHUNKS + c) * (F * V) + at, state.to(d_states.dtype.element_ty), mask=there
         )
-        key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-        reading = features_by_tokens(w, b, first, r, kh, f, T, K, F)
-        grad = tokens_by_features(d_corrected, b, first, r, kh, e, T, K, V)
-        through = tl.dot(key, state.to(key.dtype), input_precision=PRECISION)
-        if DECAY or SEGMENTS:
-            through *= end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-            start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-            state *= chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
-        for g in range(G):
-            query = features_by_tokens(q, b, first, r, kh * G + g, f, T, N, F)
-            above = tokens_by_features(d_out, b, first, r, kh * G + g, e, T, N, V)
-            if DECAY or SEGMENTS:
-                above = (above * start[:, None]).to(above.dtype)
-            state = tl.dot(query, above, state, input_precision=PRECISION)
-        negative = (-(grad + through)).to(reading.dtype)
-        state = tl.dot(reading, negative, state, input_precision=PRECISION)
-    tl.store(d_first + row * (F * V) + at, state, mask=there)
+        state = gradient_before(
+            state, q, k, w, log, segments, d_out, d_corrected, b, c, kh, r, f, e, T, N, G, F, V, CHUNK, DECAY,
+            SEGMENTS, PRECISION,
+        )  # fmt: skip
+    if span == 0:
+        tl.store(d_first + row * (F * V) + at, state, mask=there)
 
 
 def delta_value_gradient(
@@ -116,9 +163,7 @@ def delta_value_gradient(
     first = c * CHUNK
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     after = d_states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(
-        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
     grad = tl.dot(key, state, input_precision=PRECISION)
     if DECAY or SEGMENTS:

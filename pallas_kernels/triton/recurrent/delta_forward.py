@@ -116,31 +116,81 @@ def delta_chunks(
         store_tokens(u, tl.dot(found, value, input_precision=PRECISION), b, first, r, kh, e, T, K, V)
 
 
-def delta_states(
-    k, w, u, log, segments, first_state, states, last_state,
-    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
+@triton.jit
+def state_after(
+    state, value, k, w, log, segments, b, c, head, r, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
     CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """states (B, K, chunks, F, V), those before each chunk, and the last: one program some columns of a state."""
+    """The state after a chunk; value is its tile of u."""
+    reading = tokens_by_features(w, b, c * CHUNK, r, head, f, T, K, F)
+    writing = features_by_tokens(k, b, c * CHUNK, r, head, f, T, K, F)
+    corrected = value - tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
+    if DECAY or SEGMENTS:
+        corrected *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
+        state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
+    return tl.dot(writing, corrected.to(writing.dtype), state, input_precision=PRECISION)
+
+
+def delta_maps(
+    k, w, u, log, segments, maps,
+    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """maps (B, K, SPANS, F, F + V): a span of SPAN chunks turns the state S into A S + B, and the map is [A B].
+
+    A is what becomes of the identity if nothing is written, and B of zeros.
+    """
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
-    kh, b = tl.program_id(1), tl.program_id(2)
+    tile, kh, span, b = tl.program_id(0), tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
+    is_map = tile < (F + VB - 1) // VB
+    first = tl.where(is_map, tile, tile - (F + VB - 1) // VB) * VB
+    size = tl.where(is_map, F, V)
+    r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), first + tl.arange(0, VB)
+    state = tl.where(is_map, tl.where(f[:, None] == e[None, :], 1.0, 0.0), 0.0)
+    for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
+        value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
+        value = tl.where(is_map, 0.0, value)
+        state = state_after(
+            state, value, k, w, log, segments, b, c, kh, r, f, T, K, F, CHUNK, DECAY, SEGMENTS, PRECISION
+        )
+    out = maps + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * (F + V)) + tl.where(is_map, 0, F)
+    tl.store(out + f[:, None] * (F + V) + e[None, :], state, mask=(f < F)[:, None] & (e < size)[None, :])
+
+
+def delta_states(
+    k, w, u, log, segments, first_state, maps, states, last_state,
+    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """states (B, K, chunks, F, V), those before each chunk, and the last: one program some columns of a span's states.
+
+    The maps of the earlier spans lead to a span's first state.
+    """
+    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), tl.program_id(0) * VB + tl.arange(0, VB)
     at, there = f[:, None] * V + e[None, :], (f < F)[:, None] & (e < V)[None, :]
     row = b.to(tl.int64) * K + kh
     state = tl.load(first_state + row * (F * V) + at, mask=there, other=0.0)
-    for c in range(CHUNKS):
+    if SPANS > 1:
+        square = (f < F)[:, None] & (f < F)[None, :]
+        for earlier in tl.range(0, span, num_stages=1):
+            begin = maps + (row * SPANS + earlier) * (F * (F + V))
+            change = tl.load(begin + f[:, None] * (F + V) + f[None, :], mask=square, other=0.0)
+            added = tl.load(begin + F + f[:, None] * (F + V) + e[None, :], mask=there, other=0.0)
+            state = tl.dot(change, state, added, input_precision=PRECISION)
+    for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
         tl.store(
             states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there
         )
-        reading = tokens_by_features(w, b, c * CHUNK, r, kh, f, T, K, F)
-        writing = features_by_tokens(k, b, c * CHUNK, r, kh, f, T, K, F)
         value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
-        value -= tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
-        if DECAY or SEGMENTS:
-            value *= end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-            state *= chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
-        state = tl.dot(writing, value.to(writing.dtype), state, input_precision=PRECISION)
-    tl.store(last_state + row * (F * V) + at, state, mask=there)
+        state = state_after(
+            state, value, k, w, log, segments, b, c, kh, r, f, T, K, F, CHUNK, DECAY, SEGMENTS, PRECISION
+        )
+    if span == SPANS - 1:
+        tl.store(last_state + row * (F * V) + at, state, mask=there)
 
 
 def delta_outputs(
@@ -156,13 +206,11 @@ def delta_outputs(
     first, kh = c * CHUNK, h // G
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     before = states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(
-        before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     reading = tokens_by_features(w, b, first, r, kh, f, T, K, F)
     value = tokens_by_features(u, b, first, r, kh, e, T, K, V)
     value = (value - tl.dot(reading, state, input_precision=PRECISION)).to(reading.dtype)
-    if KEEP:
+    if KEEP:  # noqa: SIM102
         if h % G == 0:
             store_tokens(corrected, value, b, first, r, kh, e, T, K, V)
     query = tokens_by_features(q, b, first, r, h, f, T, N, F)

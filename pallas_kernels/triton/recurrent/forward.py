@@ -81,7 +81,7 @@ def recurrent_sums(
             total = tl.dot(left, right, total, input_precision=PRECISION)
     out = sums + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * E
     tl.store(out + f[:, None] * V + e[None, :], total, mask=(f < F)[:, None] & (e < V)[None, :])
-    if WEIGHS:
+    if WEIGHS:  # noqa: SIM102
         if vt == 0:
             tl.store(out + F * V + f, summed, mask=f < F)
 
@@ -166,7 +166,7 @@ def recurrent_outputs(
         p = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if DECAY:
             end = logs_after(log, b, begin, n, kh, T, K, BN) + gap
-            p *= tl.exp(start[:, None] + end[None, :])
+            p *= tl.exp(start)[:, None] * tl.exp(end)[None, :]
             gap += tl.sum(log_decays(log, b, begin, n, kh, T, K), 0)
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
@@ -175,9 +175,7 @@ def recurrent_outputs(
             summed += tl.sum(p, 1)
         acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(
-        before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     read = tl.dot(query, state, input_precision=PRECISION)
     factor = tl.full([BM], 1.0, tl.float32)
     if DECAY:
@@ -186,7 +184,7 @@ def recurrent_outputs(
         factor = tl.where((own == segment_before(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
     acc += read * factor[:, None]
     store_tokens(out, acc, b, first, r, h, e, T, N, V)
-    if WEIGHS:
+    if WEIGHS:  # noqa: SIM102
         if vt == 0:
             keys = tl.load(before + F * V + f, mask=f < F, other=0.0).to(tl.float32)
             summed += tl.sum(query * keys[None, :], 1) * factor

@@ -44,9 +44,16 @@ class SumSizes(NamedTuple):
 
 
 class DeltaSizes(NamedTuple):
-    """Sizes of the delta rule. chunk: tokens between two states, and of a triangular inverse."""
+    """Sizes of the delta rule.
+
+    Attributes:
+      chunk: tokens between two states, and of a triangular inverse.
+      spans: the most parts of a row that are walked at the same time. least_span: the fewest chunks of one.
+    """
 
     chunk: int
+    spans: int
+    least_span: int
     chunks: Launch
     states: Launch
     outputs: Launch
@@ -75,31 +82,31 @@ _SUMS = {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, Launch(128, 4, 1), Launch(32, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
+        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
         Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
     ),
     (90, 256): DeltaSizes(
-        64, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        64, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
         Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
     ),
     (80, 128): DeltaSizes(
-        64, Launch(64, 8, 1), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1),
+        64, 16, 8, Launch(64, 8, 1), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1),
         Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
     (80, 256): DeltaSizes(
-        32, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        32, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
         Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
-    DeltaSizes(32, *8 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
-    DeltaSizes(32, *8 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
 )
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from brl_jax import compress_blocks
 from brl_jax.attention.compressed import compress_blocks as blocks_module
-from tests.attention.compressed.oracle import SCORES, arrays, check, oracle_compress
+from tests.attention.compressed.cases import SCORES, arrays, check
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.oracles.compressed import compress as oracle_compress
 
 BLOCKS = 5
 SHAPE = (2, BLOCKS, 3, 2, 4)  # B, C, M, N, H
@@ -160,7 +161,7 @@ def test_memory_does_not_grow_with_the_overlap_of_histories():
 
 
 def test_gpus_read_all_blocks_at_once():
-    """Where the kernel does not serve them; on other platforms the logits of a few blocks exist at a time."""
+    """Where the kernel does not support them; on other platforms the logits of a few blocks exist at a time."""
     shape = (8, 16, 32, 4, 32)
     keys = jnp.zeros((8, 992, 4, 32))
 

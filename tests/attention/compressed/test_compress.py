@@ -14,8 +14,9 @@ from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, prop
 from brl_jax.attention.compressed import compress as compress_module
 from brl_jax.attention.compressed import xla
 from brl_jax.attention.core.by_platform import traced_for
-from tests.attention.compressed.oracle import SCORES, arrays, check, oracle_compress
+from tests.attention.compressed.cases import SCORES, arrays, check
 from tests.laws.networks import relative_error
+from tests.oracles.compressed import compress as oracle_compress
 
 # What runs here in any case: following the TPU kernels too takes as long again (they have test_kernels.py).
 xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))
@@ -49,7 +50,7 @@ def test_compress_oracle(monkeypatch, score, length, piece):
 
 
 def test_gpus_read_long_histories_at_once(monkeypatch):
-    """Where the kernel does not serve them; on other platforms the logits of a piece exist at a time."""
+    """Where the kernel does not support them; on other platforms the logits of a piece exist at a time."""
     read_in_pieces(monkeypatch, 8)
     operands = arrays(0, (2, 5, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (3,))
 
@@ -250,7 +251,7 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 4500, 5001])
 def test_a_cache_is_read_up_to_its_length(length):
-    """In two pieces, of which the second begins early, beside NaN where there is no token yet."""
+    """In two pieces; the second begins early. NaN follows the tokens."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((2, 2, n, 4)).astype(np.float32) for n in (3, 5001, 5001))
     logits = np.einsum("bnmh,bnsh->bnms", query.astype(np.float64), key[:, :, :length]) * 0.5

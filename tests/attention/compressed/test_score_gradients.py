@@ -1,6 +1,6 @@
 """TransNormer's theory on our functions (arXiv 2210.10340, section 3.1, appendix C).
 
-With as many features as keys, the queries' features can be chosen so that the scores s_ij = phi(q_i) . phi(k_j) are
+With one feature per key, the queries' features can be chosen so that the scores s_ij = phi(q_i) . phi(k_j) are
 any matrix S: the functions become functions of S, and their gradient with respect to a score can be taken.
 """
 
@@ -32,7 +32,7 @@ def _problem(seed=0):
 
 
 def _score_gradient(function, kind, size, is_causal):
-    """dL/dS of L = sum(out * d_out) where all features are `size` times those of `_problem`."""
+    """dL/dS of L = sum(out * d_out) where `size` multiplies all features of `_problem`."""
     key_features, scores, value, d_out = _problem()
     inverse = jnp.asarray(np.linalg.inv(size * key_features).T, jnp.float32)
     key, value, d_out = (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
 
 
 def relu_expect(arrays, visible, scale=None):
@@ -30,38 +30,8 @@ def relu_expect(arrays, visible, scale=None):
     )
 
 
+run = functools.partial(outputs_and_gradients, diag_attention)
 EXPECT = {"softmax": expect, "relu": relu_expect}
-
-
-def run(query, key, value, d_out, *lengths, **kwargs):
-    """The output and the gradients of query, key and value."""
-    names = ("query_seq_lengths", "key_value_seq_lengths")[: len(lengths)]
-
-    @jax.jit
-    def both(query, key, value, d_out, lengths):
-        call = functools.partial(diag_attention, **dict(zip(names, lengths)), **kwargs)
-        out, pull = jax.vjp(call, query, key, value)
-        return out, *pull(d_out)
-
-    return both(query, key, value, d_out, lengths)
-
-
-@pytest.mark.parametrize("score", EXPECT)
-@pytest.mark.parametrize(("length", "block", "is_causal"), [(1, 4, True), (50, 16, True), (50, 7, False)])
-def test_equals_oracle(score, length, block, is_causal):
-    arrays = random_qkv(length)
-    visible = oracles.pairs(length, length, oracles.block_diagonal(block), is_causal=is_causal)
-    got = run(*arrays, block_size=block, score=score, is_causal=is_causal)
-    assert_close(got, EXPECT[score](arrays, visible))
-
-
-def test_one_block_is_attention_over_everything_and_borders_matter():
-    arrays = random_qkv(20)
-    everything = run(*arrays, block_size=20, score="relu", is_causal=True)
-    assert_close(everything, relu_expect(arrays, np.tri(20, dtype=bool)))
-    assert_close(run(*arrays, block_size=999, score="relu", is_causal=True), everything)
-    cut = run(*arrays, block_size=19, score="relu", is_causal=True)
-    assert oracles.relative_error(cut[0], everything[0]) > 1e-2
 
 
 def test_bfloat16_and_scale():
@@ -81,7 +51,11 @@ def test_lengths_and_poisoned_padding(score):
     poisoned = (
         poison(query, inside_q), poison(key, inside_k), poison(value, inside_k), poison(d_out, inside_q)
     )  # fmt: skip
-    got = run(*poisoned, jnp.asarray(query_lengths), jnp.asarray(key_lengths), block_size=8, score=score)
+    lengths = {
+        "query_seq_lengths": jnp.asarray(query_lengths),
+        "key_value_seq_lengths": jnp.asarray(key_lengths),
+    }
+    got = run(*poisoned, block_size=8, score=score, **lengths)
     blocks = oracles.pairs(30, 30, oracles.block_diagonal(8))
     visible = blocks & inside_q[:, None, :, None] & inside_k[:, None, None, :]
     assert_close(got, EXPECT[score]((query, key, value, d_out), visible))

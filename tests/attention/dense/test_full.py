@@ -12,27 +12,15 @@ from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
 
-EVERYTHING = oracles.sliding(10**6, 10**6)
-
-
-def run(query, key, value, d_out, **kwargs):
-    """The output and the gradients of query, key and value."""
-
-    @jax.jit
-    def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(lambda *a: full_attention(*a, **kwargs, **traced), query, key, value)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
-    return both(query, key, value, d_out, traced)
+run = functools.partial(outputs_and_gradients, full_attention)
 
 
 @pytest.fixture(params=["at once", "in blocks"])
 def blocks(request, monkeypatch):
-    """What serves few tokens, and what serves many: blocks of queries, in groups where they are causal."""
+    """The form for few tokens, and the one for many: blocks of queries, in groups where they are causal."""
     if request.param == "in blocks":
         monkeypatch.setattr(full, "MANY_TOKENS", 1)
         monkeypatch.setattr(full_xla, "QUERY_BLOCK", 3)
@@ -43,7 +31,7 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (33, 33), (5, 40), (40, 5)])
 def test_equals_oracle(num_queries, num_keys, is_causal):
     arrays = random_qkv(num_queries, num_keys)
-    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, is_causal=is_causal)
+    visible = oracles.pairs(num_queries, num_keys, oracles.everything, is_causal=is_causal)
     assert_close(run(*arrays, is_causal=is_causal), expect(arrays, visible))
 
 
@@ -52,7 +40,9 @@ def test_bfloat16():
     arrays = random_qkv(60, head_dim=16, dtype=jnp.bfloat16)
     got = run(*arrays, is_causal=True, scale=0.3)
     assert all(x.dtype == jnp.bfloat16 for x in got)
-    assert_close(got, expect(arrays, oracles.pairs(60, 60, EVERYTHING, is_causal=True), scale=0.3), 2e-2)
+    assert_close(
+        got, expect(arrays, oracles.pairs(60, 60, oracles.everything, is_causal=True), scale=0.3), 2e-2
+    )
 
 
 @pytest.mark.usefixtures("blocks")
@@ -60,7 +50,7 @@ def test_bfloat16():
 def test_query_offset_traced_or_not(offset):
     """Rows before the first key see nothing and give 0."""
     arrays = random_qkv(9, 30)
-    visible = oracles.pairs(9, 30, EVERYTHING, offset, 0, is_causal=True)
+    visible = oracles.pairs(9, 30, oracles.everything, offset, 0, is_causal=True)
     for given in (offset, jnp.int32(offset)):
         got = run(*arrays, is_causal=True, query_offset=given)
         assert_close(got, expect(arrays, visible))
@@ -113,7 +103,7 @@ def test_bias_and_its_gradient(kind):
         (lambda b: jnp.broadcast_to(b, (4, 25, 25))) if kind == "array" else lambda b: b(positions, positions)
     )
     dense, pull_dense = jax.vjp(as_array, bias)
-    visible = oracles.pairs(25, 25, EVERYTHING, is_causal=True)
+    visible = oracles.pairs(25, 25, oracles.everything, is_causal=True)
     expected = expect(arrays, visible, bias=np.asarray(dense)[None])
     expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
     attend = functools.partial(full_attention, is_causal=True)

@@ -12,12 +12,11 @@ import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
-from tests.attention.dense.test_full import EVERYTHING, run
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
 
-on_kernel = functools.partial(run, implementation="pallas_interpret")
+on_kernel = functools.partial(outputs_and_gradients, full_attention, implementation="pallas_interpret")
 
 
 @pytest.mark.slow
@@ -29,7 +28,7 @@ on_kernel = functools.partial(run, implementation="pallas_interpret")
 def test_kernel_equals_oracle(num_queries, num_keys, offset, is_causal):
     """Ragged lengths, more blocks than one, and queries that see no key."""
     arrays = random_qkv(num_queries, num_keys)
-    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, offset, 0, is_causal=is_causal)
+    visible = oracles.pairs(num_queries, num_keys, oracles.everything, offset, 0, is_causal=is_causal)
     assert_close(on_kernel(*arrays, is_causal=is_causal, query_offset=offset), expect(arrays, visible))
 
 
@@ -45,7 +44,7 @@ def test_segments_and_lengths(dtype):
     query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (2, n))) for n in (137, 145))
     query_lengths, key_lengths = np.array([137, 19]), np.array([140, 145])
     inside_q, inside_k = np.arange(137) < query_lengths[:, None], np.arange(145) < key_lengths[:, None]
-    visible = oracles.pairs(137, 145, EVERYTHING, 8, 0, is_causal=True) & (
+    visible = oracles.pairs(137, 145, oracles.everything, 8, 0, is_causal=True) & (
         query_ids[:, None, :, None] == key_ids[:, None, None, :]
     )
     visible &= inside_q[:, None, :, None] & inside_k[:, None, None, :]
@@ -69,7 +68,7 @@ def test_segments_and_lengths(dtype):
 def test_traced_offsets(offset):
     """Blocks of keys after the queries are left out at run time."""
     arrays = random_qkv(140, 600)
-    visible = oracles.pairs(140, 600, EVERYTHING, offset, 0, is_causal=True)
+    visible = oracles.pairs(140, 600, oracles.everything, offset, 0, is_causal=True)
     assert_close(on_kernel(*arrays, is_causal=True, query_offset=jnp.int32(offset)), expect(arrays, visible))
 
 
@@ -98,7 +97,7 @@ def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
 
 @pytest.mark.parametrize("packed", slow_unless([False, True], (False,)))
 def test_mask_of_keys(packed):
-    """A mask of padding in any place, whose keys may be NaN; beside segments."""
+    """A mask of padding in any place, whose keys may be NaN; also with segments."""
     query, key, value, d_out = random_qkv(137, 145)
     mask = np.random.default_rng(5).random((2, 1, 1, 145)) < 0.7
     options, visible = {}, np.broadcast_to(mask, (2, 1, 137, 145))
@@ -152,7 +151,7 @@ def test_bias_equals_oracle(kind, offset, traced):
     run_both = jax.jit(both, static_argnums=() if traced else 4)
     given = jnp.int32(offset) if traced else offset
     *got, grad = run_both(query, key, value, jnp.asarray(numbers), given)
-    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, offset, 0, is_causal=traced)
+    visible = oracles.pairs(num_queries, num_keys, oracles.everything, offset, 0, is_causal=traced)
     arrays, options = (query, key, value, visible), {"bias": dense[None], "cap": 2.0}
     out, _ = oracles.softmax_attention(*arrays, **options)
     *grads, d_scores = oracles.softmax_attention_gradients(*arrays, d_out, **options)

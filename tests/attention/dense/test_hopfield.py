@@ -8,21 +8,10 @@ import numpy as np
 
 from brl_jax.attention.dense import hopfield
 from brl_jax.attention.dense.hopfield import hopfield_attention
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, outputs_and_gradients, random_qkv
 
-EVERYTHING = oracles.sliding(10**6, 10**6)
-
-
-def run(query, key, value, d_out, **kwargs):
-    """The output and the gradients of query, key and value."""
-
-    @jax.jit
-    def both(query, key, value, d_out):
-        out, pull = jax.vjp(functools.partial(hopfield_attention, **kwargs), query, key, value)
-        return out, *pull(d_out)
-
-    return both(query, key, value, d_out)
+run = functools.partial(outputs_and_gradients, hopfield_attention)
 
 
 def retrieved(query, key, value, visible, steps, scale):
@@ -30,38 +19,6 @@ def retrieved(query, key, value, visible, steps, scale):
     for _ in range(steps - 1):
         state, _ = oracles.softmax_attention(state, key, key, visible, scale=scale)
     return oracles.softmax_attention(state, key, value, visible, scale=scale)[0]
-
-
-def test_gradients_through_two_steps():
-    """By the chain rule over the oracle's gradients of one softmax attention."""
-    arrays = random_qkv(12)
-    query, key, value, d_out = arrays
-    visible = oracles.pairs(12, 12, EVERYTHING, is_causal=True)
-    state, _ = oracles.softmax_attention(query, key, key, visible, scale=2.0)
-    d_state, d_key, d_value, _ = oracles.softmax_attention_gradients(
-        state, key, value, visible, d_out, scale=2.0
-    )
-    d_query, d_as_key, d_as_value, _ = oracles.softmax_attention_gradients(
-        query, key, key, visible, d_state, scale=2.0
-    )
-    got = run(*arrays, steps=2, scale=2.0, is_causal=True)
-    assert_close(
-        got,
-        (
-            retrieved(query, key, value, visible, 2, 2.0),
-            d_query,
-            d_key + d_as_key + d_as_value,
-            d_value,
-        ),
-    )
-
-
-def test_one_step_is_softmax_attention_and_two_are_not():
-    arrays = random_qkv(33)
-    visible = oracles.pairs(33, 33, EVERYTHING, is_causal=True)
-    expected = expect(arrays, visible)
-    assert_close(run(*arrays, is_causal=True), expected)
-    assert oracles.relative_error(run(*arrays, is_causal=True, steps=2)[0], expected[0]) > 1e-2
 
 
 def test_a_stored_pattern_is_found_from_a_noisy_query():
@@ -99,7 +56,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
         key_value_seq_lengths=jnp.asarray(lengths[1]),
     )
     whole = call()
-    visible = oracles.pairs(20, 30, EVERYTHING, 10, 0, is_causal=True)[None]
+    visible = oracles.pairs(20, 30, oracles.everything, 10, 0, is_causal=True)[None]
     visible = visible & (np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :])
     visible = visible & inside[0][:, :, None] & inside[1][:, None, :]
     assert_close(whole[:1], [retrieved(query, key, value, visible[:, None], 3, 0.7)])
@@ -108,7 +65,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 
 
 def test_no_square_array():
-    """4096 queries on as many keys, forward and backward: nothing of 4096 x 4096 numbers."""
+    """4096 queries on 4096 keys, forward and backward: nothing of 4096 x 4096 numbers."""
     shape = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     call = functools.partial(hopfield_attention, steps=2, is_causal=True)
     grad = jax.jit(jax.grad(lambda *a: call(*a).sum(), argnums=(0, 1, 2)))

@@ -1,4 +1,4 @@
-"""Patterns that run the parts of another pattern with another rule: all tests but those of the pattern are slow."""
+"""Patterns that run the parts of another pattern with another rule: only their tests in test_patterns.py are fast."""
 
 from pathlib import Path
 

@@ -8,16 +8,10 @@ import pytest
 
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
-from tests.attention.local.test_local import (  # noqa: F401 (a fixture)
-    BOTH,
-    expect,
-    random_qkv,
-    run,
-    schedule,
-)
-from tests.attention.local.test_tpu import run as run_kernels
+from tests.attention.local.cases import BOTH, run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import expect, random_qkv
 
 ENDS = np.iinfo(np.int32)
 # The ids of each row of a batch, and how many of its keys exist.
@@ -37,7 +31,7 @@ PATTERNS = {
 }
 
 
-def check(function, name):
+def check(name, implementation):
     """Outputs and gradients are the oracle's for segment ids of every kind together with lengths."""
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(130, batch=len(ROWS), heads=2, kv_heads=1)
@@ -47,20 +41,20 @@ def check(function, name):
     visible &= np.arange(130)[None, None, :] < lengths[:, None, None]
     options = {"segment_ids": jnp.asarray(segments), "key_value_seq_lengths": jnp.asarray(lengths)}
     want = expect(arrays, visible[:, None])
-    for got, expected in zip(function(arrays, pattern=pattern, **options), want):
+    for got, expected in zip(run(*arrays, implementation=implementation, pattern=pattern, **options), want):
         assert oracles.relative_error(got, expected) < 1e-5
 
 
 # Fast: the window kernel and the kernel for any pattern. Dilated windows are the first, on rearranged tokens.
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
 def test_interpreted_kernels(name):
-    check(run_kernels, name)
+    check(name, "pallas_interpret")
 
 
 @BOTH
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
-def test_xla(schedule, name):  # noqa: F811
-    check(lambda arrays, **options: run(*arrays, **options), name)
+def test_xla(schedule, name):
+    check(name, "xla")
 
 
 def test_padded_keys_stay_unseen():

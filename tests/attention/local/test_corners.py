@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes
-from tests.attention.local.test_local import BOTH, random_qkv, run, schedule, xla_attention  # noqa: F401
+from tests.attention.local.cases import BOTH, run, xla_attention
+from tests.support.attention import random_qkv
 
 
 @BOTH
-def test_a_mask_without_visible_blocks_gives_zeros(schedule):  # noqa: F811
+def test_a_mask_without_visible_blocks_gives_zeros(schedule):
     arrays = random_qkv(32)
     for result in run(*arrays, pattern=BlockMask.of(8, np.zeros((4, 4), bool))):
         assert not np.asarray(result).any()

@@ -1,4 +1,4 @@
-"""What `local_attention` says where its GPU kernel cannot serve a call. Its numbers: tests/pallas_kernels/triton."""
+"""What `local_attention` says where its GPU kernel does not support a call; tests/pallas_kernels/triton has numbers."""
 
 import importlib.util
 import re
@@ -195,7 +195,7 @@ def test_what_a_gpu_gets(name, monkeypatch):
     assert calls(function) == ({wanted} if wanted else set())
     both = {None: set(), TRITON: {TRITON}, CUDNN: {CUDNN, f"{CUDNN}Backward"}}[wanted]
     assert calls(lambda q: jax.vjp(function, q)[1](function(q))) == both
-    if wanted == TRITON:  # a program for several platforms, of which the CPU's part never runs the kernel
+    if wanted == TRITON:  # in a program for several platforms the CPU's part never runs the kernel
         traced = jax.jit(function).trace(query)
         assert TRITON in traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
     jax.clear_caches()

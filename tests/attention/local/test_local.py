@@ -1,56 +1,28 @@
 """local_attention against the float64 oracle, by the CPU's loop and with all blocks at once; its laws."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
-from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.local import api as local
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
+from brl_jax.attention.local.layouts import GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
-    BlockMask,
     Bucketed,
     Dilated,
-    Fixed,
     GlobalWindow,
     SlidingWindow,
-    Strided,
-    SurroundedBlocks,
 )
+from tests.attention.local.cases import BIG_BIRD, BOTH, PATTERNS, run, xla_attention
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, largest_array, random_qkv
 
-MASK = np.random.default_rng(5).random((12, 12)) < 0.3
-BIG_BIRD = BigBird(8, window_blocks=3, global_blocks=1, random_blocks=2, seed=1)
-# name: (pattern, sees(i, j) of absolute positions)
-PATTERNS = {
-    "sliding": (SlidingWindow(7, 3), oracles.sliding(7, 3)),
-    "sliding_wide": (SlidingWindow(40, 300), oracles.sliding(40, 300)),
-    "dilated": (Dilated(3, 2, 3), oracles.dilated(3, 2, 3)),
-    "block_diagonal": (BlockDiagonal(50), oracles.block_diagonal(50)),
-    "block_diagonal_small": (BlockDiagonal(7), oracles.block_diagonal(7)),
-    "bucketed": (Bucketed(16), oracles.bucketed(16, 1, 1)),
-    "bucketed_before": (Bucketed(7, 2, 0), oracles.bucketed(7, 2, 0)),
-    "surrounded": (SurroundedBlocks(12, 15), oracles.surrounded(12, 15)),
-    "strided": (Strided(11), oracles.strided(11)),
-    "fixed": (Fixed(16, 2), oracles.fixed(16, 2)),
-    "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),
-    "axial": (Axial(13), oracles.axial(13)),
-    "neighbourhood": (Neighbourhood(10, 2, 3), oracles.neighbourhood(10, 2, 3)),
-    "global_local": (GlobalLocal(5, 4, 6, 9), oracles.global_local(5, 4, 6, 9)),
-    "global_local_all": (GlobalLocal(3, 2, 4), oracles.global_local(3, 2, 4, None)),
-    "big_bird": (BIG_BIRD, oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-130 // 8)))),
-    "block_mask": (BlockMask.of(13, MASK), oracles.block_mask(13, MASK)),
-}
 # Fast: every pattern in the loop, causal where it can be, and one pattern of each kind with all blocks at once.
 CASES = [
     pytest.param(
@@ -66,67 +38,7 @@ CASES = [
     for schedule, causal in (("loop", False), ("loop", True), ("at_once", False))
     if PATTERNS[name][0].causal_ok or not causal
 ]
-# What runs here in any case: following the TPU kernels too takes as long again (they have test_local_kernels.py).
-xla_attention = functools.partial(local_attention, implementation="xla")
 TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
-
-
-@pytest.fixture
-def schedule(request, monkeypatch):
-    """Both schedules run here: the CPU's, and the one that other platforms lower to."""
-    if request.param == "loop":
-        yield request.param
-        return
-    taken = []
-
-    def forms(call):
-        taken.append(call)
-        return {"default": of_platforms(call)["default"]}
-
-    of_platforms = local.xla.forms
-    local._choose.clear_cache()
-    monkeypatch.setattr(local.xla, "forms", forms)
-    yield request.param
-    assert taken
-    local._choose.clear_cache()
-
-
-# Both run the same code on blocks: arguments that test_pattern_equals_oracle leaves out are tried in the loop first.
-BOTH = pytest.mark.parametrize("schedule", slow_unless(("loop", "at_once"), ("loop",)), indirect=True)
-
-
-def random_qkv(
-    num_queries, num_keys=None, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32, seed=0
-):
-    """query, key, value and a cotangent of the output."""
-    num_keys = num_queries if num_keys is None else num_keys
-    rng = np.random.default_rng(seed)
-    shapes = [(num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)]
-    return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
-
-
-def run(query, key, value, d_out, **kwargs):
-    """The output and the gradients of query, key and value, in one compiled function."""
-
-    def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(lambda *a: xla_attention(*a, **kwargs, **traced), query, key, value)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], (jax.Array, np.ndarray))}
-    return jax.jit(both)(query, key, value, d_out, traced)
-
-
-def expect(arrays, visible, **kwargs):
-    query, key, value, d_out = arrays
-    out, _ = oracles.softmax_attention(query, key, value, visible, **kwargs)
-    gradients = oracles.softmax_attention_gradients(query, key, value, visible, d_out, **kwargs)
-    return out, *gradients
-
-
-def assert_close(got, expected, tolerance=1e-4):
-    for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
-        error = oracles.relative_error(x.astype(jnp.float32), y)
-        assert error < tolerance, f"{what}: relative error {error}"
 
 
 @pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
@@ -200,14 +112,6 @@ def test_scale_and_many_heads(schedule):
     arrays = random_qkv(300, batch=3, heads=12, kv_heads=6)
     got = run(*arrays, local_window_size=(200, 0), is_causal=True, scale=0.3)
     assert_close(got, expect(arrays, oracles.pairs(300, 300, oracles.sliding(200, 0)), scale=0.3))
-
-
-def test_window_over_the_whole_sequence_is_full_attention():
-    arrays = random_qkv(97)
-    wide = run(*arrays, local_window_size=500, is_causal=True)
-    out, pull = jax.vjp(functools.partial(full_attention, is_causal=True), *arrays[:3])
-    for x, y in zip(wide, (out, *pull(arrays[3]))):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_window_size_is_exact():
@@ -317,7 +221,7 @@ def test_lengths_and_poisoned_padding(schedule, name):
 @pytest.mark.parametrize("name", slow_unless(["dilated", "fixed", "block_mask"], ("dilated", "fixed")))
 @BOTH
 def test_segments(schedule, name):
-    """Only equal ids see each other; the pair form serves T != S; some rows see nothing."""
+    """Only equal ids see each other; the pair form is for T != S; some rows see nothing."""
     pattern, sees = PATTERNS[name]
     rng = np.random.default_rng(7)
     arrays = random_qkv(60, 130)
@@ -326,16 +230,6 @@ def test_segments(schedule, name):
     visible = oracles.pairs(60, 130, sees)[None] & (ids[0][:, :, None] == ids[1][:, None, :])
     assert not visible.any(-1).all()
     assert_close(got, expect(arrays, visible[:, None]))
-
-
-def test_packed_sequences_equal_each_alone():
-    arrays = random_qkv(50, batch=1)
-    ids = jnp.asarray([[0] * 20 + [1] * 30])
-    packed = run(*arrays, local_window_size=(9, 0), is_causal=True, segment_ids=ids)
-    for part in (slice(0, 20), slice(20, 50)):
-        alone = run(*(x[:, part] for x in arrays), local_window_size=(9, 0), is_causal=True)
-        for x, y in zip(packed, alone):
-            np.testing.assert_allclose(x[:, part], y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -364,27 +258,6 @@ def test_not_causal_window_does_look_ahead():
     base, changed = attend(query, key, value), attend(query, key, value.at[:, 20].add(1.0))
     touched = np.abs(np.asarray(changed - base)).max((0, 2, 3)) > 0
     np.testing.assert_array_equal(np.flatnonzero(touched), np.arange(16, 25))
-
-
-@pytest.mark.slow
-def test_composes_with_vmap_scan_checkpoint():
-    arrays = random_qkv(40, batch=3)
-    attend = functools.partial(xla_attention, local_window_size=(9, 2))
-    expected = run(*arrays, local_window_size=(9, 2))
-
-    def mapped(query, key, value):
-        return jax.vmap(lambda *a: attend(*(x[None] for x in a))[0])(query, key, value)
-
-    def scanned(query, key, value):
-        def body(carry, xs):
-            return carry, jax.checkpoint(attend)(*(x[None] for x in xs))[0]
-
-        return lax.scan(body, 0, (query, key, value))[1]
-
-    for f in (mapped, scanned):
-        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
-        for x, y in zip((out, *pull(arrays[3])), expected):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_runs_again_to_the_same_bits():
@@ -418,11 +291,6 @@ def compiled(pattern, length, **kwargs):
         return out, *pull(d_out)
 
     return jax.jit(both).lower(*[shape] * 4).compile()
-
-
-def largest_array(hlo):
-    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|u32|u8|s8)\[([\d,]+)\]", hlo)
-    return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
-from tests.attention.local.test_local import PATTERNS
+from tests.attention.local.cases import PATTERNS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
 
@@ -98,7 +98,7 @@ def test_patterns_are_hashable_values():
 
 
 def test_random_blocks_of_big_bird():
-    """Distinct, outside of what is seen anyway, as many as asked while there are enough; drawn by the seed."""
+    """Distinct, outside of what is seen anyway, and of the number asked for if there are enough; drawn by the seed."""
     lists = BigBird(8, 3, 1, 3, seed=0).random_lists(20)
     for b, row in enumerate(lists):
         assert len(set(row)) == len(row) == (3 if b >= 1 else 0)

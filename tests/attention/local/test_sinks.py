@@ -11,13 +11,12 @@ from brl_jax.attention.core.biases import ALiBi, alibi_slopes
 from brl_jax.attention.local import reference
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from tests.attention.local.test_local import BOTH, PATTERNS, random_qkv, schedule
+from tests.attention.local.cases import BOTH, PATTERNS, SINKS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import random_qkv
 
-__all__ = ["schedule"]  # the fixture
 NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")
-SINKS = jnp.asarray([0.7, -1.3, 2.0, 0.1])
 
 
 def run(arrays, sinks, implementation="xla", **options):
@@ -58,7 +57,7 @@ def large(*sizes, **options):
 @pytest.mark.parametrize("name", ["sliding", "strided", "block_mask"])
 @BOTH
 def test_equals_oracle(schedule, name):
-    """Windows in tiles and in blocks, several parts, rows that see nothing; bias, padding and segments beside."""
+    """Windows in tiles and in blocks, several parts, and rows that see nothing."""
     pattern, sees = PATTERNS[name]
     arrays = large(130)
     visible = oracles.pairs(130, 130, sees, is_causal=True)
@@ -102,7 +101,7 @@ def test_bfloat16():
 
 
 def test_extreme_sinks_and_the_plain_form():
-    """A sink of -inf is none; one far above all scores takes everything; the reference agrees."""
+    """A sink of -inf changes nothing; one far above all scores takes everything; the reference agrees."""
     query, key, value, _ = random_qkv(40)
     attend = functools.partial(local_attention, query, key, value, local_window_size=(5, 0), is_causal=True)
     plain = attend(logits_soft_cap=2.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,29 +13,12 @@ from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
-from tests.attention.local.test_local import PATTERNS, expect, random_qkv
-from tests.attention.local.test_sinks import SINKS
+from tests.attention.local.cases import PATTERNS, SINKS, run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, random_qkv
 
-
-def run(arrays, **kwargs):
-    """Output and gradients of query, key and value on the kernels."""
-
-    @jax.jit
-    def both(query, key, value, d_out, traced):
-        f = lambda *a: local_attention(*a, implementation="pallas_interpret", **kwargs, **traced)  # noqa: E731
-        out, pull = jax.vjp(f, query, key, value)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
-    return both(*arrays, traced)
-
-
-def assert_close(got, expected, tolerance=1e-5):
-    for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
-        error = oracles.relative_error(x.astype(jnp.float32), y)
-        assert error < tolerance, f"{what}: relative error {error}"
+on_kernels = functools.partial(run, implementation="pallas_interpret")
 
 
 # Fast: the kernel for windows, and the one for any pattern with a mask of blocks and with parts that are merged.
@@ -43,8 +28,8 @@ def test_pattern_equals_oracle(name):
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(130, batch=1, heads=2)
-    got = run(arrays, pattern=pattern, is_causal=causal)
-    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)))
+    got = on_kernels(*arrays, pattern=pattern, is_causal=causal)
+    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +41,8 @@ def test_offsets(name):
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(30, 50, batch=1, heads=2)
-    got = run(arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=31)
-    assert_close(got, expect(arrays, oracles.pairs(30, 50, sees, 20 + 31, 31, causal)))
+    got = on_kernels(*arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=31)
+    assert_close(got, expect(arrays, oracles.pairs(30, 50, sees, 20 + 31, 31, causal)), 1e-5)
 
 
 @pytest.mark.parametrize("name", slow_unless(["bucketed", "fixed"], ("bucketed",)))
@@ -66,8 +51,12 @@ def test_traced_offset(name):
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(150, 170, batch=1, heads=2)
     for key_offset in (-20, 13):
-        got = run(arrays, pattern=pattern, is_causal=True, query_offset=20, key_offset=jnp.int32(key_offset))
-        assert_close(got, expect(arrays, oracles.pairs(150, 170, sees, 20 + key_offset, key_offset, True)))
+        got = on_kernels(
+            *arrays, pattern=pattern, is_causal=True, query_offset=20, key_offset=jnp.int32(key_offset)
+        )
+        assert_close(
+            got, expect(arrays, oracles.pairs(150, 170, sees, 20 + key_offset, key_offset, True)), 1e-5
+        )
 
 
 @pytest.mark.parametrize("name", slow_unless(["dilated", "strided", "fixed", "global_window"], ("dilated",)))
@@ -85,14 +74,17 @@ def test_padding_and_segments(name):
     want = expect(arrays, visible[:, None])
     absent = ~jnp.asarray(inside)[:, :, None, None]
     query, key, value = (jnp.where(absent, jnp.nan, x) for x in arrays[:3])
-    got = run(
-        [query, key, value, arrays[3]],
+    got = on_kernels(
+        query,
+        key,
+        value,
+        arrays[3],
         pattern=pattern,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         segment_ids=segments,
     )
-    assert_close(got, want)
+    assert_close(got, want, 1e-5)
     assert not np.asarray(got[0])[1].any()
 
 
@@ -120,7 +112,7 @@ def test_blocks_as_large_as_the_kernels_own(pattern, sees):
         visible = np.asarray(pattern.visible(at[:, None], at[None, :], length))
     else:
         visible = oracles.pairs(length, length, sees)
-    assert_close(run(arrays, pattern=pattern), expect(arrays, visible))
+    assert_close(on_kernels(*arrays, pattern=pattern), expect(arrays, visible), 1e-5)
 
 
 SLOPES = np.float32([0.3, -0.05])
@@ -169,7 +161,7 @@ def test_bias_equals_oracle(name, kind):
     )
     where = {"query_offset": 20, "key_offset": 5, "is_causal": causal}
     got, (grad,) = run_biased(arrays, bias, pattern=pattern, logits_soft_cap=2.0, sinks=SINKS[:2], **where)
-    assert_close(got, (out, *grads))
+    assert_close(got, (out, *grads), 1e-5)
     assert oracles.relative_error(grad, pull(d_scores)) < 1e-5
 
 

@@ -12,9 +12,10 @@ from brl_jax import local_attention
 from brl_jax.attention.local.call import PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.local.xla_cpu import WindowTiling
-from tests.attention.local.test_local import assert_close, expect, random_qkv, run
+from tests.attention.local.cases import run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, random_qkv
 
 # name: length, left, right, is_causal, and the tiling's (tile, before, gap)
 WINDOWS = {

@@ -16,9 +16,10 @@ from brl_jax.attention.local.call import PatternCall
 from brl_jax.attention.local.layouts import Neighbourhood
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
-from tests.attention.local.test_local import assert_close, expect, random_qkv, run
+from tests.attention.local.cases import run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, random_qkv
 
 # name: length, width, rows, columns, is_causal, key_offset, and the number of offsets
 GRIDS = {

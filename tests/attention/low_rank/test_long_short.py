@@ -1,4 +1,4 @@
-"""The Long-Short Transformer's attention against its plain form, what it costs, and what it refuses."""
+"""The Long-Short Transformer's attention: what it costs, and what it refuses."""
 
 import functools
 
@@ -9,10 +9,9 @@ import pytest
 
 from brl_jax import init_long_short_state, local_attention, long_short_attention
 from brl_jax.attention.local.patterns import SurroundedBlocks
-from brl_jax.attention.low_rank import reference
 from brl_jax.attention.low_rank.long_short import Norms
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 def normal(*shape):
@@ -22,32 +21,6 @@ def normal(*shape):
 def arrays(length, rank=3):
     query, key, value, _ = random_qkv(length, heads=4)
     return query, key, value, normal(2, length, key.shape[2], rank)
-
-
-OPTIONS = [
-    {"window": 6, "positions": jnp.arange(67)[None] + 5},
-    {"window": 6, "chunk_size": 5, "is_causal": True, "norms": Norms(normal(2, 8), normal(2, 8) + 1)},
-    {"window": 7, "chunk_size": 80, "is_causal": True, "positions": jnp.arange(67)[None]},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS[:2])
-def test_equals_its_plain_form(options):
-    check_plain_form(options, 67)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "length"), [(OPTIONS[0], 1), (OPTIONS[1], 1), (OPTIONS[2], 67)])
-def test_equals_its_plain_form_without_chunks(options, length):
-    check_plain_form(options, length)
-
-
-def check_plain_form(options, length):
-    if "positions" in options:
-        options = {**options, "positions": options["positions"][:, :length]}
-    functions = (long_short_attention, reference.long_short_attention)
-    got, expected = jax.jit(lambda *a: [f(*a, **options) for f in functions])(*arrays(length))
-    assert relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.slow
@@ -67,7 +40,7 @@ def test_projected_keys_that_nobody_notices():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_memory_grows_linearly(is_causal):
-    """Bidirectional; causal with as many chunks at both lengths."""
+    """Bidirectional; causal with 64 chunks at both lengths."""
 
     def size(length):
         call = functools.partial(

@@ -1,6 +1,4 @@
-"""What landmarks become where they are as many as the tokens, and what the function refuses."""
-
-import functools
+"""One landmark per token, the convolution alone, and what the function refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +6,8 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, nystrom_attention
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 attend = jax.jit(nystrom_attention, static_argnames=("num_landmarks", "iterations"))
 
@@ -33,29 +31,6 @@ def test_a_convolution_alone():
     np.testing.assert_allclose(moved[:, 1:, 0], value[:, :-1, 0], atol=1e-5)
     np.testing.assert_allclose(moved[:, 0], 0, atol=1e-5)
     np.testing.assert_allclose(moved[:, :, 1], 0, atol=1e-5)
-
-
-def test_a_row_shorter_than_the_landmarks_is_what_it_is_alone():
-    """NaN beyond the lengths, one of which is 0: finite outputs and gradients, and 0 for padding."""
-    query, key, value, d_out = random_qkv(9, batch=3)
-    lengths = jnp.asarray([3, 9, 0])
-    inside = (jnp.arange(9)[None] < lengths[:, None])[..., None, None]
-    poisoned = [jnp.where(inside, x, jnp.nan) for x in (query, key, value)]
-
-    @jax.jit
-    def padded(*arrays):
-        call = functools.partial(nystrom_attention, num_landmarks=5, key_value_seq_lengths=lengths)
-        out, pull = jax.vjp(call, *arrays)
-        return out, pull(d_out)
-
-    out, gradients = padded(*poisoned)
-    alone = jax.jit(functools.partial(nystrom_attention, num_landmarks=5))(
-        *(x[:1, :3] for x in (query, key, value))
-    )
-    assert relative_error(out[:1, :3], alone) < 1e-5
-    for array in (out, *gradients):
-        assert np.isfinite(np.asarray(array)).all()
-        assert not np.asarray(jnp.where(inside, 0, array)).any()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
-"""Where Skyformer's samples come from, when they are drawn anew, and what the function refuses."""
+"""Skyformer with all tokens as samples, how samples are drawn, and what the function refuses."""
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import SkyformerConfig, Stack, kernelized_attention, skyformer_attention, skyformer_samples
-from tests.attention.local.test_local import random_qkv
-from tests.laws.cases import dimensions
+from brl_jax import kernelized_attention, skyformer_attention, skyformer_samples
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 @pytest.mark.slow
@@ -23,24 +21,6 @@ def test_all_tokens_as_samples_are_kernelized_attention():
     every = call(query, key, value, samples=jnp.concatenate([places, places]))
     assert relative_error(every, expected) < 1e-2
     assert relative_error(call(query, key, value, samples=places[:2]), expected) > 1e-1
-
-
-def test_samples_are_of_the_key_or_of_the_seed():
-    """A deterministic call takes the seed's samples whatever key it has, and in training each key gives its own."""
-    stack = Stack((SkyformerConfig(num_samples=4),) * 2, dimensions(False))
-    x = np.random.default_rng(0).standard_normal((1, 20, 16)).astype(np.float32)
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(key, deterministic):
-        return stack.apply(variables, x, deterministic=deterministic, rngs={"sample": key})[0]
-
-    one, other = jax.random.key(2), jax.random.key(3)
-    fixed, drawn = run(one, True), run(one, False)
-    np.testing.assert_array_equal(run(other, True), fixed)
-    np.testing.assert_array_equal(run(one, False), drawn)
-    assert relative_error(drawn, fixed) > 1e-3
-    assert relative_error(run(other, False), drawn) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,14 @@ import pytest
 
 import brl_jax
 from brl_jax.attention.recurrent import reference, squared_relu
-from tests.attention.recurrent.test_state_functions import close
 from tests.marks import slow_unless
+from tests.oracles.parts import FEATURES, relu
+from tests.oracles.recurrent import decayed, delta
+from tests.support.attention import close
 
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
 PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined
 DIRECTIONS = np.random.default_rng(0).standard_normal((7, SIZE))
-
-
-def _elu_plus_1(x):
-    return np.where(x.real > 0, x + 1, np.exp(np.where(x.real > 0, 0, x)))
 
 
 def _performer_features(x):
@@ -35,13 +33,13 @@ def _largest(x):
 
 
 def _linear(q, k, seen):
-    return _normalized(_elu_plus_1(q) @ _elu_plus_1(k).T, seen)
+    return _normalized(FEATURES["elu+1"](q) @ FEATURES["elu+1"](k).T, seen)
 
 
 def _cosformer(q, k, seen):
     i = np.arange(len(q))
     cosine = np.cos((i[:, None] - i) * math.pi / 1024)
-    return _normalized((q * (q.real > 0)) @ (k * (k.real > 0)).T * cosine, seen, 1e-6)
+    return _normalized(relu(q) @ relu(k).T * cosine, seen, 1e-6)
 
 
 def _performer(q, k, seen):
@@ -60,34 +58,17 @@ def _log_decay(beta):
     return -20 * beta**4
 
 
-FEATURES = np.array([0.001, 1.0, 0.1, 5.0])  # how strongly each feature decays
+STRENGTHS = np.array([0.001, 1.0, 0.1, 5.0])  # how strongly each feature decays
 
 
-def _decayed(q, k, v, decay, segments):
-    state, out = 0, []
-    for t in range(len(q)):
-        state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
-        state = decay[t][:, None] * state + np.outer(k[t], v[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
-
-
-def _delta(q, k, v, beta, segments, decay=None):
-    k = k / np.sqrt((k * k).sum(-1, keepdims=True))
-    state, out = 0, []
-    for t in range(len(q)):
-        state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
-        if decay is not None:
-            state = decay[t][..., None] * state
-        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True))
 
 
 def _mixed(q, k, seen):
     chunk = np.arange(len(q)) // CHUNK
     near, scores = chunk[:, None] == chunk, q @ k.T / CHUNK
-    return np.where(near & seen, (scores * (scores.real > 0)) ** 2, np.where(near, 0, -scores * seen))
+    return np.where(near & seen, relu(scores) ** 2, np.where(near, 0, -scores * seen))
 
 
 def oracle(name, query, key, value, beta, segments):
@@ -98,14 +79,14 @@ def oracle(name, query, key, value, beta, segments):
     for head in range(HEADS):
         q, k, v, b = query[:, head], *(x[:, head * KV_HEADS // HEADS] for x in (key, value, beta))
         if name in ("decayed", "feature_decayed"):
-            each = FEATURES if name == "feature_decayed" else np.ones(SIZE)
-            out.append(_decayed(q, k, v, np.exp(_log_decay(b)[:, None] * each), segments))
+            each = STRENGTHS if name == "feature_decayed" else np.ones(SIZE)
+            out.append(decayed(q, k, v, np.exp(_log_decay(b)[:, None] * each), segments))
             continue
         weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
-        by_feature = np.exp(_log_decay(b)[:, None] * FEATURES)
+        by_feature = np.exp(_log_decay(b)[:, None] * STRENGTHS)
         decays = {"delta": None, "gated": np.exp(_log_decay(b)), "kimi": by_feature}
         out.append(
-            _delta(q, k, v, b, segments, decays[name]) if name in decays else weigh[name](q, k, seen) @ v
+            delta(q, unit(k), v, b, decays[name], segments) if name in decays else weigh[name](q, k, seen) @ v
         )
     return np.stack(out, 1)
 
@@ -123,7 +104,7 @@ def call(name, query, key, value, beta, **options):
             )
         case "decayed" | "feature_decayed":
             decay = _log_decay(beta.astype(jnp.float32))
-            decay = decay[..., None] * FEATURES[None, None, None] if name == "feature_decayed" else decay
+            decay = decay[..., None] * STRENGTHS[None, None, None] if name == "feature_decayed" else decay
             options |= {"normalize": False, "feature_map": "identity", "log_decay": decay}
             return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
         case "delta":
@@ -132,13 +113,13 @@ def call(name, query, key, value, beta, **options):
             decay = _log_decay(beta.astype(jnp.float32))
             return brl_jax.gated_delta_rule(query, key, value, beta, decay, **options)
         case "kimi":
-            decay = _log_decay(beta.astype(jnp.float32))[..., None] * FEATURES[None, None, None]
+            decay = _log_decay(beta.astype(jnp.float32))[..., None] * STRENGTHS[None, None, None]
             return brl_jax.kimi_delta_rule(query, key, value, beta, decay, **options)
     return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
 
 
 def with_states(name, arrays, ids, lengths):
-    """The outputs of three pieces, of which the second has segments and lengths; without states of the second alone."""
+    """The outputs of three pieces; the second has segments and lengths. Without states, of the second alone."""
     cuts = list(itertools.pairwise(np.cumsum([0, PAST, MIDDLE, REST])))
     past, middle, rest = ([x[:, a:b] for x in arrays] for a, b in cuts)
     options = {"key_value_seq_lengths": lengths, "chunk_size": CHUNK}
@@ -170,7 +151,7 @@ def test_oracle(name, all_at_once):
     weights[1] *= np.arange(MIDDLE)[None, :, None, None] < np.array(lengths)[:, None, None, None]
 
     def expected(step):
-        """The outputs, those of padding 0, at arrays + step * changes."""
+        """The outputs, 0 in padding, at arrays + step * changes."""
         moved = [x + step * c for x, c in zip(arrays, changes)]
         outs = [np.zeros((2, n, HEADS, SIZE), complex) for n in (PAST, MIDDLE, REST)]
         for row, length in enumerate(lengths):
@@ -302,7 +283,7 @@ def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
 
 
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
-    """Pieces of 24 queries, as many as the memory holds, although 8 are asked for."""
+    """Pieces of 24 queries, which fit into the memory, although 8 are asked for."""
     rng = np.random.default_rng(4)
     arrays = [rng.standard_normal((2, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
@@ -331,4 +312,4 @@ def test_long_products_of_the_delta_rule_stay_precise(all_at_once):
     beta = rng.random((1, length, 1))
     inputs = (jnp.asarray(x, jnp.float32) for x in (query, key, value, beta))
     got = jax.jit(functools.partial(brl_jax.delta_rule, chunk_size=8))(*inputs)
-    close(got[0, :, 0], _delta(query[0, :, 0], key[0, :, 0], value[0, :, 0], beta[0, :, 0], np.zeros(length)))
+    close(got[0, :, 0], delta(query[0, :, 0], unit(key[0, :, 0]), value[0, :, 0], beta[0, :, 0]))

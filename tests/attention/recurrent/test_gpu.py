@@ -12,7 +12,7 @@ import pytest
 
 import brl_jax
 from pallas_kernels import triton
-from tests.attention.recurrent.test_state_functions import close
+from tests.support.attention import close
 
 
 def dense(query, key, value, ranges):

@@ -24,6 +24,7 @@ from brl_jax.attention.recurrent.luna import init_luna_state
 from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state
 from brl_jax.attention.recurrent.performer import init_performer_state
 from tests.marks import slow_unless
+from tests.support.attention import close
 
 
 class Case(NamedTuple):
@@ -144,11 +145,6 @@ def inputs(
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
-
-
 @functools.cache
 def compiled(name: str, return_state: bool) -> Callable[..., Any]:
     """The case's call as one compiled program for all arrays of a shape; options may be arrays."""
@@ -156,7 +152,7 @@ def compiled(name: str, return_state: bool) -> Callable[..., Any]:
 
 
 each = pytest.mark.parametrize("name", CASES)
-# Fast: a sum of outer products, the delta rule's triangular systems, and keys kept besides a state. Layers of every
+# Fast: a sum of outer products, the delta rule's triangular systems, and keys kept with a state. Layers of every
 # kind go through pieces and packing in tests/laws.
 each_engine = pytest.mark.parametrize("name", slow_unless(CASES, ("linear", "delta", "bsbr")))
 
@@ -219,14 +215,14 @@ def test_segments_are_apart(name):
         past = {"state": before} if a == 0 else {}
         expected, last = run(*(x[:, a:b] for x in arrays), **past)
         close(out[:, a:b], expected)
-    more = inputs(3, seed=6, batch=1)  # the first segment's shape, for which the program is compiled already
+    more = inputs(3, seed=6, batch=1)  # the program is compiled already for the first segment's shape
     close(run(*more, state=state)[0], run(*more, state=last)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.linear])
 def test_64k_tokens_in_bfloat16(name):
-    """The state keeps its precision: the outputs of the last tokens are those of float32."""
+    """The state keeps its precision: the last tokens have the outputs of float32."""
     run = compiled(name, False)
     arrays = [x.astype(jnp.bfloat16) for x in inputs(2**16, batch=1, heads=1, kv_heads=1, seed=4)]
     out = run(*arrays)
@@ -280,29 +276,6 @@ def test_bad_input(name):
         case.call(query, key[:, :5], value[:, :5])
 
 
-@each_engine
-def test_empty_states_are_public_and_refuse_sizes_of_zero(name):
-    """`lax.scan` from no tokens at all, one token at a time, gives what one call gives."""
-    case = CASES[name]
-    made = type(case.init(1, 2, 8)).__name__.removesuffix("State").lower()
-    makers = {maker.replace("_", ""): maker for maker in brl_jax.__all__ if maker.startswith("init_")}
-    assert f"init{made}state" in makers
-    with pytest.raises(ValueError, match="batch must be an int of at least 1, got 0"):
-        case.init(0, 2, 8)
-    arrays = inputs(40, seed=8)
-
-    @jax.jit
-    def token_by_token(*arrays):
-        def token(state, tokens):
-            out, state = case.call(*(x[:, None] for x in tokens), state=state, return_state=True)
-            return state, out[:, 0]
-
-        tokens = [jnp.swapaxes(x, 0, 1) for x in arrays]
-        return jnp.swapaxes(jax.lax.scan(token, case.init(2, 2, 8), tokens)[1], 0, 1)
-
-    close(token_by_token(*arrays), compiled(name, False)(*arrays))
-
-
 @pytest.mark.parametrize("is_causal", slow_unless([True, False], (True,)))
 def test_bsbr_clamps_lengths_beyond_the_sequence(is_causal):
     query, key, value = inputs(70, seed=9)
@@ -332,6 +305,13 @@ def test_gradients_of_replicated_keys_under_shard_map(name):
 
     for got, expected in zip(gradients(shared), gradients(function)):
         close(got, expected)
+
+
+def test_positions_of_another_shape_are_refused():
+    query, key, value = inputs(6)
+    for keys, positions in ((6, jnp.arange(6)), (6, jnp.arange(7)[None]), (5, jnp.arange(6)[None])):
+        with pytest.raises(ValueError, match=r"positions must have shape \(1, 6\) or \(2, 6\)"):
+            brl_jax.linear_attention(query, key[:, :keys], value[:, :keys], positions=positions)
 
 
 @pytest.mark.parametrize(("num_features", "head_dim"), [(0, 8), (4, 0), (2.5, 8)])

@@ -7,8 +7,8 @@ import pytest
 
 from brl_jax import BlockSizes, compression_blocks, full_attention, native_sparse_attention
 from brl_jax.attention.sorting import native_sparse, reference, selected
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 SIZES = BlockSizes(compressed=4, stride=2, selected=4, blocks=5)
 

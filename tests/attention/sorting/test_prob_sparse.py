@@ -9,8 +9,8 @@ import pytest
 
 from brl_jax import full_attention, init_prob_sparse_state, prob_sparse_attention, prob_sparse_step
 from brl_jax.attention.sorting import prob_sparse, reference
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 KEY = jax.random.key(0)
 

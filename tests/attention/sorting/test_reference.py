@@ -8,8 +8,8 @@ import pytest
 
 from brl_jax import lsh_attention, lsh_rotations, prob_sparse_attention, sinkhorn_attention, slice_sort
 from brl_jax.attention.sorting import reference
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

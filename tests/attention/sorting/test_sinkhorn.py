@@ -10,8 +10,8 @@ import pytest
 from brl_jax import full_attention, sinkhorn_step
 from brl_jax import sinkhorn_attention as eager_attention
 from brl_jax.attention.sorting.sinkhorn import balanced
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 def sinkhorn_attention(*arrays, lengths=None, rng=None, **options):

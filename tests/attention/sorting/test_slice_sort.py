@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax import slice_sort
-from tests.attention.local.test_local import random_qkv
+from tests.support.attention import random_qkv
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "interleaved", "max_exchange"])

@@ -1,7 +1,6 @@
 """mlr_attention against a float64 oracle, in the CPU's loop and with all rectangles at once; its laws and its cost."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_rectangles import rectangles
-from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.oracles.structured import mlr_attention as oracle
+from tests.support.attention import assert_close, largest_array, outputs_and_gradients, random_qkv
 
 # name: (ranks, block sizes) with heads of 8
 LEVELS = {
@@ -33,46 +33,8 @@ def levels_of(name, length):
     return ranks, doubling_block_sizes(length, len(ranks)) if sizes is None else sizes
 
 
-def same_block(length, size):
-    i = np.arange(length)
-    return np.ones((length, length)) if size is None else (i[:, None] // size == i[None] // size) * 1.0
-
-
-def oracle(arrays, ranks, sizes, visible, divide=False):
-    """The output and the gradients of query, key and value from dense scores, which are a bias on scores of zero."""
-    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
-    length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
-    wide = np.repeat(key, group, 2)
-    masks = [same_block(length, size) for size in sizes]
-    count = np.maximum(sum(masks), 1) if divide else 1.0
-    starts = np.cumsum((0, *ranks))
-    slices = [slice(a, b) for a, b in itertools.pairwise(starts)]
-    weights = [mask / count / rank for mask, rank in zip(masks, ranks)]
-    scores = sum(
-        w * np.einsum("btnh,bsnh->bnts", query[..., s], wide[..., s]) for w, s in zip(weights, slices)
-    )
-    zero = np.zeros_like(query)
-    out, _ = oracles.softmax_attention(zero, key, value, visible, bias=scores)
-    _, _, d_value, d_scores = oracles.softmax_attention_gradients(
-        zero, key, value, visible, d_out, bias=scores
-    )
-    d_query, d_wide = np.zeros_like(query), np.zeros_like(query)
-    for w, s in zip(weights, slices):
-        d_query[..., s] = np.einsum("bnts,bsnh->btnh", w * d_scores, wide[..., s])
-        d_wide[..., s] = np.einsum("bnts,btnh->bsnh", w * d_scores, query[..., s])
-    d_key = d_wide.reshape(*key.shape[:2], heads // group, group, -1).sum(3)
-    return out, d_query, d_key, d_value
-
-
-def run(arrays, **kwargs):
-    """The output and the gradients of query, key and value, in one compiled function."""
-
-    @jax.jit
-    def both(query, key, value, d_out):
-        out, pull = jax.vjp(functools.partial(mlr_attention, **kwargs), query, key, value)
-        return out, *pull(d_out)
-
-    return both(*arrays)
+def run(arrays, **options):
+    return outputs_and_gradients(mlr_attention, *arrays, **options)
 
 
 def causal_pairs(length):
@@ -96,7 +58,7 @@ CASES = slow_unless(
 
 
 @pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
-def test_equals_oracle(schedule, name, is_causal):  # noqa: F811
+def test_equals_oracle(schedule, name, is_causal):
     """Forward and gradients at a length that no block divides."""
     length = 301
     arrays = random_qkv(length)
@@ -154,21 +116,6 @@ def test_bfloat16():
     assert_close(got, expected, 2e-2)
 
 
-@pytest.mark.parametrize("is_causal", slow_unless([True, False], (True,)))
-def test_one_level_is_full_attention(is_causal):
-    arrays = random_qkv(200)
-
-    @jax.jit
-    def four(*arrays):
-        full = functools.partial(full_attention, *arrays, is_causal=is_causal, implementation="xla")
-        level = functools.partial(mlr_attention, *arrays, ranks=(8,), is_causal=is_causal)
-        return level(), full(scale=1 / 8), level(scale=8**-0.5), full()
-
-    got, expected, scaled, default = four(*arrays[:3])
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(scaled, default, rtol=1e-4, atol=1e-6)
-
-
 def test_causal_bitwise():
     arrays = random_qkv(150)
     run_once = jax.jit(
@@ -217,34 +164,12 @@ def test_values_of_another_size():
         full_attention(query, key, value, implementation="cudnn")
 
 
-@pytest.mark.slow
-def test_composes_with_vmap_scan_checkpoint():
-    arrays = random_qkv(40, batch=3)
-    options = {"ranks": (4, 2, 2), "block_sizes": (None, 16, 8), "is_causal": True}
-    attend = functools.partial(mlr_attention, **options)
-    expected = run(arrays, **options)
-
-    def mapped(query, key, value):
-        return jax.vmap(lambda *a: attend(*(x[None] for x in a))[0])(query, key, value)
-
-    def scanned(query, key, value):
-        def body(carry, xs):
-            return carry, jax.checkpoint(attend)(*(x[None] for x in xs))[0]
-
-        return jax.lax.scan(body, 0, (query, key, value))[1]
-
-    for f in (mapped, scanned):
-        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
-        for x, y in zip((out, *jax.jit(pull)(arrays[3])), expected):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
 # --- Cost ---
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
-def test_memory_grows_linearly(schedule):  # noqa: F811
+def test_memory_grows_linearly(schedule):
     """Temporary memory, forward and backward, is proportional to n, and no array has n x n entries."""
 
     def compiled(length):
@@ -266,7 +191,7 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
 
 
 @pytest.mark.parametrize("schedule", ["at_once"], indirect=True)
-def test_flops_of_the_scores(schedule, monkeypatch):  # noqa: F811
+def test_flops_of_the_scores(schedule, monkeypatch):
     """The compiler counts sum_l r_l / 2^(l-1) of full scores' FLOPs (arXiv:2509.07963, section 3.4): 39.4 / 64."""
     monkeypatch.setattr(mlr_tiles, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
     length, ranks = 2048, (32, 8, 8, 8, 4, 4)

@@ -9,7 +9,7 @@ import pytest
 
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
-from tests.attention.local.test_local import random_qkv
+from tests.support.attention import random_qkv
 
 LENGTH = 61
 # name: (ranks, block sizes, whether scores are divided)

@@ -85,10 +85,10 @@ def test_every_task_is_a_candidate(name):
     assert {"full", "local", "brl"} <= mechanisms.keys()
     config = mesh_check.small_config(task, mechanisms["local"])
     batch = mesh_check.make_batch(task, config, 0)
-    assert {key: (x.shape, x.dtype) for key, x in batch.items() if key != "reset"} == {
+    assert {key: (x.shape, x.dtype) for key, x in batch.arrays.items()} == {
         key: (x.shape, x.dtype) for key, x in task.batch_shapes(config, 8).items()
     }
-    if "tokens" in batch:
+    if "tokens" in batch.arrays:
         assert 0 <= batch["tokens"].min() <= batch["tokens"].max() < config.model.vocab_size
     if name == "lra":
         assert batch["targets"].max() < config.model.num_classes

@@ -16,7 +16,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, FullConfig
-from eval.speed import decoders, encoder_decoders, encoders, functions, gpu_references, layers, measure
+from eval.speed import encoders, functions, gpu_references, layers, measure, training
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.oracles import attention as oracles
@@ -72,7 +72,7 @@ def test_references_without_a_gpu(monkeypatch, capsys):
     for name in gpu_references.NAMES:
         assert name in printed
     assert printed.count("not installed") >= len(gpu_references.REFERENCES)
-    assert printed.count("not served") >= len(gpu_references.WINDOWS)
+    assert printed.count("not supported") >= len(gpu_references.WINDOWS)
 
 
 def test_a_reference_that_is_off_gets_no_number(monkeypatch):
@@ -172,7 +172,7 @@ def test_decoders(tmp_path, capsys):
     main([*argv, "--pictures", str(tmp_path)])
     rows = {(row["length"], row["name"]): row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "local")}
-    config = decoders.decoder_config("local", SpeedOptions(heads=2, head_dim=8, batch=2), 40)
+    config = training.decoder_config("local", SpeedOptions(heads=2, head_dim=8, batch=2), 40)
     objective = LM.objective(LM.model(config), config)
     params = nn.unbox(jax.eval_shape(objective.init, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 40), jnp.int32)
@@ -189,7 +189,7 @@ def test_decoders(tmp_path, capsys):
 
 def test_decoders_have_the_sizes_of_tables_6_and_7():
     options = SpeedOptions(mechanisms=("full", "local", "brl"), heads=8, batch=4)
-    made = decoders.cases(options, 4096)
+    made = training.decoders(options, 4096)
     assert [(case.name, case.growth) for case in made] == [("full", 2), ("local", 1), ("brl", 1)]
     config = made[-1].make.args[0]
     assert (config.model.num_layers, config.model.d_model, config.model.d_ff) == (6, 512, 2048)
@@ -198,7 +198,7 @@ def test_decoders_have_the_sizes_of_tables_6_and_7():
 
 
 def test_encoder_decoders_have_the_sizes_of_figure_5():
-    made = encoder_decoders.cases(SpeedOptions(mechanisms=("full", "local-50", "linformer-64")), 96)
+    made = training.encoder_decoders(SpeedOptions(mechanisms=("full", "local-50", "linformer-64")), 96)
     assert [(case.name, case.growth) for case in made] == [("full", 2), ("linformer-64", 2), ("local-50", 1)]
     config = made[-1].make.args[0]
     assert (config.model.encoder_layers, config.model.num_layers, config.model.d_model) == (1, 8, 256)
@@ -415,3 +415,47 @@ def test_a_short_program_does_not_pay_for_the_one_before_it(monkeypatch):
     long.warm_up()
     long.measure()
     np.testing.assert_allclose(long.seconds, [4.0, 3.0])
+
+
+def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, capsys):
+    """Each candidate is reported as soon as it is timed; one that is wrong or fails costs the others nothing."""
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    path = tmp_path / "speed.json"
+    wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: full_attention)
+    monkeypatch.setitem(functions.CASES, "full", wrong)
+    names = ["full", "local", "linear", "diag"]
+    argv = [*FUNCTIONS, "--torch", "False", "--lengths", "40", "--repeats", "2", "--json", str(path)]
+    with pytest.raises(RunError, match="wrong results: full at n = 40"):
+        main([*argv, "--mechanisms", *names])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == set(names)
+    assert "WRONG RESULT" in rows["full"]["note"]
+    assert all(rows[name]["rounds"] == 2 and rows[name]["forward_s"] > 0 for name in names[1:])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert all(f"functions, n = 40, {name}:" in printed for name in names)
+
+
+def test_calls_on_a_gpu_are_enqueued_before_one_wait(monkeypatch):
+    """A kernel of 1 ms that takes 10 us to launch: a round of many calls shows the kernel, not the launch and wait."""
+    now = done = 0.0
+    waits = []
+
+    def launch():
+        nonlocal now, done
+        now += 10e-6
+        done = max(done, now) + 1e-3
+
+    def wait(result):
+        nonlocal now
+        now = max(now, done) + 500e-6
+        waits.append(now)
+
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr("eval.speed.measure.time.perf_counter", lambda: now)
+    program = measure.Program(launch, None, wait=wait)
+    program.warm_up()
+    assert program.calls == 13  # 20 ms at 1.51 ms a call
+    waits.clear()
+    program.measure()
+    assert len(waits) == 2  # the run before the round, and the round
+    np.testing.assert_allclose(program.seconds, [(10e-6 + 13 * 1e-3 + 500e-6) / 13])

@@ -192,7 +192,7 @@ def test_each_of_two_mechanisms_that_share_a_layer(monkeypatch):
     monkeypatch.setattr(
         eval.studies.gradient_bounds, "first_rows", lambda *_: {"tokens": tokens, "targets": tokens[:, ::-1]}
     )
-    result = measure_run(BoundOptions(), "run", [])
+    result = measure_run(BoundOptions(), "run").result
     found = [(layer["layer"], layer["kind"]) for layer in result["layers"]]
     assert found == [(0, "norm"), (0, "softmax"), (1, "norm"), (1, "softmax")]
     assert all(0 < layer["share_of_bound"] < 1 for layer in result["layers"])

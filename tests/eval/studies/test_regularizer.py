@@ -14,6 +14,7 @@ from etils import epath
 
 import eval.studies.regularizer
 import eval.studies.signal_to_noise
+from eval.harness.output import Measured
 from eval.harness.runs import Run, first_rows
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
@@ -133,9 +134,8 @@ def test_two_keys_give_equations_17_and_18(delta, one, two, gamma):
 def test_the_histogram_has_every_ratio():
     """Those beyond its ends are in the first and the last bar."""
     change = np.array([-3.0, 2.0**-9, 1.1, 2.0**8, 2.0**9, 2.0**100])
-    heights = [
-        bar.get_height() for bar in draw([("run", change, {"undefined": 0, "raised": 0})]).axes[0].patches
-    ]
+    shown = Measured({}, [("run", change, {"undefined": 0, "raised": 0})])
+    heights = [bar.get_height() for bar in draw([shown]).axes[0].patches]
     assert sum(heights) == 6
     assert (heights[0], heights[-1]) == (2, 3)
 

@@ -9,8 +9,7 @@ import pytest
 import eval.tasks.context
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.tasks.context import Boundaries, boundaries, last_distances, summarise
-from eval.tasks.context_table import _by_distance
+from eval.tasks.context import Boundaries, _by_distance, boundaries, last_distances, summarise
 from train.engine.errors import UserError
 
 

@@ -13,10 +13,11 @@ import train.lm
 from brl_jax.layers import MECHANISMS
 from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
-from eval.tasks.lm import read_run
-from train.data.tokenizers.named import load_tokenizer
+from eval.harness.runs import open_run
+from train.data import load_tokenizer
 from train.engine.config_file import to_json
 from train.engine.errors import UserError
+from train.tasks.lm import LM
 
 LINE = (
     "--steps 1 --batch 2 --length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False "
@@ -32,7 +33,7 @@ def exported(tmp_path, capsys, options, dtype="float32"):
     line = f"--workdir {tmp_path}/run --out {tmp_path}/out --dtype {dtype}"
     eval.tasks.export.main(line.split())
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    _, model, params, step = read_run(f"{tmp_path}/run", "best")
+    _, _, model, params, step = open_run([LM], f"{tmp_path}/run", "best")
     assert printed["step"] == step == 1
     assert printed["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert (

@@ -72,13 +72,14 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         generate(params, tmp_path)
     monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", original)
-    part = tmp_path / "out.jsonl.part"
+    (part,) = tmp_path.glob("out.jsonl.*.part")
     assert len(part.read_text().splitlines()) == 2
     assert not (tmp_path / "out.jsonl").exists()
     with part.open("a") as file:
         file.write('{"line": 2, "te')
-    with pytest.raises(UserError, match="is of other prompts, settings or parameters"):
-        generate(params, tmp_path, temperature=0.5)
+    other = write(tmp_path / "out.jsonl.other.part", [{"line": 0}])
+    (tmp_path / "out.jsonl.link.part").symlink_to(other)
+    before = other.read_bytes()
     monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", stops)
     with pytest.raises(KeyboardInterrupt):
         generate(params, tmp_path)
@@ -87,6 +88,8 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
     generate(params, tmp_path)
     assert (tmp_path / "out.jsonl").read_bytes() == whole
     assert not part.exists()
+    assert other.read_bytes() == before
+    assert sorted(tmp_path.glob("out*.part")) == [tmp_path / f"out.jsonl.{x}.part" for x in ("link", "other")]
     assert "2 of 3 prompts are done" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Performer's features drawn anew, as in training: by one key they are the same wherever a network is called."""
+"""Performer's features drawn as in training: by one key they are the same wherever a network is called."""
 
 import flax.linen as nn
 import jax

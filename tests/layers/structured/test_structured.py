@@ -35,7 +35,7 @@ def test_default_ranks():
 
 
 def test_mlr_cache_is_as_large_as_the_formula_says():
-    """sum_l r_l T / 2^(l-1) numbers for each key head, beside the values (arXiv:2509.07963, section 3.4)."""
+    """sum_l r_l T / 2^(l-1) numbers for each key head, and the values (arXiv:2509.07963, section 3.4)."""
     layer = MLRConfig(context=256).layer(dimensions(256, 4, 2))
     state = layer.init_cache(3, 256)
     ranks = (32, 8, 8, 8, 4, 4)
@@ -46,7 +46,7 @@ def test_mlr_cache_is_as_large_as_the_formula_says():
 
 
 def test_sizes_that_grow_with_the_sequence():
-    """They are those of the cache's length in generation: a full one gives what training gives."""
+    """In generation the length of the cache decides: a full one gives what training gives."""
     d = dimensions(16, 4, 2)
     layer = MLRConfig(ranks=(2, 1, 1), context=None).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 12, 16))

@@ -30,3 +30,8 @@ def exact_arrays(seed: int, *shapes, spread: float) -> list[jax.Array]:
         scales = np.exp2(np.round(rng.uniform(-spread, spread, shape[:3]) / np.log(2)))[..., None]
         out.append(jnp.asarray(np.round(rng.standard_normal(shape) * 16) / 16 * scales, jnp.float32))
     return out
+
+
+def table(heads: int, distances: int) -> np.ndarray:
+    """The numbers of a bias, a row for each head."""
+    return np.random.default_rng(7).standard_normal((heads, distances)).astype(np.float32)

@@ -59,8 +59,9 @@ def attention(
 
 
 def by_distance(kind, numbers, first, distance):
-    """The bias (N, T, S) of distances (T, S), query minus key, and its gradient as a function of those of all elements,
-    (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of those from `first` on, which goes on at its ends.
+    """The bias (N, T, S) of distances (T, S), query minus key, and its gradient as a function of the gradients of all
+    elements, (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of the distances from `first` on, which
+    goes on at its ends.
     """
     if kind == "slopes":
         far = np.abs(distance).astype(np.float64)
@@ -104,7 +105,7 @@ def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarra
 
 
 def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda logits: logits, bias=0.0):
-    """One unmasked or masked attention in float64: output, gradients of query, key and value for `grad`, and that of
+    """One unmasked or masked attention in float64: output, gradients of query, key and value for `grad`, and of
     each element of a bias, which broadcasts to (B, N, M, S)."""
     q, k, v, g = query, key, value, grad
     logits = see(np.einsum("bmnh,bsnh->bnms", q, k)) * scale + bias
@@ -135,7 +136,7 @@ def propagate(query, key, value, strength, scale, score, grad, **options):
 
 
 def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, bias=None, **options):
-    """Differential compression: output and the gradients of query, both keys, value and gamma; with a bias also that of
+    """Differential compression: output and the gradients of query, both keys, value and gamma; with a bias also of
     each of its elements.
 
     contrast and gamma may be None, and then so are their gradients. seen (B or 1, N or 1, M or 1, S) bool, or True.

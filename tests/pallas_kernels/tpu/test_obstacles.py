@@ -1,4 +1,4 @@
-"""What stands in the way of a kernel is known without tracing it, and is what the call itself refuses."""
+"""Why a kernel cannot run a call is known without tracing it, and the call itself refuses with the same words."""
 
 import functools
 
@@ -100,10 +100,10 @@ def test_lists_too_long_for_scalar_memory(monkeypatch):
     x = shaped(1, 512, 2, 64)
     obstacle, _, arrays, options, _ = block(x, key_blocks=[[0, 1, 2], [0], [0], [0]])
     assert obstacle(*arrays, **options) == (
-        "a block of queries meets 3 others, scalar memory holds 2: choose larger blocks"
+        "a block of queries pairs with 3 others, but scalar memory holds 2: choose larger blocks"
     )
     obstacle, _, arrays, options, _ = block(x, key_blocks=[[0], [0], [0], []])
-    assert "a block of keys meets 3 others" in obstacle(*arrays, **options)
+    assert "a block of keys pairs with 3 others" in obstacle(*arrays, **options)
 
 
 def test_nothing_is_traced(monkeypatch):

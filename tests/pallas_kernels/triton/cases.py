@@ -162,11 +162,15 @@ def recurrence(
     if ids is not None or lengths is not None:
         numbers = np.zeros((batch, length), np.int32) if ids is None else np.repeat(range(len(ids)), ids)
         numbers = np.broadcast_to(numbers, (batch, length))
-        there = np.arange(length)[None] < np.asarray([length] * batch if lengths is None else lengths)[:, None]
+        there = (
+            np.arange(length)[None] < np.asarray([length] * batch if lengths is None else lengths)[:, None]
+        )
         given["segments"] = jnp.asarray(np.where(there, numbers, -1), jnp.int32)
         for name in ("query", "key", "value", "log_decay", "beta"):
             if name in given:
-                given[name] = jnp.where(there.reshape(*there.shape, *(1,) * (given[name].ndim - 2)), given[name], 0)
+                given[name] = jnp.where(
+                    there.reshape(*there.shape, *(1,) * (given[name].ndim - 2)), given[name], 0
+                )
     names = [name for name in given if name != "segments"]
 
     def run(*arrays):

@@ -35,10 +35,10 @@ def test_a_launch_runs_on_cuda_alone():
     traced = jax.jit(launch).trace(x)
     assert "gpu_kernel_launch" in str(traced.jaxpr)
     with pytest.raises(
-        NotImplementedError, match=r"the kernel no_kernel runs on CUDA alone, .* lowered for cpu"
+        NotImplementedError, match=r"the kernel no_kernel runs only on CUDA, .* lowered for cpu"
     ):
         traced.lower(lowering_platforms=("cpu",))
-    with pytest.raises(NotImplementedError, match="runs on CUDA alone"):
+    with pytest.raises(NotImplementedError, match="runs only on CUDA"):
         launch(x)
     np.testing.assert_array_equal(jax.jit(lambda x: (launch(x), x)[1])(x), x)
 
@@ -86,3 +86,24 @@ def test_vmap_is_one_call_on_a_longer_batch():
         np.testing.assert_array_equal(a, b)
     for a, b in zip(jax.vmap(jax.vmap(folded))(x[None], y[None]), (x + y, x * y)):
         np.testing.assert_array_equal(a[0], b)
+
+
+def test_the_floor_of_triton(monkeypatch, tmp_path):
+    """The version is that of the module that would be imported, whatever packages say."""
+    monkeypatch.delenv("BRL_JAX_GPU_CAPABILITY", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bridge, "_PACKAGES", ())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for given, refused in (
+        ("3.6.0", True),
+        ("3.7.0+git1", True),
+        ("3.7.1", False),
+        ("3.10.0", False),
+        (None, False),
+    ):
+        (tmp_path / "triton.py").write_text("" if given is None else f"__version__ = '{given}'\n")
+        bridge.triton_version.cache_clear()
+        assert bridge.triton_version() == (given or "")
+        expected = f"Triton must be 3.7.1 or newer, got {given}" if refused else None
+        assert bridge.obstacle() == expected
+    bridge.triton_version.cache_clear()

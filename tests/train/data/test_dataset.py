@@ -264,7 +264,7 @@ def test_an_empty_split_and_a_damaged_manifest(text, tmp_path):
     load(config(text), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "data.json").read_text())["splits"] == ["train", "valid", "test"]
     (tmp_path / "run" / "data.json").write_text("{")
-    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is damaged"):
+    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is not JSON"):
         load(config(text), tmp_path / "run")
 
 

@@ -19,9 +19,9 @@ from train.data.documents import check_documents, cut_documents
 from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
 from train.data.splits import DocumentStart
 from train.data.streams import EvalStream, TokenStreams
-from train.data.tokenize import main as tokenize
 from train.data.tokenizers.base import text_pieces
 from train.engine.errors import UserError
+from train.tokenize import main as tokenize
 
 WIKITEXT = Path("../shared/data/wikitext2")
 WIKI = (
@@ -96,7 +96,7 @@ def test_no_piece_has_two_documents(size):
 
 
 def novel(number):
-    """A short text of its own, which begins and ends with blanks that a tokenizer would join across documents."""
+    """A short text, which begins and ends with blanks that a tokenizer would join across documents."""
     return (
         f"\n\n  Story {number} é.\n\n" + "".join(f"Line {i} of {number}.\n" for i in range(5 * number)) + "\n"
     )
@@ -114,7 +114,7 @@ def novels(tmp_path):
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300", "bpe-uncased:300", "words", "chars"])
 def test_a_corpus_knows_where_its_documents_start(novels, tmp_path, monkeypatch, spec):
-    """The tokens between two starts are those of the document alone."""
+    """Between two starts are the tokens of the document alone."""
     monkeypatch.setattr(sources_module, "_BLOCK", 37)
     tokenizer, corpora = load(DataConfig(data=novels, tokenizer=spec), tmp_path / "run")
     starts = corpora["train"].starts
@@ -209,11 +209,17 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     sizes = {"batch": 2, "length": 200, "segments": True}
     for a, b in zip(TokenStreams(shards["train"], **sizes), TokenStreams(whole["train"], **sizes)):
         np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
-        if b["reset"] and a["segment_ids"].any():
+        if b.reset and a["segment_ids"].any():
             break
     with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))
+    # A document without tokens at the end starts there, and does not count.
     summary = json.loads((folder / "train-00000.json").read_text())
+    (folder / "train-00000.json").write_text(
+        json.dumps(summary | {"starts": [*summary["starts"], summary["tokens"]]})
+    )
+    _, again = load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
+    np.testing.assert_array_equal(again["train"].starts, whole["train"].starts)
     del summary["starts"]
     (folder / "train-00000.json").write_text(json.dumps(summary))
     with pytest.raises(UserError, match="the shards have no starts of documents; expected those that"):

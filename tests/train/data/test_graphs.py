@@ -18,7 +18,7 @@ PAPERS, AUTHORS = 60, 12
 
 def write_graph(folder, changes=(), papers=PAPERS):
     """60 papers with features of noise, 12 authors without features, and two authors a paper, who write papers of one
-    class. `changes` are (file, line number, line) to put in place of others. Returns the authors of each paper."""
+    class. `changes` are (file, line number, line) to put instead of others. Returns the authors of each paper."""
     rng = np.random.default_rng(0)
     authors = [[i % 3 + 3 * k for k in rng.choice(4, 2, replace=False)] for i in range(papers)]
     noise = rng.integers(3, size=(papers, 5))
@@ -53,7 +53,7 @@ def test_a_folder_of_the_benchmark(tmp_path):
     assert [(r.receiver, r.sender) for r in graph.relations] == [
         (1, 0),
         (0, 1),
-    ]  # the reverses stand in link.dat
+    ]  # link.dat has the reverses
     to_papers = graph.relations[1].adjacency.toarray()
     assert [sorted(np.flatnonzero(row)) for row in to_papers] == [sorted(row) for row in authors]
     assert {split: len(nodes) for split, (nodes, _) in graph.splits.items()} == {
@@ -233,7 +233,7 @@ def test_posts(tmp_path):
         (tmp_path / f"p/{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
     graph = load(tmp_path / "p", features=8)
     assert graph.counts == (40,)
-    assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car" beside "wheel"
+    assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car", and "wheel"
     (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b"}')
     with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
         load(tmp_path / "p")

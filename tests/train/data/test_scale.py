@@ -14,9 +14,9 @@ from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
 from train.data.sources import open_source
-from train.data.tokenize import main as tokenize
 from train.data.tokenizers.named import load_tokenizer, train_tokenizer
 from train.engine.errors import UserError
+from train.tokenize import main as tokenize
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "été", "zeta")
 
@@ -84,7 +84,7 @@ def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     line = ["tokenize", "--data", text, "--out", str(folder), "--record", "7"]
     monkeypatch.setattr(sys, "argv", line)
-    assert command(tokenize, "train.data.tokenize") == 2
+    assert command(tokenize, "train.tokenize") == 2
     assert "--out: " in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_the_seed_decides_the_order_of_a_streamed_data_set(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("files", [1, 3, 4])
 def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeypatch, files):
-    """The held-out documents are the first ones of all files, and rows read files of their own where there are as many.
+    """The held-out documents are the first ones of all files, and each row reads another file if there are enough.
 
     Each document that is not held out is read once in every pass."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

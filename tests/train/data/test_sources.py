@@ -11,6 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from train.data.named_sources import _split_rows
 from train.data.sources import open_source
 from train.engine.errors import UserError
 
@@ -202,6 +203,17 @@ def test_hf_without_validation_holds_out_the_last_rows(tmp_path, offline):
     splits = texts(f"hf:{tmp_path}/owt", 0.01)
     assert splits["train"].decode().splitlines() == rows[:990]
     assert splits["valid"].decode().splitlines() == rows[990:]
+
+
+@pytest.mark.parametrize(
+    ("rows", "holdout", "kept"), [(3, 0.01, 2), (3, 0.99, 1), (10, 0.26, 7), (2, 0.5, 1)]
+)
+def test_rows_that_are_held_out(rows, holdout, kept):
+    """The nearest number, at least one, and one row at least is left to train on."""
+    blocks = lambda *bounds: iter([repr(bounds).encode()])  # noqa: E731
+    splits = _split_rows("--data x", {"train": rows}, blocks, holdout)
+    found = {name: b"".join(split.blocks()).decode() for name, split in splits.items()}
+    assert found == {"train": f"('train', 0, {kept})", "valid": f"('train', {kept}, {rows})"}
 
 
 def test_hf_folder_of_files(tmp_path, offline):

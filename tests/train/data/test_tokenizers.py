@@ -44,7 +44,7 @@ def make(spec, text=TEXT):
 
 
 def encoded(tokenizer, pieces):
-    """All tokens, and the bytes of text each stands for."""
+    """All tokens, and the bytes of text of each."""
     ids, sizes = [], []
     for piece_ids, extra, _ in tokenizer.encode_corpus(pieces):
         size = tokenizer.token_bytes[piece_ids].copy()
@@ -201,10 +201,11 @@ def test_dtype_is_the_smallest():
     [
         ("byte", "unknown tokenizer 'byte'.*did you mean 'bytes'"),
         ("sentencepiece", "unknown tokenizer 'sentencepiece', expected bytes, chars, "),
-        ("bpe", "bpe:SIZE needs a whole number above 256, got 'bpe'"),
-        ("bpe:256", "above 256, got 'bpe:256'"),
-        ("bpe:many", "above 256, got 'bpe:many'"),
-        ("bpe-uncased", "bpe-uncased:SIZE needs a whole number above 256, got 'bpe-uncased'"),
+        ("bpe", "bpe:SIZE needs a whole number from 257 to 16777216, got 'bpe'"),
+        ("bpe:256", "from 257 to 16777216, got 'bpe:256'"),
+        ("bpe:many", "from 257 to 16777216, got 'bpe:many'"),
+        ("bpe:1000000000000", "from 257 to 16777216, got 'bpe:1000000000000'"),
+        ("bpe-uncased", "bpe-uncased:SIZE needs a whole number from 257 to 16777216, got 'bpe-uncased'"),
         ("words:0", "at least 1"),
         ("words:", "at least 1"),
         ("words:max=2", "at least 3"),

@@ -12,6 +12,7 @@ from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
 from train.data.repeated import READ_AHEAD, RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 Source = PolyTokens | Subgraphs
@@ -19,8 +20,8 @@ Source = PolyTokens | Subgraphs
 
 def make_row_batch(
     source: Source, nodes: np.ndarray, labels: np.ndarray, seeds: Sequence[Any], has_edges: bool
-) -> dict[str, Any]:
-    """The arrays of some rows.
+) -> Batch:
+    """A batch of some rows.
 
     Args:
       source: makes the rows. nodes: (B, P), -1 for none; P is 1 for token lists. labels: (B, P) or (B, P, C).
@@ -31,25 +32,24 @@ def make_row_batch(
     targets = {
         "targets": labels.astype(np.int32),
         "weights": exist.astype(np.float32),
-        "reset": np.bool_(False),
     }
     if isinstance(source, PolyTokens):
         features, present = source.rows(nodes[:, 0])
-        return {"present": present, "features": features, **targets}
+        return Batch({"present": present, "features": features, **targets})
     drawn = [source.draw(row, seed) for row, seed in zip(nodes, seeds)]
     names = ("present", "features", "places", *(("edges", "relations") if has_edges else ()))
-    return {**{name: np.stack([getattr(each, name) for each in drawn]) for name in names}, **targets}
+    return Batch({**{name: np.stack([getattr(each, name) for each in drawn]) for name in names}, **targets})
 
 
 class NodeBatches(RepeatedBatches):
-    """Endless training batches; each pass has every node at most once, in an order of its own.
+    """Endless training batches; each pass has every node at most once, in a new order.
 
     A batch is what `NodeClassifier` takes, with "targets" (B, P) int32 (or (B, P, C) zeros and ones), "weights" (B, P)
-    float32 and "reset": False. The remainder of less than a batch, different in each pass, is left out; where there are
+    float32. The remainder of less than a batch, different in each pass, is left out; where there are
     fewer nodes than a batch has places for, all are in it, and the other places have weight 0.
 
     Args:
-      source: makes the rows. nodes, labels: those of the split. batch: rows of all processes together. targets: P.
+      source: makes the rows. nodes, labels: of the split. batch: rows of all processes together. targets: P.
       seed: of the passes' orders and the subgraphs. digest: of the graph. rows: which of the batch's rows to give.
     """
 
@@ -72,7 +72,7 @@ class NodeBatches(RepeatedBatches):
             raise UserError(f"--batch: expected at most the {len(nodes)} training nodes, got {batch}")
         steps = max(len(nodes) // size, 1)
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             order = np.random.default_rng([seed, index // steps]).permutation(len(nodes))
             at = np.full(size, -1)
             own = order[step * size : (step + 1) * size]
@@ -88,7 +88,7 @@ class NodeBatches(RepeatedBatches):
 class HeldOutNodes:
     """One pass over a split, every node once, in its order; the last batch is filled with nodes of weight 0.
 
-    Arguments and batches are those of `NodeBatches`; subgraphs are the same each time.
+    Takes the arguments of `NodeBatches` and gives the same kind of batches; subgraphs are the same each time.
     """
 
     num_bytes = digest = None
@@ -111,7 +111,7 @@ class HeldOutNodes:
         filled[: len(nodes)] = np.arange(len(nodes))
         plan = filled.reshape(self._steps, batch, targets)
 
-        def make(step: int) -> dict[str, Any]:
+        def make(step: int) -> Batch:
             at = plan[step, chosen_rows]
             seeds = [[17, step, int(row)] for row in chosen_rows]
             return make_row_batch(source, np.where(at < 0, -1, nodes[at]), labels[at], seeds, has_edges)
@@ -122,5 +122,5 @@ class HeldOutNodes:
         """Number of batches of the pass."""
         return self._steps
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self._dataset)

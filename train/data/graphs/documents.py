@@ -1,12 +1,11 @@
 """Nodes without a graph: newsgroup posts as word counts, images or features from a file, and a graph of nearest nodes.
 
-The protocol is that of NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
+The protocol follows NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
 section A.1) follows: one type of nodes, half of them for training and a quarter each for validation and test.
 """
 
 from __future__ import annotations
 
-import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from brl_jax.json_files import check_regular, parse_json
 from train.data.graphs.graph import RawGraph, Relation
 from train.data.graphs.images import describe
 from train.data.lra.files import numbered_lines, shown
@@ -39,11 +39,11 @@ def read_posts(folder: Path) -> RawGraph:
     for path in post_files(folder):
         for number, line in numbered_lines(path):
             try:
-                row = json.loads(line)
+                row = parse_json(line, {"text": str, "label": int})
                 text, label = row["text"], row["label"]
-            except (ValueError, TypeError, KeyError):
-                text = label = None
-            if not isinstance(text, str) or type(label) is not int or label < 0:
+            except ValueError:
+                label = -1
+            if not 0 <= label < 2**31:
                 raise UserError(
                     f'--data_dir: {path}, line {number}: expected JSON with "text" and a "label" from 0 on, '
                     f"got {shown(line)}"
@@ -66,6 +66,7 @@ def read_nodes(path: Path) -> RawGraph:
       UserError: the file cannot be read, or has other arrays.
     """
     try:
+        check_regular(path)
         with np.load(path) as file:
             if "features" not in file and "x_train" in file:
                 images, labels = (
@@ -80,13 +81,21 @@ def read_nodes(path: Path) -> RawGraph:
             f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
             f'"y_train", "x_test" and "y_test"'
         ) from error
-    if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
+    is_numbers = features.dtype.kind in "biuf" and labels.dtype.kind in "iu"
+    if features.ndim != 2 or labels.shape != features.shape[:1] or not is_numbers:
         raise UserError(
-            f"--data_dir: {path}: expected features (N, F) and N whole numbers as labels, got {features.shape} and "
-            f"{labels.dtype} {labels.shape}"
+            f"--data_dir: {path}: expected features (N, F), real numbers, and N whole numbers as labels, got "
+            f"{features.dtype} {features.shape} and {labels.dtype} {labels.shape}"
         )
-    if not len(labels) or labels.min() < 0 or not np.isfinite(features).all():
-        raise UserError(f"--data_dir: {path}: expected finite features and labels from 0 on")
+    if (
+        not features.size
+        or labels.min() < 0
+        or labels.max() >= len(labels)
+        or not np.isfinite(features).all()
+    ):
+        raise UserError(
+            f"--data_dir: {path}: expected finite features, and labels from 0 to fewer than the {len(labels)} nodes"
+        )
     return _lone_nodes(str(path), sp.csr_matrix(features.astype(np.float32)), labels.astype(np.int32))
 
 

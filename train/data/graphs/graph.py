@@ -137,7 +137,7 @@ def reduced(raw: RawGraph, width: int) -> tuple[np.ndarray, ...]:
     that many numbers.
 
     A type whose features are at most `width` numbers keeps them; of more, the principal `width` directions are kept. A
-    type without features is described by its neighbours instead: one number for each of its own nodes where there are
+    type without features is described by its neighbours instead: one number for each of its nodes if there are
     at most `width` of them, else the principal directions of its rows of the adjacencies. All entries of a type are
     scaled together, to rows of length sqrt(width) in the mean.
     """
@@ -154,7 +154,7 @@ def reduced(raw: RawGraph, width: int) -> tuple[np.ndarray, ...]:
 
 def standardise(features: np.ndarray, exists: np.ndarray) -> None:
     """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: where all
-    rows are alike, as means of many nodes or numbers of one sign, what tells nodes apart is small beside it."""
+    rows are alike, as means of many nodes or numbers of one sign, what tells nodes apart is small in comparison."""
     if exists.any():
         features -= features[exists].mean(axis=0)
         size = float(np.sqrt(np.mean(np.square(features[exists]))))
@@ -163,7 +163,7 @@ def standardise(features: np.ndarray, exists: np.ndarray) -> None:
 
 
 def _described(raw: RawGraph, kind: int, width: int) -> Any:
-    """The features of a type's nodes, or what stands for them: their own numbers, or their neighbours."""
+    """The features of a type's nodes. Nodes without features get their own numbers, or their neighbours."""
     if raw.features[kind].shape[1]:
         return raw.features[kind]
     count = raw.counts[kind]

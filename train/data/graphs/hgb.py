@@ -9,7 +9,7 @@ are not used.
 from __future__ import annotations
 
 import gzip
-import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse as sp
 
+from brl_jax.json_files import parse_json
 from train.data.graphs.graph import RawGraph, both_ways
 from train.data.lra.files import numbered_lines, shown
 from train.engine.errors import UNREADABLE, UserError, one_line
@@ -99,19 +100,18 @@ def _info(folder: Path) -> dict[str, Any]:
         return {}
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            found = json.loads(file.read().decode())
-    except json.JSONDecodeError as error:
-        raise UserError(f"--data_dir: {path}, line {error.lineno}: expected JSON: {error.msg}") from error
-    except (*UNREADABLE, UnicodeDecodeError) as error:
+            return parse_json(file.read(), dict, os.fspath(path))
+    except ValueError as error:
+        raise UserError(f"--data_dir: {error}") from error
+    except UNREADABLE as error:
         raise UserError(f"--data_dir: {path} cannot be read: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"--data_dir: {path}, line 1: expected a JSON object")
-    return found
 
 
 def _class_names(info: dict[str, Any], target: int) -> dict[str, Any]:
-    names = info.get("label.dat", {}).get("node type", {}).get(str(target), {})
-    return names if isinstance(names, dict) else {}
+    found: Any = info
+    for key in ("label.dat", "node type", str(target)):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _fields(path: Path, least: int) -> Iterator[tuple[int, list[bytes]]]:
@@ -137,7 +137,7 @@ def _numbers(text: bytes) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "error", DeprecationWarning
-        )  # that of older numpys for text that is not a number
+        )  # older numpys warn about text that is not a number
         try:
             values = np.fromstring(text, np.float32, sep=",")
         except (ValueError, DeprecationWarning) as error:

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 from etils import epath
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Natural, Seed
 from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
@@ -26,36 +26,33 @@ _FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class GraphDataConfig:
+class GraphDataConfig(Checked):
     """The graph, and what a network sees of it."""
 
     data_dir: Needed[str] = ""
     """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
     (train.jsonl, test.jsonl), or an .npz file with "features" and "labels", or with images as "x_train", "y_train",
     "x_test" and "y_test"."""
-    features: int = 512
+    features: Count = 512
     """Numbers that describe a node, at most; of longer features, the principal directions."""
-    split_seed: int = 0
+    split_seed: Seed = 0
     """Seed of the choice of the validation nodes, and of the test nodes where the files don't name them."""
-    metapath_length: int = 2
+    metapath_length: Count = 2
     """Token lists: links of the longest metapath. Each metapath gives a token, the mean of the nodes at its end."""
-    neighbours: int = 0
+    neighbours: Natural = 0
     """Token lists: nodes drawn at the end of each metapath of one or two links, a token each. Networks that read edges:
     the edges drawn for each node of a subgraph; 0: all edges, and the subgraph is the graph."""
-    clusters: int = 0
+    clusters: Natural = 0
     """Token lists: tokens that are the centres of that many clusters of nodes."""
-    nearest: int = 0
+    nearest: Natural = 0
     """Files without links: a node is linked to this many nearest nodes."""
-    row_targets: int = 0
+    row_targets: Natural = 0
     """Networks over graphs: nodes of a row whose classes are learned; 0: all training nodes, shared by the rows."""
     cache_dir: Free[str | None] = None
     """Local folder of the arrays made from the files; by default ~/.cache/brl-jax/graphs."""
 
     def __post_init__(self):
-        check_at_least(self, "features", "metapath_length")
         check_local("cache_dir", self.cache_dir)
-        for name in ("split_seed", "neighbours", "clusters", "nearest", "row_targets"):
-            check_at_least(self, name, least=0)
 
 
 def load_graph(config: GraphDataConfig) -> Graph:
@@ -72,7 +69,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
         raise UserError("--data_dir: expected a folder or a file, got none")
     source = Path(config.data_dir).expanduser()
     if not source.exists():
-        raise UserError(f"--data_dir: there is no file or folder {source}")
+        raise UserError(f"--data_dir: no file or folder {source}")
     is_linked = is_hgb(source)
     if is_linked and config.nearest:
         raise UserError(f"--nearest: expected 0, as {source} has links, got {config.nearest}")

@@ -12,10 +12,10 @@ from train.data.graphs.graph import Graph, standardise
 class Subgraph(NamedTuple):
     """Some nodes and links of a graph, padded.
 
-    The places of a type's nodes are a stretch of fixed length, and the types' stretches follow one another.
+    Each type has a fixed number of places, and the types follow one another.
 
     features: (T, F) float32. present: (T,) int32, which places have a node. edges: (E, 2) int32, senders and receivers,
-    sorted by receiver; T as the receiver of those that don't exist. relations: (E,) int32. places: (P,) int32, those of
+    sorted by receiver; T as the receiver of those that don't exist. relations: (E,) int32. places: (P,) int32, of
     the nodes that were asked for.
     """
 
@@ -28,10 +28,10 @@ class Subgraph(NamedTuple):
 
 class Subgraphs:
     """Draws subgraphs around nodes of a graph's target type, all of one size. Each type's features are standardised
-    over its nodes, as those of token lists are.
+    over its nodes, as for token lists.
 
     Attributes:
-      kinds: the node type of each place. features: for each type those of its nodes, standardised.
+      kinds: the node type of each place. features: of each type's nodes, standardised.
 
     Args:
       graph: the graph. hops: how many links a message passes along. neighbours: the links drawn for each node that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grain
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Int
 from train.data.lra.examples import Examples
 from train.data.repeated import READ_AHEAD, RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 
@@ -37,7 +38,7 @@ def _widths(examples: Examples, buckets: Sequence[int]) -> Int[np.ndarray, " N"]
     return edges[np.searchsorted(edges, longest)]
 
 
-def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> dict[str, Any]:
+def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> Batch:
     parts = examples.lengths.shape[1]
     tokens = np.zeros((len(rows), parts, width), np.int32)
     lengths = np.ones((len(rows), parts), np.int32)
@@ -50,20 +51,15 @@ def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> dict[
             targets[b] = examples.labels[index]
     if parts == 1:
         tokens, lengths = tokens[:, 0], lengths[:, 0]
-    return {
-        "tokens": tokens,
-        "lengths": lengths,
-        "targets": targets,
-        "weights": (rows >= 0).astype(np.float32),
-        "reset": np.bool_(False),
-    }
+    weights = (rows >= 0).astype(np.float32)
+    return Batch({"tokens": tokens, "lengths": lengths, "targets": targets, "weights": weights})
 
 
 class TrainBatches(RepeatedBatches):
-    """Endless training batches; each pass has every example at most once, in an order of its own.
+    """Endless training batches; each pass has every example at most once, in a new order.
 
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
-    or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones, "reset": False}; T is the batch's bucket.
+    or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones}; T is the batch's bucket.
     The remainder of a bucket fills a batch of the next longer one, and a remainder of less than a batch, different in
     each pass, is left out. One of several processes gives some of each batch's rows. The state is the number of
     batches given so far, whichever rows they have; restoring it reads nothing.
@@ -101,7 +97,7 @@ class TrainBatches(RepeatedBatches):
             order = order[rng.permutation(steps)]  # so that lengths don't grow during a pass
             return _Plan(order, widths[order].max(axis=1))
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             chosen = plan(index // steps)
             return _batch(examples, chosen.rows[step, chosen_rows], int(chosen.widths[step]))
 
@@ -118,7 +114,7 @@ class TrainBatches(RepeatedBatches):
 class EvalBatches:
     """One pass over a split, by length: every example once; the padding of the last batch of a bucket has weight 0.
 
-    Batches are like those of `TrainBatches`. Iterating again starts from the beginning.
+    Batches look like `TrainBatches`'. Iterating again starts from the beginning.
 
     Args:
       examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only
@@ -148,7 +144,7 @@ class EvalBatches:
         self.batch, self.digest = batch, examples.digest
         self._steps = len(plans)
 
-        def make(step: int) -> dict[str, Any]:
+        def make(step: int) -> Batch:
             row, width = plans[step]
             return _batch(examples, row[chosen_rows], width)
 
@@ -158,5 +154,5 @@ class EvalBatches:
         """Number of batches of the pass."""
         return self._steps
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self._dataset)

@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int, UInt8
 
+from brl_jax.json_files import read_json
 from train.data.files import npy_header
 from train.engine.errors import UserError
 from train.engine.metrics import log
@@ -118,7 +119,9 @@ def open_examples(
 
 def _read(folder: Path, split: str) -> Examples | None:
     try:
-        summary = json.loads((folder / f"{split}.json").read_text())
+        summary = read_json(
+            folder / f"{split}.json", {"tokens": int, "examples": int, "truncated": int, "digest": str}
+        )
         arrays = {
             name: np.load(folder / f"{split}.{name}.npy", mmap_mode="r").view(np.ndarray) for name in _ARRAYS
         }

@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from brl_jax.json_files import check_regular
 from train.data.lra.examples import Chunk, chunk_of
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.storage import beside
@@ -60,10 +61,13 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
       UserError: it cannot be read.
     """
     try:
+        check_regular(path)
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")
+    except ValueError as error:
+        raise UserError(f"--data_dir: {error}") from error
     except UNREADABLE as error:
         raise UserError(
             f"--data_dir: {path} cannot be read (a truncated file?): {one_line(error)}"

@@ -60,7 +60,7 @@ def open_tfds_source() -> Source:
 def open_files(folder: Path) -> Source | None:
     """The only .npz file of a folder, or the file itself; every tenth training image is for validation.
 
-    None where there is none. Raises UserError, while reading too, where it is not as expected.
+    None if there is no such file. Raises UserError, also while reading, if it is not as expected.
     """
     paths = [folder] if folder.suffix == ".npz" else sorted(folder.glob("*.npz"))
     if not paths:
@@ -78,7 +78,7 @@ def _read(path: Path, split: str) -> Iterator[Chunk]:
     images, labels = (_array(path, f"{name}_{SPLIT_OF[split]}") for name in "xy")
     if len(images) != len(labels):
         raise UserError(
-            f"--data_dir: {path}: {len(images)} images and {len(labels)} labels, expected as many"
+            f"--data_dir: {path}: {len(images)} images and {len(labels)} labels; expected the same number"
         )
     if labels.dtype.kind not in "iu" or labels.size != len(labels):
         raise UserError(

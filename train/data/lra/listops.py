@@ -16,11 +16,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int8, UInt8
 
+from brl_jax.fields import Checked, Natural, Range
 from train.data.lra.examples import Chunk, Source, digest
 from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
 from train.data.lra.workers import chunk_sizes, run_chunks
@@ -44,27 +45,23 @@ _CHUNK = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
-class ListOpsSpec:
+class ListOpsSpec(Checked):
     """Which trees are generated."""
 
-    min_tokens: int = 500
+    min_tokens: Natural = 500
     """Expressions have more tokens than this (operators, digits and closing brackets)."""
     max_tokens: int = 2000
     """And fewer than this."""
-    max_depth: int = 10
+    max_depth: Annotated[int, Range(2, 1000)] = 10
     """Deepest level of a digit; operators stand above it."""
-    max_args: int = 10
+    max_args: Annotated[int, Range(2, MAX_ARGS)] = 10
     """Most arguments of an operator."""
 
     def __post_init__(self):
-        if not 0 <= self.min_tokens < self.max_tokens - 1:
+        if self.min_tokens >= self.max_tokens - 1:
             raise ValueError(
                 f"min_tokens must be 0 to max_tokens - 2 = {self.max_tokens - 2}, got {self.min_tokens}"
             )
-        if self.max_depth < 2:
-            raise ValueError(f"max_depth must be at least 2, got {self.max_depth}")
-        if not 2 <= self.max_args <= MAX_ARGS:
-            raise ValueError(f"max_args must be 2 to {MAX_ARGS}, got {self.max_args}")
 
 
 class Trees(NamedTuple):
@@ -137,7 +134,7 @@ def _draw_levels(rng: np.random.Generator, spec: ListOpsSpec) -> list[_Level]:
 
 
 def _accept(levels: list[_Level], spec: ListOpsSpec) -> list[_Level] | None:
-    """The trees of the wanted length, renumbered; None where there are none."""
+    """The trees of the wanted length, renumbered; None if no tree has it."""
     tokens = np.zeros(_TREES_AT_ONCE, np.int64)
     for level in levels:
         # An operator has a closing bracket too.

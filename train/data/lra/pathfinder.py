@@ -3,7 +3,7 @@
 Linsley et al. 2018 (arXiv:1805.08315), Kim et al. 2020, as in the Long Range Arena (Tay et al. 2020,
 arXiv:2011.04006, section 3.2.5). Each image has two long paths of dashes and some short ones; the dots are the ends
 of one long path, or ends of both. Sizes follow the release at each of its resolutions: the arena's hard set has 14
-dashes in the long paths, the easier ones 9 and 6, and the short paths have a third as many.
+dashes in the long paths, the easier ones 9 and 6, and the short paths have a third of that.
 
 Paths keep `clearance` from each other, and from themselves, which is more than the gap between dashes: a path can be
 followed in the drawn image. Among the ends of both paths, those dots are taken whose distance is nearest to that
@@ -43,7 +43,7 @@ _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
 _STARTS = 60
 _SUPERSAMPLING = 4
-# Pixels darker than this are none of a path's.
+# Pixels darker than this do not belong to a path.
 _LIT = 20
 # Images of a chunk. The examples of a seed depend on it.
 _CHUNK = 250
@@ -81,7 +81,7 @@ class Scene(NamedTuple):
 
 
 def _short(dashes: int) -> int:
-    """Dashes of the short paths beside long ones of so many."""
+    """Dashes of the short paths, for long ones of `dashes`."""
     return dashes // 3
 
 
@@ -120,7 +120,7 @@ class _Taken(NamedTuple):
 def _draw_path(
     rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: _Taken, is_long: bool
 ) -> tuple[Float[np.ndarray, "c 2"], _Taken] | None:
-    """Corners of a path that keeps clear of occupied points, and the points it occupies; None where there is no room.
+    """Corners of a path that keeps clear of occupied points, and the points it occupies; None if it does not fit.
 
     Long paths keep room for a dot at both ends.
     """
@@ -201,7 +201,7 @@ def mark(scene: Scene, image: UInt8[np.ndarray, "R R"]) -> UInt8[np.ndarray, "R 
 
 
 class Images(NamedTuple):
-    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path. marks: those of `mark`, where they are
+    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path. marks: from `mark`, if they are
     asked for."""
 
     images: UInt8[np.ndarray, "n R R"]
@@ -293,7 +293,7 @@ def write_release(
     dashes: int = HARD,
 ) -> None:
     """Writes a folder as the Long Range Arena's release has them: LEVEL/imgs/N/sample_I.png, and LEVEL/metadata/N.npy,
-    where LEVEL is that of `LEVELS`. The metadata are text in spite of their name, a line an image: folder, file,
+    where LEVEL comes from `LEVELS`. The metadata are text in spite of their name, a line an image: folder, file,
     number, label, dashes of the long and of the short paths, number of short paths. The folder is whole or not there.
 
     The splits are written one after the other without marks, as in the release; `open_files` splits them again.
@@ -331,7 +331,7 @@ def _parse(line: bytes) -> tuple[str, int]:
 
 
 def read_image(path: Path, resolution: int) -> bytes | None:
-    """The grey pixels of an image file, row after row; None for an empty file, of which the release has some.
+    """The grey pixels of an image file, row after row; None for an empty file; the release has some.
 
     Raises:
       UserError: it is missing, no whole image, or of another size.
@@ -358,7 +358,7 @@ def open_files(folder: Path, resolution: int, dashes: int = HARD) -> Source | No
     level of `LEVELS`.
 
     Of ten images in the order of the metadata the ninth is for validation and the tenth for testing (80/10/10, as in
-    the release). None where there are none.
+    the release). None if there are no such files.
 
     Raises:
       UserError: while reading, damaged metadata (with the line's number) or images.

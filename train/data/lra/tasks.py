@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from etils import epath
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Length, Natural, Seed
 from train.data.dataset import cache_folder
 from train.data.lra import image, listops, pathfinder, retrieval, text
 from train.data.lra.batches import default_buckets
@@ -40,7 +40,7 @@ LRA_TASKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LraDataConfig:
+class LraDataConfig(Checked):
     """The examples of a task."""
 
     task: str = "listops"
@@ -50,17 +50,17 @@ class LraDataConfig:
     {train,test}.jsonl (text), new_aan_pairs.*.tsv or Gutenberg's books.tsv (retrieval), an .npz (image), images and
     metadata (pathfinder, pathx). Without it listops, pathfinder and pathx are generated; text and image come from
     TensorFlow Datasets."""
-    length: int = 2000
+    length: Length = 2000
     """Tokens of a sequence; longer ones are truncated."""
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[Length, ...] = ()
     """Lengths that batches are padded to; by default an eighth, a quarter, a half and all of --length."""
-    train_examples: int = 0
+    train_examples: Natural = 0
     """Number of training examples, generated or taken from the beginning; 0: the published number, or all."""
-    valid_examples: int = 0
+    valid_examples: Natural = 0
     """The same for validation."""
-    test_examples: Free[int] = 0
+    test_examples: Free[Natural] = 0
     """The same for the test."""
-    data_seed: int = 0
+    data_seed: Seed = 0
     """Seed of generated examples."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128."""
@@ -70,7 +70,7 @@ class LraDataConfig:
     """Whether each generated image of pathfinder has a second sequence, of the marks of its pixels."""
     listops: ListOpsSpec = ListOpsSpec()
     """The expressions that listops generates."""
-    processes: Free[int] = 0
+    processes: Free[Natural] = 0
     """Processes that generate examples; 0: one a core. The examples do not depend on it."""
     cache_dir: Free[str | None] = None
     """Local folder for the examples, which runs may share; the run's own folder by default."""
@@ -78,10 +78,6 @@ class LraDataConfig:
     def __post_init__(self):
         if self.task not in LRA_TASKS:
             raise ValueError(f"task must be one of {', '.join(LRA_TASKS)}, got {self.task!r}")
-        check_at_least(self, "length")
-        check_at_least(
-            self, "train_examples", "valid_examples", "test_examples", "data_seed", "processes", least=0
-        )
         check_local("cache_dir", self.cache_dir)
         if self.resolution not in pathfinder.SIZES:
             raise ValueError(
@@ -132,7 +128,7 @@ def open_source(config: LraDataConfig) -> Source:
     """Where a task's examples come from.
 
     Raises:
-      UserError: there are no files, or not those that the task needs.
+      UserError: the task's files are missing.
     """
     if config.data_dir is None:
         match config.task:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from brl_jax.json_files import parse_json
 from train.data.lra.examples import Source, digest
 from train.data.lra.files import SPLIT_OF, belongs, file_stats, in_chunks, numbered_lines, parsed, rows_of
 from train.data.named_sources import open_tfds
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError
 
 NUM_CLASSES = 2
 _CLASSES = ("neg", "pos")
@@ -76,11 +76,11 @@ def _source(name: str, stats: Any, readers: dict[str, Any]) -> Source:
 def _parse(line: bytes) -> tuple[bytes, int]:
     """Text and label of a line of JSON; raises ValueError where it is not one."""
     try:
-        row = json.loads(line)
+        row = parse_json(line, {"text": str, "label": int})
     except ValueError as error:
-        raise ValueError(f"no JSON (a truncated file?): {one_line(error)}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or type(row.get("label")) is not int:
-        raise ValueError('expected an object with a "text" and a whole number as "label"')
+        raise ValueError(
+            f'expected an object with a "text" and a whole number as "label": {error}'
+        ) from error
     return row["text"].encode(), row["label"]
 
 

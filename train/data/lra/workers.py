@@ -1,4 +1,4 @@
-"""Generators split in chunks, each with a random stream of its own, so that the number of processes changes nothing."""
+"""Generators split in chunks, each with its own random stream, so that the number of processes changes nothing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NO_EXTRA = np.zeros((0, 2), np.int64)
 
 
 class Encoded(NamedTuple):
-    """Tokens of a piece of text, and the places where one stands for another number of bytes than `token_bytes` says.
+    """Tokens of a piece of text, and the places where a token encodes another number of bytes than `token_bytes` says.
 
     ids: (n,) integers. extra: (k, 2) int64, rows (index in ids, bytes of the text beyond token_bytes[id]).
     starts: whether a document starts with this piece.
@@ -38,7 +38,7 @@ class Tokenizer(abc.ABC):
     """Text to integers in [0, vocab_size) and back.
 
     spec: its name on the command line. token_bytes: (vocab_size,) int64, the bytes of text that each token usually
-    stands for.
+    encodes.
     """
 
     spec: str
@@ -84,7 +84,7 @@ class Tokenizer(abc.ABC):
         """
 
     def _payload(self) -> dict[str, str]:
-        """Files, by name, that `load_tokenizer` needs besides the spec."""
+        """Files, by name, that `load_tokenizer` needs in addition to the spec."""
         return {}
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -96,7 +96,8 @@ class Tokenizer(abc.ABC):
         """
         folder = epath.Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        files = self._payload() | {"tokenizer_config.json": json.dumps({"tokenizer": self.spec}) + "\n"}
+        config = {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
+        files = self._payload() | {"tokenizer_config.json": json.dumps(config) + "\n"}
         for name, text in files.items():
             write_whole(folder / name, text)
 

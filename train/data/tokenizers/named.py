@@ -4,7 +4,6 @@ the text's bytes."""
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,8 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from brl_jax.fields import MOST
+from brl_jax.json_files import read_json
 from train.data.splits import DocumentStart
 from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
@@ -28,6 +29,7 @@ _EXPECTED = (
 # BPE learns from this much text at most: its merges settle long before, and the trainer keeps every
 # distinct word in memory.
 _TRAINING_BYTES = 1 << 29
+_LARGEST = 1 << 24
 
 
 class BytesTokenizer(Tokenizer):
@@ -92,7 +94,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _train_uncased(size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
-    """Up to `size` byte pairs of words, which are those of uncased BERT (arXiv:1810.04805): the text loses its case,
+    """Up to `size` byte pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case,
     its accents and the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of
     a sentence and inside it, in running text and in text whose marks stand between blanks.
 
@@ -143,14 +145,16 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
     if is_pretrained(spec):
         return lambda pieces: PretrainedTokenizer.open(spec)
     if kind in ("bpe", _UNCASED):
-        if not rest.isdecimal() or int(rest) <= 256:
-            raise UserError(f"--tokenizer: {kind}:SIZE needs a whole number above 256, got {spec!r}")
+        if not rest.isdecimal() or not 256 < int(rest) <= _LARGEST:
+            raise UserError(
+                f"--tokenizer: {kind}:SIZE needs a whole number from 257 to {_LARGEST}, got {spec!r}"
+            )
         learn = BPETokenizer.train if kind == "bpe" else _train_uncased
         return lambda pieces: learn(int(rest), pieces())
     if kind in ("words", "chars"):
         learner, least = (WordsTokenizer, 3) if kind == "words" else (CharactersTokenizer, 2)
         match = re.fullmatch(r"(max=)?(\d+)", rest) if colon else None
-        if colon and (match is None or int(match[2]) < (least if match[1] else 1)):
+        if colon and (match is None or not (least if match[1] else 1) <= int(match[2]) <= MOST):
             raise UserError(
                 f"--tokenizer: {kind} takes a count of at least 1 ({kind}:3) "
                 f"or a size of at least {least} ({kind}:max=50000), got {spec!r}"
@@ -169,7 +173,8 @@ def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokeniz
     """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
 
     Args:
-      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists
+      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, the same with chars, or one that
+      exists
         already (`train.data.tokenizers.published`).
       pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
 
@@ -186,24 +191,35 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
       UserError: no tokenizer there, or one that cannot be read.
     """
     folder = epath.Path(directory)
+    fields = {"tokenizer": str, "digest": str, "vocab_size": int}
     try:
-        spec = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer"]
-        if spec == "bytes":
-            return BytesTokenizer()
-        if spec.startswith("bpe:"):
-            import tokenizers
-
-            return BPETokenizer(
-                spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+        config = read_json(folder / "tokenizer_config.json", fields)
+        tokenizer = _read(config["tokenizer"], folder)
+        if tokenizer.digest != config["digest"]:
+            raise ValueError(
+                f"its files are not those that were saved: the vocabulary had {config['vocab_size']} tokens, now it "
+                f"has {tokenizer.vocab_size}"
             )
-        if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
-            return PretrainedTokenizer.load(spec, folder)
-        if spec.startswith("chars"):
-            return CharactersTokenizer(spec, json.loads((folder / "characters.json").read_text()))
-        return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])
+        return tokenizer
     except FileNotFoundError as error:
         raise UserError(
             f"no tokenizer in {directory}: {error.filename or 'tokenizer_config.json'} is missing"
         ) from error
     except Exception as error:  # the parsers of damaged files raise all kinds of errors
         raise UserError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def _read(spec: str, folder: epath.Path) -> Tokenizer:
+    if spec == "bytes":
+        return BytesTokenizer()
+    if spec.startswith("bpe:"):
+        import tokenizers
+
+        return BPETokenizer(
+            spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+        )
+    if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
+        return PretrainedTokenizer.load(spec, folder)
+    if spec.startswith("chars"):
+        return CharactersTokenizer(spec, read_json(folder / "characters.json", list[str]))
+    return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])

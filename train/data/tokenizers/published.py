@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from brl_jax.json_files import check_regular
 from train.data.splits import DocumentStart
 from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.engine.errors import UserError, one_line
@@ -59,6 +61,7 @@ class PretrainedTokenizer(Tokenizer):
                 import tokenizers
 
                 return cls(spec, {_JSON: tokenizers.Tokenizer.from_pretrained(spec[3:]).to_str()})
+            check_regular(Path(spec).expanduser())
             content = epath.Path(spec).expanduser().read_bytes()
             if spec.endswith(".json"):
                 return cls(spec, {_JSON: content.decode()})

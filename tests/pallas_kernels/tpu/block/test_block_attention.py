@@ -1,4 +1,4 @@
-"""The block-sparse kernels, interpreted on a CPU, against a dense float64 reference."""
+"""The block-sparse kernels with and without biases by distance, interpreted on a CPU, against dense float64."""
 
 import functools
 
@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import Granules, block_attention
+from pallas_kernels.tpu import DistanceTable, Granules, Slopes, block_attention
 from pallas_kernels.tpu.block import plan
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays
+from tests.pallas_kernels.tpu.inputs import arrays, table
+
+SLOPES = np.float32([0.25, -0.03125, 0.01, 0.5])
 
 
 def causal(queries, keys):
@@ -22,62 +24,85 @@ def dilated(queries, keys):
     return (abs(queries - keys) <= 150) & (abs(queries - keys) % 3 == 0)
 
 
-def dense_mask(rows, block_q, block_k, queries, keys, mask):
-    seen = np.zeros((queries, keys), bool)
-    for q, row in enumerate(rows):
-        for k in row:
-            seen[q * block_q : (q + 1) * block_q, k * block_k : (k + 1) * block_k] = True
-    if mask is not None:
-        seen &= np.asarray(mask(np.arange(queries)[:, None], np.arange(keys)[None, :]))
-    return seen[None]
+def made(kind, numbers, first=0):
+    if kind is None:
+        return None
+    return Slopes(numbers) if kind == "slopes" else DistanceTable(numbers, first)
 
 
 def check(
     rows,
     lengths,
     heads,
+    kind=None,
+    *,
+    numbers=None,
+    first=0,
     dtype=jnp.float32,
-    tolerance=1e-5,
     mask=None,
-    blocks=(128, 128),
     masked=True,
+    blocks=(128, 128),
+    offset=(0, 0),
+    shift=None,
+    causal=False,
+    segments=None,
     **options,
 ):
-    """Compares with the reference under `mask`, which the kernel gets too, unless `options` express it otherwise."""
+    """Outputs, log-sum-exps and gradients against the reference under `mask`, which the kernel gets too, unless
+    `options` express it otherwise."""
     (queries, keys), (count, groups, head_dim) = lengths, heads
-    q, k, v, g = arrays(
-        0,
-        dtype,
-        (1, queries, count, head_dim),
-        (1, keys, groups, head_dim),
-        (1, keys, groups, head_dim),
-        (1, queries, count, head_dim),
-        spread=1.0,
-    )
+    shapes = [(1, n, h, head_dim) for n, h in ((queries, count), *[(keys, groups)] * 2, (queries, count))]
+    q, k, v, g = arrays(0, dtype, *shapes, spread=1.0 if kind is None else 0.5)
     (g_log_sum,) = arrays(1, jnp.float32, (1, queries, count))
-    seen = dense_mask(rows, *blocks, queries, keys, mask)
+    numbers = np.resize(SLOPES, count) if numbers is None else numbers
+    place_q = np.arange(queries)[:, None] + offset[0] + (0 if shift is None else shift)
+    place_k = np.arange(keys)[None] + offset[1]
+    seen = np.zeros((queries, keys), bool)
+    for number, row in enumerate(rows):
+        for other in row:
+            seen[number * blocks[0] :, other * blocks[1] : (other + 1) * blocks[1]][: blocks[0]] = True
+    if mask is not None:
+        seen &= np.asarray(mask(place_q, place_k))
+    if causal:
+        seen &= place_k <= place_q
+    if segments is not None:
+        seen &= segments[0][0][:, None] == segments[1][0][None]
+        names = ("query_segment_ids", "key_segment_ids")
+        options |= dict(zip(names, map(jnp.asarray, segments)))
+    bias = pull_bias = None
+    if kind is not None:
+        bias, pull_bias = oracle.by_distance(kind, numbers, first, place_q - place_k)
     # The log-sum-exp of a row that sees nothing has no gradient.
-    g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[:, :, None], g_log_sum, 0.0)
+    g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[None, :, None], g_log_sum, 0.0)
 
     @jax.jit
-    def run(q, k, v, g, g_log_sum):
-        f = functools.partial(
-            block_attention,
-            key_blocks=rows,
-            block_q=blocks[0],
-            block_k=blocks[1],
-            mask=mask if masked else None,
-            return_log_sum_exp=True,
-            **{"interpret": True} | options,
-        )
-        (out, log_sum), pull = jax.vjp(f, q, k, v)
+    def run(q, k, v, numbers, shift):
+        def f(q, k, v, numbers):
+            return block_attention(
+                q, k, v, bias=made(kind, numbers, first), key_blocks=rows, block_q=blocks[0], block_k=blocks[1],
+                mask=mask if masked else None, query_position=offset[0], key_position=offset[1], shift=shift,
+                causal=causal, return_log_sum_exp=True, **{"interpret": True} | options,
+            )  # fmt: skip
+
+        (out, log_sum), pull = jax.vjp(f, q, k, v, numbers)
         return log_sum, out, *pull((g, g_log_sum))
 
-    log_sum, *got = run(q, k, v, g, g_log_sum)
-    out, want_log_sum, *grads = oracle.attention(q, k, v, seen, head_dim**-0.5, g, g_log_sum)
-    distances = [oracle.distance(x, y) for x, y in zip(got, (out, *grads))]
-    assert max(distances) < tolerance, distances
-    np.testing.assert_allclose(np.asarray(log_sum), want_log_sum, rtol=1e-5 if dtype == jnp.float32 else 2e-2)
+    log_sum, *got = run(q, k, v, jnp.asarray(numbers), None if shift is None else jnp.int32(shift))
+    out, want_log_sum, *grads = oracle.attention(
+        q, k, v, seen[None], head_dim**-0.5, g, g_log_sum, bias=None if kind is None else bias[None]
+    )
+    if kind is None:
+        got = got[:4]
+    else:
+        grads[3] = pull_bias(grads[3])
+    distances = [oracle.distance(x, y) for x, y in zip(got, (out, *grads), strict=True)]
+    assert max(distances) < (1e-5 if dtype == jnp.float32 else 1e-2), distances
+    close = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(np.asarray(log_sum), want_log_sum, rtol=close, atol=close)
+
+
+CAUSAL = [[0], [1, 0], [2, 0, 1]]
+EVERY = [[0, 1, 2]] * 3
 
 
 def test_causal_with_holes_grouped_ragged():
@@ -91,7 +116,7 @@ def test_two_heads_in_a_tile_and_unequal_blocks():
 
 def test_dilated_in_bfloat16():
     rows = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
-    check(rows, (512, 512), (1, 1, 128), jnp.bfloat16, 1e-2, mask=dilated)
+    check(rows, (512, 512), (1, 1, 128), dtype=jnp.bfloat16, mask=dilated)
 
 
 @pytest.mark.slow
@@ -115,7 +140,7 @@ def test_lists_in_pieces(monkeypatch):
     monkeypatch.setattr(plan, "MAX_PAIRS", 3)
     check(rows, (600, 600), (2, 1, 64), mask=causal)
     monkeypatch.setattr(plan, "MAX_PAIRS", 2)
-    with pytest.raises(ValueError, match="a block of queries meets 3 others, scalar memory holds 2"):
+    with pytest.raises(ValueError, match="a block of queries pairs with 3 others, but scalar memory holds 2"):
         check(rows, (600, 600), (2, 1, 64))
 
 
@@ -150,6 +175,75 @@ def test_segments_lengths_and_poison():
     assert max(oracle.distance(x, y) for x, y in zip(got, (want[0], *want[2:]))) < 1e-5
 
 
+def test_slopes_causal_with_offset():
+    """Grouped heads that share a tile, ragged lengths, positions that begin anywhere."""
+    check(CAUSAL, (300, 310), (4, 2, 64), "slopes", causal=True, offset=(13, 5))
+
+
+def test_slopes_on_both_sides_and_unequal_blocks():
+    check([[0, 1]] * 3, (300, 400), (2, 1, 128), "slopes", blocks=(128, 256))
+
+
+@pytest.mark.parametrize("first", [-20, -300])
+def test_table_on_both_sides(first):
+    """Shorter than a block, and longer than one, with far pairs of blocks whose distances all share a number."""
+    check(EVERY, (300, 380), (2, 2, 64), "table", numbers=table(2, 1 - 2 * first), first=first)
+
+
+def test_table_causal_at_a_position_known_at_run_time():
+    """Three heads, the last of which fills half of a tile."""
+    options = {"numbers": table(3, 140), "causal": True, "offset": (100, 3), "shift": 77}
+    check(EVERY[:2], (200, 380), (3, 1, 64), "table", **options)
+
+
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_bfloat16_in_segments(kind):
+    ids = np.arange(384, dtype=np.int32)[None] // 150
+    options = {"numbers": table(1, 301) if kind == "table" else None, "first": -150, "dtype": jnp.bfloat16}
+    check(EVERY, (300, 380), (1, 1, 128), kind, segments=(ids[:, :300], ids[:, :380]), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_gradients_of_several_launches_add_up(kind, monkeypatch, hostile):
+    """With poisoned memory; a block of queries without keys, a step without work."""
+    monkeypatch.setattr(plan, "MAX_PAIRS", 3)
+    numbers = table(2, 200) if kind == "table" else None
+    rows = [[0], [], [1, 0], [3, 2]]
+    check(rows, (500, 400), (2, 1, 64), kind, numbers=numbers, causal=True, interpret=hostile)
+
+
+@pytest.mark.slow
+def test_table_in_blocks_larger_than_its_tiles():
+    check([[0, 1]] * 2, (500, 600), (2, 1, 64), "table", numbers=table(2, 100), first=-50, blocks=(256, 384))
+
+
+def test_minus_infinity_hides():
+    """Distances whose number is -inf, as in a table that is a window."""
+    numbers = np.where(np.arange(41) % 2 == 0, -np.inf, table(1, 41)).astype(np.float32)
+    q, k, v, g = arrays(0, jnp.float32, *[(1, 200, 1, 64)] * 4)
+    bias, _ = oracle.by_distance("table", numbers, -20, np.arange(200)[:, None] - np.arange(200)[None])
+    seen = np.isfinite(bias)
+    want = oracle.attention(q, k, v, seen, 0.125, g, bias=np.where(seen, bias, 0.0)[None])
+    sizes = {"key_blocks": [[0, 1]] * 2, "block_q": 128, "block_k": 128}
+    f = functools.partial(block_attention, bias=DistanceTable(numbers, -20), interpret=True, **sizes)
+    out, pull = jax.vjp(f, q, k, v)
+    assert max(oracle.distance(x, y) for x, y in zip((out, *pull(g)), (want[0], *want[2:5]))) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_causal_bitwise(kind):
+    bias = made(kind, SLOPES[:1] if kind == "slopes" else table(1, 30))
+    q, k, v = arrays(0, jnp.float32, *[(1, 300, 1, 64)] * 3)
+    sizes = {"key_blocks": CAUSAL, "block_q": 128, "block_k": 128}
+    f = jax.jit(functools.partial(block_attention, causal=True, bias=bias, interpret=True, **sizes))
+    before = f(q, k, v)
+    for at in (1, 127, 128, 299):
+        after = f(*(x.at[:, at:].add(3.0) for x in (q, k, v)))
+        assert (after[:, :at] == before[:, :at]).all()
+        assert not (after[:, at:] == before[:, at:]).all()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -158,6 +252,12 @@ def test_segments_lengths_and_poison():
             r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]",
         ),
         ({"key_blocks": [[0, 0], [1], [1]]}, r"key_blocks\[0\] must name blocks from 0 to 2, each once"),
+        ({"bias": Slopes(np.ones(2, np.float32))}, r"Slopes must have shape \(1,\), got \(2,\)"),
+        (
+            {"bias": DistanceTable(np.ones(1, np.float32), 0)},
+            r"DistanceTable must have shape \(1, distances\)",
+        ),
+        ({"bias": DistanceTable(np.ones((1, 1 << 20), np.float32), 0)}, r"needs [0-9.]+ MiB of VMEM"),
         ({"block_k": 100}, "block_k must be a positive multiple of 128, got 100"),
     ],
 )

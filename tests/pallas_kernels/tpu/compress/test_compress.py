@@ -1,4 +1,4 @@
-"""The compression kernels, interpreted on a CPU, against a float64 reference."""
+"""The compression kernels with and without biases and masks, interpreted on a CPU, against a float64 reference."""
 
 import functools
 
@@ -8,141 +8,237 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import compress, compress_blocks
+from pallas_kernels.tpu.compress.backward import GradientStep
+from pallas_kernels.tpu.compress.history import HistoryStep
 from tests.marks import slow_unless
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
 
-def run(f, dtype, query_shape, shape, contrast=True, poison=None):
-    """Arguments, then (output, gradients of query, key, contrast, value, gamma) of f."""
-    q, k1, k2, v, g = arrays(0, dtype, query_shape, shape, shape, shape, query_shape, spread=1.0)
-    (gamma,) = arrays(1, jnp.float32, shape[2:3])
-    given = (q, k1, k2, v, gamma) if contrast else (q, k1, v)
-    if poison is not None:
-        given = tuple(jnp.where(poison, jnp.nan, x) if x.shape == shape else x for x in given)
-
-    def call(*given):
-        if contrast:
-            q, k1, k2, v, gamma = given
-            return f(q, k1, k2, v, gamma=gamma)
-        q, k1, v = given
-        return f(q, k1, None, v, gamma=None)
+def with_gradients(function, g, *operands):
+    """The output, and the gradients of the operands that are not None."""
 
     @jax.jit
-    def both(given, g):
-        out, pull = jax.vjp(call, *given)
-        return out, *pull(g)
+    def both(operands, g):
+        out, pull = jax.vjp(function, *operands)
+        return out, *(x for x in pull(g) if x is not None)
 
-    return (q, k1, k2, v, gamma, g), both(given, g)
+    return both(operands, g)
 
 
 def check(
-    dtype, tolerance, queries, shape, score="softmax", contrast=True, seen=True, poison=None, **options
+    shape,
+    queries,
+    bias=None,
+    mask=None,
+    *,
+    lengths=None,
+    dtype=jnp.float32,
+    score="softmax",
+    contrast=True,
+    scale=0.3,
+    spread=0.0,
+    **options,
 ):
-    batch, _, heads, head_dim = shape
-    f = functools.partial(compress, score=score, **{"interpret": True} | options)
-    (q, k1, k2, v, gamma, g), got = run(f, dtype, (batch, queries, heads, head_dim), shape, contrast, poison)
-    scale = options.get("scale", 1 / (queries * head_dim**0.5))
-    want = oracle.compress(q, k1, k2 if contrast else None, v, gamma, scale, score, g, seen)
+    """Compares with the reference; `bias` and `mask` are shapes, each axis of which may be 1."""
+    batch, length, heads, head_dim = shape
+    sizes = (queries, length, length, length, queries)
+    q, k1, k2, v, g = arrays(0, dtype, *[(batch, n, heads, head_dim) for n in sizes], spread=spread)
+    (gamma,) = arrays(1, jnp.float32, (heads,))
+    rng = np.random.default_rng(2)
+    added = None if bias is None else rng.standard_normal(bias).astype(np.float32)
+    seen, given = np.ones((1, 1, 1, length), bool), (k1, k2, v)
+    if mask is not None:
+        seen = rng.random(mask) < 0.6
+        seen[:, :, :, :3] = False
+        # A key that some queries see must be finite; one that none sees may be anything, but zero for the kernel.
+        there = np.broadcast_to(seen.any((1, 2)), (batch, length))[:, :, None, None]
+        given = k1, k2, v = [jnp.where(jnp.asarray(there), x, 0) for x in (k1, k2, v)]
+        options["mask"] = jnp.asarray(seen)
+    if lengths is not None:
+        there = np.arange(length)[None] < np.asarray(lengths)[:, None]
+        seen, options["key_lengths"] = there[:, None, None], jnp.asarray(lengths, jnp.int32)
+        given = [jnp.where(there[:, :, None, None], x, jnp.nan) for x in given]
+    if not contrast:
+        k2, gamma, given = None, None, (given[0], None, given[2])
+
+    def function(q, k1, k2, v, gamma, added):
+        given = {"scale": scale, "score": score, "interpret": True} | options
+        return compress(q, k1, k2, v, gamma=gamma, bias=added, **given)
+
+    got = with_gradients(function, g, q, *given, gamma, None if added is None else jnp.asarray(added))
+    wanted = 1 / (queries * head_dim**0.5) if scale is None else scale
+    want = oracle.compress(
+        q, k1, k2, v, gamma, wanted, score, g, seen, bias=None if added is None else added.astype(np.float64)
+    )
+    if added is not None:
+        shared = tuple(axis for axis in range(4) if bias[axis] == 1)
+        want = (*want[:-1], want[-1].sum(shared, keepdims=True))
     distances = [oracle.distance(x, y) for x, y in zip(got, (w for w in want if w is not None), strict=True)]
-    assert max(distances) < tolerance, distances
+    assert max(distances) < (1e-5 if dtype == jnp.float32 else 1e-2), distances
 
 
 @pytest.mark.parametrize("score", ["softmax", "relu2", "laplace"])
 def test_matches_reference_in_float32(score):
-    check(jnp.float32, 1e-5, 20, (1, 500, 2, 128), score, scale=0.3, block=128, splits=2)
+    check((1, 500, 2, 128), 20, score=score, spread=1.0, block=128, splits=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 140, 2, 64), (1, 40, 1, 72), (1, 3, 1, 256)])
 def test_head_dims_and_default_scale(shape):
-    check(jnp.float32, 1e-5, 7, shape)
+    check(shape, 7, scale=None, spread=1.0)
 
 
 def test_matches_reference_in_bfloat16():
-    check(jnp.bfloat16, 1e-2, 64, (1, 384, 2, 64), scale=0.125)
+    check((1, 384, 2, 64), 64, scale=0.125, spread=1.0, dtype=jnp.bfloat16)
 
 
 def test_single_attention():
-    check(jnp.float32, 1e-5, 130, (1, 256, 1, 128), contrast=False, scale=0.2)
+    check((1, 256, 1, 128), 130, contrast=False, scale=0.2, spread=1.0)
 
 
 @pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
 def test_lengths_and_poison(score):
     """Tokens beyond a length may be NaN; an empty history gives 0."""
-    lengths = jnp.asarray([0, 201], jnp.int32)
-    there = np.arange(300)[None] < np.asarray(lengths)[:, None]
-    check(
-        jnp.float32,
-        1e-5,
-        5,
-        (2, 300, 1, 64),
-        score,
-        seen=there[:, None, None],
-        poison=~jnp.asarray(there)[:, :, None, None],
-        scale=0.5,
-        block=128,
-        key_lengths=lengths,
-    )
+    check((2, 300, 1, 64), 5, lengths=[0, 201], score=score, scale=0.5, spread=1.0, block=128)
 
 
 def test_large_logits():
-    check(jnp.float32, 1e-5, 9, (1, 256, 1, 128), scale=1.0, block=128, splits=2)
+    check((1, 256, 1, 128), 9, scale=1.0, spread=1.0, block=128, splits=2)
+
+
+@pytest.mark.parametrize("score", slow_unless(["softmax", "relu2", "laplace"], ("softmax",)))
+def test_bias_of_each_pair(score):
+    """Two heads in a tile, and a third that has half of one; two parts, whose last block is ragged."""
+    check((2, 300, 3, 64), 20, (2, 3, 20, 300), score=score, block=128, splits=3)
+
+
+@pytest.mark.parametrize(
+    ("bias", "mask"),
+    slow_unless(
+        [
+            ((1, 2, 5, 200), None),
+            ((1, 1, 1, 200), (2, 1, 1, 200)),
+            (None, (2, 1, 1, 200)),
+            (None, (1, 2, 1, 200)),
+            (None, (2, 1, 5, 200)),
+            ((2, 1, 1, 200), (1, 2, 5, 1)),
+        ],
+        (((1, 2, 5, 200), None), (None, (2, 1, 1, 200)), (None, (1, 2, 1, 200))),
+    ),
+)
+def test_axes_of_one(bias, mask):
+    """Batch entries, heads, compressed tokens or keys that share numbers; a mask in lanes where it has no queries."""
+    check((2, 200, 2, 64), 5, bias, mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_keys_share_numbers(masked):
+    """They matter to scores that are not normalised."""
+    mask = (1, 1, 1, 200) if masked else None
+    check((1, 200, 1, 128), 5, (1, 1, 5, 1), mask, score="relu2", contrast=False)
+
+
+@pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
+@pytest.mark.parametrize(
+    ("bias", "mask"),
+    slow_unless(
+        [((1, 1, 20, 1100), (1, 1, 1, 1100)), ((1, 1, 1, 1100), None), (None, None)],
+        (((1, 1, 20, 1100), (1, 1, 1, 1100)),),
+    ),
+)
+def test_blocks_in_several_strips(bias, mask, score):
+    """Four strips in the forward kernel and two in the backward one; the last block is ragged."""
+    check((1, 1100, 1, 128), 20, bias, mask, score=score, block=1024, chip="v5e")
+
+
+def test_biased_bfloat16_and_a_single_attention():
+    check((1, 256, 1, 128), 130, (1, 1, 130, 256), (1, 1, 1, 256), dtype=jnp.bfloat16, contrast=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("blocks", "block_size", "history", "ragged"),
-    [(3, 128, 128, False), (4, 16, 40, True), (2, 144, 300, True), (1, 7, 150, True)],
+    ("heads", "bias", "mask"), [(1, None, None), (2, (1, 2, 4, 300), (1, 1, 1, 300))], ids=["plain", "biased"]
 )
-def test_blockwise_history(blocks, block_size, history, ragged, hostile):
-    """Each block agrees with a call of `compress` on its history alone; NaN precedes a short history."""
-    heads, head_dim = 2, 64
-    length = history + (blocks - 1) * block_size + 5
-    shape, queries = (2, length, heads, head_dim), (2, blocks, 4, heads, head_dim)
+def test_poisoned_memory_and_any_order(heads, bias, mask, hostile):
+    check((1, 300, heads, 64), 4, bias, mask, block=128, splits=3, interpret=hostile)
+
+
+@pytest.mark.parametrize(
+    ("biased", "blocks", "block_size", "history", "head_dim", "ragged"),
+    slow_unless(
+        [
+            *(
+                (True, 3, *sizes, True)
+                for sizes in ((16, 40, 64), (128, 128, 64), (144, 300, 64), (256, 400, 128))
+            ),
+            (False, 3, 128, 128, 64, False),
+            (False, 4, 16, 40, 64, True),
+            (False, 2, 144, 300, 64, True),
+            (False, 1, 7, 150, 64, True),
+        ],
+        ((True, 3, 16, 40, 64, True),),
+    ),
+)
+def test_blockwise_history(biased, blocks, block_size, history, head_dim, ragged, hostile, monkeypatch):
+    """Each block agrees with a call on its history alone; NaN precedes a short history. All blocks share the bias: its
+    gradient is the sum over batch and blocks, whose steps run in order. The largest blocks have two strips."""
+    if biased:
+        for step in (HistoryStep, GradientStep):
+            monkeypatch.setattr(step, "strip", 128)
+    heads, count, length = 2, 4, history + (blocks - 1) * block_size + (0 if biased else 5)
     lengths = np.full((2, blocks), history)
     if ragged:
         lengths = np.minimum(history, np.arange(blocks) * block_size + np.asarray([[0], [3]]))
-    f = functools.partial(compress_blocks, block_size=block_size, history_size=history, interpret=hostile)
-    f = functools.partial(f, history_lengths=jnp.asarray(lengths, jnp.int32) if ragged else None)
+    k1, k2, v = arrays(0, jnp.float32, *[(2, length, heads, head_dim)] * 3)
+    shape = 2 * blocks, count, heads, head_dim
+    q, g = (arrays(n, jnp.float32, shape)[0].reshape(2, blocks, *shape[1:]) for n in (4, 5))
+    gamma, bias = arrays(6, jnp.float32, (heads,), (heads, count, history))
     unread = (np.arange(length) < history - lengths[:, :1])[:, :, None, None]
-    given, got = run(functools.partial(f, scale=0.4), jnp.float32, queries, shape, poison=jnp.asarray(unread))
-    q, k1, k2, v, gamma, g = (np.asarray(x) for x in given)
+    keys = [jnp.where(jnp.asarray(unread), jnp.nan, x) for x in (k1, k2, v)]
+
+    def function(q, k1, k2, v, gamma, bias):
+        return compress_blocks(
+            q, k1, k2, v, gamma=gamma, bias=bias, scale=0.4, block_size=block_size, history_size=history,
+            history_lengths=jnp.asarray(lengths, jnp.int32) if ragged else None, interpret=hostile,
+        )  # fmt: skip
+
+    got = with_gradients(function, g, q, *keys, gamma, bias if biased else None)
     total = [np.zeros(x.shape) for x in got]
+    q, k1, k2, v, gamma, bias, g = (np.asarray(x) for x in (q, k1, k2, v, gamma, bias, g))
     for i, b in np.ndindex(2, blocks):
-        stop = b * block_size + history
-        part = slice(stop - lengths[i, b], stop)
-        if lengths[i, b] == 0:
+        stop, here = b * block_size + history, lengths[i, b]
+        if here == 0:
             assert not np.asarray(got[0])[i, b].any()
             continue
-        one = slice(i, i + 1)
-        out, gq, *rest, ggamma = oracle.compress(
-            q[one, b], k1[one, part], k2[one, part], v[one, part], gamma, 0.4, "softmax", g[one, b]
-        )
+        one, part, late = slice(i, i + 1), slice(stop - here, stop), slice(history - here, history)
+        out, gq, *rest, ggamma, gbias = oracle.compress(
+            q[one, b], k1[one, part], k2[one, part], v[one, part], gamma, 0.4, "softmax", g[one, b],
+            bias=bias[None, :, :, late] * biased,
+        )  # fmt: skip
         total[0][one, b], total[1][one, b] = out, gq
         for whole, x in zip(total[2:5], rest):
             whole[one, part] += x
         total[5] += ggamma
+        if biased:
+            total[6][:, :, late] += gbias[0]
     assert max(oracle.distance(x, y) for x, y in zip(got, total)) < 1e-5
 
 
-@pytest.mark.slow
-def test_poisoned_memory_and_any_order(hostile):
-    check(jnp.float32, 1e-5, 4, (1, 300, 1, 64), block=128, splits=3, interpret=hostile)
-
-
 @pytest.mark.parametrize(
-    ("queries", "change", "words"),
+    ("change", "words"),
     [
-        (16, {"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
-        (16, {"block": 100}, "block must be a positive multiple of 128, got 100"),
-        (16, {"splits": 0}, "splits must be at least 1, got 0"),
-        (16, {"gamma": None}, "contrast_key and gamma belong together"),
-        (16, {"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\), got \(3,\)"),
+        ({"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
+        ({"block": 100}, "block must be a positive multiple of 128, got 100"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"gamma": None}, "contrast_key and gamma belong together"),
+        ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\), got \(3,\)"),
+        ({"bias": jnp.zeros((1, 2, 5, 300))}, r"bias must broadcast to \(1, 2, 16, 300\), got shape"),
+        ({"mask": jnp.ones((16, 300), bool)}, r"mask must broadcast to .* got shape \(16, 300\)"),
     ],
 )
-def test_bad_input(queries, change, words):
-    q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (queries, 300))
+def test_bad_input(change, words):
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (16, 300))
     f = functools.partial(compress, **{"gamma": jnp.ones((2,))} | change)
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(f, q, k, k, k)

@@ -58,7 +58,7 @@ def test_a_stream_goes_on_where_it_stood():
     batches = [next(stream) for _ in range(8)]
     again.set_state(stream.get_state() | {"step": 3})
     for batch in batches[3:]:
-        for name, value in next(again).items():
+        for name, value in next(again).arrays.items():
             np.testing.assert_array_equal(value, batch[name])
     other = TrainBatches(data, batch=4, buckets=BUCKETS, seed=2)
     with pytest.raises(UserError, match="the saved input position is of seed 1, now it is 2"):

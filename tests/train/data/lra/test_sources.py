@@ -225,7 +225,7 @@ def test_aan(tmp_path):
 
 
 def novels(folder):
-    """Three books of a kind by two known authors, each a repetition of its own letter."""
+    """Three books of a kind by two known authors, each repeating another letter."""
     books = [("train", "Emma_158", "a"), ("train", "Pride_1342", "b"), ("test", "Dracula_345", "c")]
     lines, texts = ["split\tindex\trepo\toffset_bytes\tlength_bytes\twords"], dict.fromkeys(SPLITS, "")
     for split, repo, letter in books:

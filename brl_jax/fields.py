@@ -1,0 +1,174 @@
+"""The types and ranges of configurations' fields, declared by their annotations and checked when one is made.
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(Checked):
+        num_layers: Annotated[int, Range(1, 1000)] = 4
+        share: Annotated[float, Range(0, 1)] = 0.1
+
+    Config(num_layers=0)     # ValueError: num_layers must be at least 1, got 0
+    Config(num_layers="4")   # ValueError: num_layers must be an integer, got '4'
+
+Integers without a range lie between -2^30 and 2^30, so that the sum of two fits in int32; other numbers are finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+MOST = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`; `above` and `below` exclude the ends."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def complaint(self, value: float) -> str | None:
+        """What a number must be and isn't; None if it lies in the range."""
+        least = f"above {self.above}" if self.least is None else f"at least {self.least}"
+        most = f"below {self.below}" if self.most is None else f"at most {self.most}"
+        low = (self.above is not None and not value > self.above) or (
+            self.least is not None and not value >= self.least
+        )
+        high = (self.below is not None and not value < self.below) or (
+            self.most is not None and not value <= self.most
+        )
+        if 1 in (self.below, self.most) and (low or high):  # a share
+            return f"{least} and {most}"
+        return least if low else most if high else None
+
+
+Count = Annotated[int, Range(1, MOST)]
+"""An integer of at least 1."""
+Natural = Annotated[int, Range(0, MOST)]
+"""An integer of at least 0."""
+Width = Annotated[int, Range(1, 2**20)]
+"""A size inside a network."""
+Rows = Annotated[int, Range(1, 2**20)]
+"""Rows of a batch: arrays are made row by row."""
+Length = Annotated[int, Range(1, 2**27)]
+"""Tokens of a row."""
+Steps = Annotated[int, Range(1, 2**31 - 1)]
+"""Training steps, which are counted in int32."""
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+"""What a random key can be made from."""
+Positive = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(0)]
+
+
+class Checked:
+    """A base of dataclasses whose fields are checked before their own `__post_init__` runs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = cls.__dict__.get("__post_init__")
+        if own is not None:
+
+            @functools.wraps(own)
+            def checked(self: Any) -> None:
+                check_fields(self)
+                own(self)
+
+            cls.__post_init__ = checked  # type: ignore[method-assign]
+
+
+def check_fields(config: Any) -> None:
+    """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
+    for name, hint in field_hints(config.__class__).items():
+        complaint = complaint_about(getattr(config, name), hint)
+        if complaint is not None:
+            value = _offending(getattr(config, name), hint)
+            raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
+
+
+def _offending(value: Any, hint: Any) -> Any:
+    """The item of a tuple that does not fit, or the value itself."""
+    origin = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is tuple]
+    kinds = typing.get_args(origin[0]) if origin else ()
+    if isinstance(value, tuple) and kinds:
+        return next((item for item in value if complaint_about(item, kinds[0]) is not None), value)
+    return value
+
+
+def _hint(value: Any, hint: Any) -> str:
+    choices = [str(choice) for kind in _parts(hint) for choice in typing.get_args(kind)]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """The Literals in an annotation."""
+    if typing.get_origin(hint) is Literal:
+        yield hint
+    else:
+        for part in typing.get_args(hint):
+            yield from _parts(part)
+
+
+def field_hints(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields, by name."""
+    return _read_hints(kind)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _read_hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
+    """What a value must be and isn't; None if it is right, or if the type is not one that is checked."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        found = next((mark for mark in hint.__metadata__ if isinstance(mark, Range)), within)
+        return complaint_about(value, arguments[0], found)
+    if origin in (types.UnionType, typing.Union):
+        complaints = [complaint_about(value, kind, within) for kind in arguments if kind is not type(None)]
+        if (value is None and type(None) in arguments) or None in complaints:
+            return None
+        return " or ".join(dict.fromkeys(complaint for complaint in complaints if complaint))
+    if origin is Literal:
+        return None if value in arguments else f"one of {', '.join(map(repr, arguments))}"
+    if hint is bool:
+        return None if isinstance(value, bool | np.bool_) else "True or False"
+    if hint in (int, float):
+        return _number_complaint(value, hint, within)
+    if hint is str:
+        return None if isinstance(value, str) else "a string"
+    if origin is tuple and arguments:
+        if not isinstance(value, tuple | list):
+            return "a tuple"
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            return f"a tuple of {len(kinds)}"
+        return next(
+            filter(None, (complaint_about(item, kind, within) for item, kind in zip(value, kinds))), None
+        )
+    return None
+
+
+def _number_complaint(value: Any, kind: type, within: Range | None) -> str | None:
+    if kind is int:
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            return "an integer"
+        return (within or Range(-MOST, MOST)).complaint(int(value))
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return "a number"
+    complaint = None if within is None else within.complaint(float(value))
+    return complaint or (None if math.isfinite(value) else "finite")

@@ -1,0 +1,62 @@
+"""Options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputOptions:
+    """How a command prints its results."""
+
+    json: bool = False
+    """Print JSON on a terminal too; into a file or a pipe it is always JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(OutputOptions):
+    """Which checkpoint of a run to read."""
+
+    workdir: str | tuple[str, ...] | None = None
+    """Folder of a run."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions(RunOptions):
+    """What to measure."""
+
+    workdir: str | None = None
+    """Folder of a run."""
+    split: Literal["valid", "test"] = "test"
+    """Which part of the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableOptions(RunOptions):
+    """One run, or a table of many."""
+
+    workdir: str | None = None
+    """Folder of a run."""
+    table: str | None = None
+    """A folder of runs, at any depth; prints a table of them."""
+    picture: str | None = None
+    """A .png file to draw."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyOptions(RunOptions):
+    """Runs to compare in a picture."""
+
+    workdir: tuple[str, ...] = ("runs/small",)
+    """Folders of the runs."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of each run's data."""
+    picture: str | None = None
+    """A .png file to draw."""
+
+    def __post_init__(self):
+        if not self.workdir:
+            raise ValueError("workdir must be one or more folders, got none")

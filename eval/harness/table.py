@@ -1,0 +1,100 @@
+"""The tables that commands print: Markdown for pages, columns of a terminal for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+Result = Mapping[str, Any]
+#: The titles of columns, each with the function that makes its cell from a group of runs.
+Columns = Mapping[str, Callable[[Sequence[Result]], object]]
+
+
+class Table:
+    """Rows of cells under named columns; `str(table)` is Markdown."""
+
+    def __init__(self, *columns: str, title: str = ""):
+        self.columns, self.title = columns, title
+        self.rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: object) -> None:
+        """Adds a row; None shows as a dash."""
+        assert len(cells) == len(self.columns), (self.columns, cells)
+        self.rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
+
+    def __str__(self) -> str:
+        lines = [self.title, ""] if self.title else []
+        lines += [f"| {' | '.join(self.columns)} |", "|---" * len(self.columns) + "|"]
+        return "\n".join(lines + [f"| {' | '.join(row)} |" for row in self.rows])
+
+    def to_json(self) -> list[dict[str, str]]:
+        """The rows as objects."""
+        return [dict(zip(self.columns, row)) for row in self.rows]
+
+    def show(self) -> None:
+        """Prints the table: in columns on a terminal, else as Markdown."""
+        if sys.stdout.isatty():
+            Console().print(self.for_terminal())
+        else:
+            print(self, flush=True)
+
+    def for_terminal(self, *, left: int = 1, sections: bool = False) -> RichTable:
+        """The table as rich draws it.
+
+        Args:
+          left: how many columns are names, to be aligned left. The others are numbers.
+          sections: whether to part rows whose first cells differ.
+        """
+        table = RichTable(
+            title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
+        )
+        for i, column in enumerate(self.columns):
+            is_name = i < left
+            table.add_column(
+                column, justify="left" if is_name else "right", no_wrap=is_name, min_width=1 if is_name else 7
+            )
+        last = None
+        for row in self.rows:
+            if sections and row[0] != last:
+                table.add_section()
+                last = row[0]
+            table.add_row(*row)
+        return table
+
+
+def table_of(
+    groups: Mapping[str, Sequence[Result]], first: str, columns: Columns, *, title: str = ""
+) -> Table:
+    """A row for each group of runs, which begins with the group's name."""
+    table = Table(first, *columns, title=title)
+    for name, runs in groups.items():
+        table.add(name, *(show(runs) for show in columns.values()))
+    return table
+
+
+def seeds(runs: Sequence[Result]) -> str:
+    """The seeds of a group of runs."""
+    return ", ".join(str(run["seed"]) for run in runs)
+
+
+def mean_range(values: Sequence[float], digits: int = 3) -> str:
+    """A mean, followed by the lowest and the highest of several values."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def mean_deviation(values: Sequence[float]) -> tuple[float, float, int]:
+    """The mean, the sample standard deviation (0 for a single value), and how many values there are."""
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return float(np.mean(values)), deviation, len(values)
+
+
+def percent(values: Sequence[float]) -> str:
+    """`mean_range` of shares, in percent with one digit."""
+    return mean_range([100 * value for value in values], 1)

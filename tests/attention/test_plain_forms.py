@@ -1,0 +1,239 @@
+"""Every attention function against its plain form in its family's `reference.py`: outputs and gradients.
+
+The lengths divide no chunk and no block. tests/laws compares whole layers with references that share no code.
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax
+from brl_jax import RotaryBias
+from brl_jax.attention.low_rank.long_short import Norms
+from tests.attention.local.cases import PATTERNS, xla_attention
+from tests.support.attention import close, random_qkv
+
+B, N, K, H = 2, 4, 2, 8
+
+
+B, N, K, H = 2, 4, 2, 8
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32) / 2
+
+
+def qkv(length):
+    return tuple(random_qkv(length)[:3])
+
+
+def with_beta(length):
+    return *qkv(length), jax.nn.sigmoid(normal(B, length, K))
+
+
+def with_projection(length):
+    return *qkv(length), normal(B, length, K, 3)
+
+
+def mixed(length):
+    query, key, value = qkv(length)
+    return query, key, normal(B, length, N, H), -2 * key, value
+
+
+def retrieving(length):
+    query, key, value = qkv(length)
+    return query, key, value, normal(B, length, N, H), -2 * key
+
+
+def tokens(length):
+    return normal(B, length, 12), normal(B, length, K, 5)
+
+
+def few_read_many(length):
+    return normal(B, 3, N, H), normal(B, length, N, H), -normal(B, length, N, H), normal(B, length, N, 5)
+
+
+def blocks_read_many(length):
+    return normal(B, 4, 3, N, H), *(sign * normal(B, 34, N, H) for sign in (1, -1, 2))
+
+
+def many_read_few(length):
+    return normal(B, length, N, H), normal(B, 3, N, H), normal(B, 3, N, 5)
+
+
+def levels(heads):
+    return [normal(2**level, 12 // 2**level, heads, 3 - level) for level in range(3)]
+
+
+# Strong and weak decays side by side, and tokens that empty the state.
+DECAYS = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])
+
+
+def head_decay(length):
+    return DECAYS[jnp.asarray([0, 3])]
+
+
+def token_decay(length):
+    return jnp.broadcast_to(DECAYS[jnp.arange(length) % 7][None, :, None], (B, length, K))
+
+
+def feature_decay(length):
+    """The tokens that empty one feature are others than those that empty the next."""
+    return jnp.stack([jnp.roll(token_decay(length), shift, 1) for shift in range(H)], -1)
+
+
+def both(**options):
+    """Causal and not."""
+    return [options | {"is_causal": causal} for causal in (True, False)]
+
+
+DECAYED = {"is_causal": True, "normalize": False, "feature_map": "identity"}
+BIAS = RotaryBias(normal(N, H), normal(N, H) / 2)
+SAMPLES = jnp.asarray(np.random.default_rng(0).random(20), jnp.float32)
+NORMS = Norms(normal(K, H), normal(K, H) + 1)
+SCORES = ("softmax", "relu2", "laplace")
+# By family: the function, its arrays at a length, and the options of several cases. A function among the options is
+# called with the length.
+CASES = {
+    "dense": [
+        ("full_attention", qkv, both(scale=0.3)),
+        ("diag_attention", qkv, [*both(block_size=7), {"block_size": 999, "is_causal": True}]),
+        ("diag_attention", qkv, both(block_size=7, score="relu", scale=0.3)),
+        ("hopfield_attention", qkv, both(steps=3, scale=1.0)),
+        ("kernelized_attention", qkv, [{"scale": 0.3}]),
+    ],
+    "low_rank": [
+        (
+            "linformer_attention", qkv,
+            [{"key_projection": normal(6, 140), "value_projection": normal(6, 150), "scale": 0.3}],
+        ),
+        ("nystrom_attention", qkv, [{"num_landmarks": 7}]),
+        ("nystrom_attention", qkv, [{"iterations": 3, "scale": 0.2, "value_kernel": normal(N, 5)}]),
+        ("skyformer_attention", qkv, [{"samples": SAMPLES}]),
+        ("skyformer_attention", qkv, [{"samples": SAMPLES[:5], "ridge": 0.5, "scale": 0.2}]),
+        ("long_short_attention", with_projection, [{"window": 6, "positions": lambda n: jnp.arange(n)[None] + 5}]),
+        ("long_short_attention", with_projection, [{"window": 6, "chunk_size": 5, "is_causal": True, "norms": NORMS}]),
+        ("long_short_attention", with_projection, [{"window": 7, "chunk_size": 150, "is_causal": True}]),
+    ],
+    "structured": [
+        ("mlr_attention", qkv, both(ranks=(4, 2, 2), block_sizes=(None, 24, 8))),
+        ("mlr_attention", qkv, both(ranks=(5, 3), block_sizes=(40, 10), divide_by_levels=True)),
+        ("bilinear_mlr_attention", tokens, both(query_weights=levels(N), key_weights=levels(K))),
+        ("bilinear_btt_attention", tokens, both(right=normal(3, 4, N, 4, 2), left=normal(N, 4, 3, 3, 2))),
+        ("global_window_attention", qkv, both(ranks=(3, 5), window=6)),
+    ],
+    "recurrent": [
+        ("linear_attention", qkv, both()),
+        ("linear_attention", qkv, both(normalize=False, feature_map="elu")),
+        ("linear_attention", qkv, both(positions=lambda n: jnp.asarray([[5], [1000]]) + jnp.arange(n)[None])),
+        *(
+            ("linear_attention", qkv, [DECAYED | {"log_decay": decay}])
+            for decay in (head_decay, token_decay, feature_decay)
+        ),
+        ("norm_attention", qkv, both(norm="layer", feature_map="elu")),
+        ("norm_attention", qkv, both(norm_scale=normal(N, H), positions=lambda n: jnp.arange(n)[None])),
+        ("performer_attention", qkv, both(projection=brl_jax.performer_projection(jax.random.key(0), 12, H))),
+        ("cosformer_attention", qkv, both(max_length=211)),
+        ("flow_attention", qkv, both(positions=lambda n: jnp.arange(n)[None])),
+        ("luna_attention", qkv, [{"packed": normal(3, K, H)}]),
+        ("delta_rule", with_beta, [{}]),
+        ("gated_delta_rule", with_beta, [{"log_decay": token_decay}]),
+        ("kimi_delta_rule", with_beta, [{"log_decay": feature_decay}]),
+        ("gau_attention", qkv, both(bias=BIAS)),
+        ("mixed_chunk_attention", mixed, both(bias=BIAS, chunk_size=24)),
+        ("bsbr_attention", retrieving, both(chunk_size=24)),
+        (
+            "bsbr_attention", retrieving,
+            both(chunk_size=24, compression=(normal(H, H, 5) / 4, 2 * normal(5, H, H)), strength=normal(N))[:1],
+        ),
+    ],
+    "compressed": [
+        ("compress", few_read_many, [{"gamma": normal(N), "score": score} for score in SCORES]),
+        ("compress_blocks", blocks_read_many, [{"gamma": normal(N), "block_size": 7, "history_size": 13}]),
+        ("propagate", many_read_few, [{"strength": normal(N), "score": score} for score in SCORES]),
+    ],
+}  # fmt: skip
+# What only ours take. Skyformer's plain form has the exact inverse, which twelve steps reach.
+OURS = {"skyformer_attention": {"iterations": 12}}
+OURS |= {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
+OURS |= {name: {"chunk_size": 24} for name in ("linear_attention", "delta_rule", "kimi_delta_rule")}
+EACH = [
+    pytest.param(family, name, arrays, options, number == 0, id=f"{name}-{number}")
+    for family, cases in CASES.items()
+    for name, arrays, several in cases
+    for number, options in enumerate(several)
+]
+
+
+def run(family, name, arrays, options, length, gradients):
+    """Ours and the plain form's, each an output with the gradients of all arrays."""
+    options = {
+        key: value(length) if callable(value) and key != "bias" else value for key, value in options.items()
+    }
+    plain = importlib.import_module(f"brl_jax.attention.{family}.reference")
+    given = arrays(length)
+
+    def results(function, **more):
+        def loss(*given):
+            out = function(*given, **options, **more)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
+
+        if not gradients:
+            return loss(*given)[1], ()
+        pulled, out = jax.grad(loss, argnums=range(len(given)), has_aux=True)(*given)
+        return out, pulled
+
+    ours, theirs = getattr(brl_jax, name), getattr(plain, name)
+    return jax.jit(lambda: (results(ours, **OURS.get(name, {})), results(theirs)))()
+
+
+@pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
+def test_equals_its_plain_form(family, name, arrays, options, first):
+    """The gradients of a function's first case, and of all cases in the slow test below."""
+    (out, got), (expected, wanted) = run(family, name, arrays, options, 67, first)
+    close(out, expected, 1e-4 if family == "low_rank" else 2e-5)
+    for a, b in zip(got, wanted, strict=True):
+        close(a, b, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 130])
+@pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
+def test_gradients_at_other_lengths(family, name, arrays, options, first, length):
+    (out, got), (expected, wanted) = run(family, name, arrays, options, length, True)
+    close(out, expected, 1e-4)
+    for a, b in zip(got, wanted, strict=True):
+        close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_equal_their_plain_form(name):
+    pattern, _ = PATTERNS[name]
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 130)), axis=1), jnp.int32)
+    options = {
+        "pattern": pattern,
+        "is_causal": pattern.causal_ok,
+        "scale": 0.3,
+        "segment_ids": (segments, segments),
+    }
+    options["key_value_seq_lengths"] = jnp.asarray([130, 77])
+    plain = importlib.import_module("brl_jax.attention.local.reference").local_attention(*qkv(130), **options)
+    close(xla_attention(*qkv(130), **options), plain)
+
+
+def test_tokens_that_empty_a_state_have_finite_gradients():
+    """-inf alongside decays of hardly anything; -inf has no gradient, as nothing of the state is left."""
+
+    def loss(log_decay, *arrays):
+        return jnp.sum(
+            jnp.sin(brl_jax.linear_attention(*arrays, log_decay=log_decay, chunk_size=24, **DECAYED))
+        )
+
+    decay = feature_decay(67)
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(decay, *qkv(67))
+    assert all(bool(jnp.isfinite(gradient).all()) for gradient in gradients)
+    assert not np.asarray(gradients[0])[np.isinf(decay)].any()
+    assert np.asarray(gradients[0])[np.asarray(decay) > -1].any()

@@ -1,0 +1,134 @@
+"""eval.gpu_check: options, tables, float64 measures, its end, and with Triton the checks in the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.chips import gpu_check, gpu_operations, gpu_worker
+from pallas_kernels.triton.compress import api as compress
+from pallas_kernels.triton.core.sizes import adjusted_tiles
+from pallas_kernels.triton.local import api as local
+from train.engine.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--only nothing", "--only must be out of .*, got nothing"),
+        ("--minutes -1", "--minutes must be above 0, got -1"),
+        ("--minutes soon", "invalid float value: 'soon'"),
+        ("--workers -2", "--workers must be at least 1"),
+        ("--json /nowhere/x.json", "--json: expected a file in a folder that can be written to"),
+        ("--tune --interpret", "--tune needs a GPU"),
+        ("--unknown", "unrecognized arguments: --unknown"),
+    ],
+)
+def test_options_that_do_not_fit(line, message):
+    with pytest.raises(UserError, match=message):
+        gpu_check.parse(line.split())
+
+
+def test_the_tasks_name_operations_and_kernels_that_exist():
+    todo = gpu_check.tasks(gpu_check.parse(["--tune"]))
+    assert [task["order"] for task in todo] == list(range(len(todo)))
+    operations = {task["operation"] for task in todo if task["kind"] in ("check", "speed", "tune")}
+    assert operations == set(gpu_operations.OPERATIONS)
+    assert operations < set(gpu_check.NAMES)
+    for dtype in ("bfloat16", "float16", "float32"):
+        checked = {task["operation"] for task in todo if task["kind"] == "check" and task["dtype"] == dtype}
+        assert checked == set(gpu_operations.OPERATIONS)
+    for task in todo:
+        gpu_operations.Size(**task["size"])
+    only = gpu_check.tasks(gpu_check.parse(["--only", "fla", "local"]))
+    assert {task["operation"].split()[0] for task in only} == {"fla", "local"}
+    names = {family: names for family, (_, names) in gpu_check.TUNED.items()}
+    assert names["local"] == local.LocalTiles._fields
+    assert len(names["compress"]) == len(compress.choose_tiles(np.zeros((1, 8, 1, 64), np.float32)))
+
+
+def test_a_recurrence_by_hand():
+    """Two tokens of one head with one feature: S = 2 * 3 = 6; then S / 2 + 1 * 4 = 7, read by queries 1 and 5."""
+    column = lambda *values: np.asarray(values, np.float64).reshape(1, -1, 1, 1)  # noqa: E731
+    size = gpu_operations.Size(n=2, heads=1, head_dim=1)
+    arrays = column(1, 5), column(2, 1), column(3, 4)
+    log_decay = np.log([[[0.9], [0.5]]])
+    out = gpu_operations.OPERATIONS["scalar_decay"].oracle(size, *arrays, log_decay)
+    np.testing.assert_allclose(out[0, :, 0, 0], [6.0, 35.0])
+    # Keys of length 1 and beta 1: each token replaces what the state holds.
+    out = gpu_operations.OPERATIONS["delta"].oracle(size, *arrays, np.ones((1, 2, 1)))
+    np.testing.assert_allclose(out[0, :, 0, 0], [3.0, 20.0])
+
+
+def test_errors_by_hand():
+    """A gradient of x^2 y, and one that is off by a tenth."""
+    x, y = np.asarray([1.0, -2.0, 0.5]), np.asarray([3.0, 1.0, -1.0])
+    oracle, cotangent = (lambda x, y: x**2 * y), np.asarray([1.0, 2.0, -1.0])
+    exact = 2 * x * y * cotangent
+    assert gpu_worker.gradient_error(oracle, (x, y), 0, cotangent, exact) < 1e-8
+    assert 0.02 < gpu_worker.gradient_error(oracle, (x, y), 0, cotangent, 1.1 * exact) < 0.3
+    assert gpu_worker.relative_error(1.1 * exact, exact) == pytest.approx(0.1)
+    assert gpu_worker.relative_error(exact * np.nan, exact) == np.inf
+
+
+def test_tilings_around_one():
+    tile = local.LocalTile(128, 64, 8, 2)
+    found = gpu_worker.neighbours(tile)
+    assert found[0] == tile
+    assert 10 <= len(found) <= 14
+    assert len(set(found)) == len(found)
+    assert {local.LocalTile(64, 64, 4, 2), local.LocalTile(128, 64, 8, 3)} < set(found)
+    with adjusted_tiles(lambda operation, tiles: tiles._replace(forward=found[3])):
+        assert local.choose_tiles(128, np.float16, False).forward == found[3]
+    assert local.choose_tiles(128, np.float16, False).forward != found[3]
+
+
+def run(*arguments, **environment):
+    line = [sys.executable, "-m", "eval.gpu_check", *arguments]
+    return subprocess.run(line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    for name in ("triton", "jax_triton"):  # any module will do for what comes before
+        (tmp_path / f"{name}.py").touch()
+    done = run("--workers", "1", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", JAX_PLATFORMS="cpu")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("eval.gpu_check: JAX finds no NVIDIA GPU here")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_end_is_hard(tmp_path):
+    """Nothing runs after it, and the file has what was found until then."""
+    pytest.importorskip("triton")
+    path, start = tmp_path / "found.json", time.monotonic()
+    done = run("--interpret", "--minutes", "0.05", "--workers", "1", "--json", str(path))
+    assert time.monotonic() - start < 60
+    assert done.returncode == 1
+    assert "not finished after 0.05 minutes" in done.stderr
+    found = json.loads(path.read_text())
+    assert not found["finished"]
+    assert found["not_reached"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("triton")
+def test_the_checks_in_tritons_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "found.json"
+    done = run("--interpret", "--only", "local", "propagate", "bsbr", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["finished"]
+    checked = [(row["operation"], row["dtype"]) for row in found["rows"]]
+    assert sorted(checked) == sorted(
+        [(n, d) for n in ("local", "propagate") for d in ("float16", "float32")] + [("bsbr", "float32")]
+    )
+    for row in found["rows"]:
+        assert 0 < row["worst"] <= gpu_worker.TOLERANCE[row["dtype"]]

@@ -1,0 +1,85 @@
+"""The numbers that studies report, with values computed by hand."""
+
+import numpy as np
+import pytest
+
+from eval.harness.output import Measured
+from eval.studies import compute, gradient_std, graph_maps, jacobian, locality, tlinformer_operations
+from eval.studies.coordinates import WidthOptions, text_batch
+
+
+def test_places_end_with_the_last_token():
+    found = jacobian.spaced_places(np.array([16, 3]), 4)
+    assert found.tolist() == [[3, 7, 11, 15], [0, 0, 1, 2]]
+
+
+def test_the_area_under_a_score():
+    # From (0, 0) over (0.5, 0.8) and (0.75, 1), constant to 1: 0.2 + 0.225 + 0.25.
+    assert locality.area([0.75, 0.5], [1.0, 0.8]) == pytest.approx(0.675)
+
+
+def test_attention_that_is_spread_evenly_over_the_past():
+    # Two tokens: the first sees itself, the second both; a window of one token holds 1 and 1/2.
+    assert locality.uniform_score(2, [0.5, 1.0]).tolist() == [0.75, 1.0]
+
+
+def test_the_share_across_classes():
+    weights = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert graph_maps.across_classes(weights, np.array([0, 1])) == 0.5
+    assert graph_maps.across_classes(weights, np.array([1, 1])) == 0.0
+    assert graph_maps.across_classes(np.zeros((2, 2)), np.array([0, 1])) == 0.0
+
+
+def test_the_deviation_after_a_step(monkeypatch):
+    curves = {"step": [1, 2, 3], "grad_norm": [100.0, 1.0, 3.0]}
+    curves |= {name: [0.0, 0.5, 0.25] for name in ("grad_rsd", "grad_rsd_tensors")}
+    monkeypatch.setattr(gradient_std, "read_curves", lambda workdir: curves)
+    monkeypatch.setattr(gradient_std, "read_config", lambda tasks, path: (None, _Config))
+    monkeypatch.setattr(gradient_std, "mechanism_names", lambda model: "brl")
+    result = gradient_std.last_values("run", after=1)
+    assert result["grad_rsd_after"] == 0.5  # norms 1 and 3: deviation 1, mean 2
+    assert (result["step"], result["grad_rsd"]) == (3, 0.25)
+    assert "grad_rsd_after" not in gradient_std.last_values("run")
+
+
+class _Config:
+    model = None
+
+
+def test_curves_have_the_evaluations_of_all_seeds():
+    def run(*points):
+        keys = ("step", "loss", "whole")
+        return {"curve": [dict(zip(keys, point)) for point in points]}
+
+    first = run((1, 4.0, False), (2, 3.0, False), (3, 2.5, True))
+    second = run((2, 2.0, False), (3, 1.5, True))
+    points, means = compute._curve([first, second])
+    assert ([point["step"] for point in points], means) == ([2], [2.5])
+    whole = [Measured({"whole": whole, "workdir": "run"}) for whole in (True, False)]
+    assert compute.select(whole) == whole[:1]
+    assert compute.select(whole[1:]) == whole[1:]
+
+
+def test_equations_4_and_5_of_tlinformer():
+    options = tlinformer_operations.OperationsOptions(
+        lengths=(4, 6), window=2, context=3, hidden=1, num_layers=6, d_model=10, num_heads=1
+    )
+    # Two blocks. miss: 8 (6 + 2) + (9 + 4 + 6) + 4 - 6 = 81; hit: 8 - 2 + 2 * 3 + 3 * 4 = 24.
+    assert tlinformer_operations.paper_cost("miss", 8, options) == 2 * 10 * 81
+    assert tlinformer_operations.paper_cost("hit", 8, options) == 2 * 10 * 24
+    # Scores and values of 2 (3 + 2) + 3 pairs, and of one for each block in a hit.
+    assert tlinformer_operations.pair_slope("miss", options) == 2 * 10 * 13
+    assert tlinformer_operations.pair_slope("first", options) == 2 * 10 * 11
+    assert tlinformer_operations.pair_slope("hit", options) == 2 * 10 * 2
+    line = tlinformer_operations.straight_line([1, 2, 3], [2.0, 4.0, 6.0])
+    assert line == pytest.approx({"slope": 2.0, "at_0": 0.0, "r_squared": 1.0}, abs=1e-9)
+    bent = tlinformer_operations.straight_line([1, 2, 3], [0.0, 3.0, 0.0])
+    assert bent["r_squared"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_batches_of_text_go_on_where_the_last_one_ended():
+    options = WidthOptions(batch=2, length=5)
+    first, second = (text_batch(options, step) for step in (0, 1))
+    text = np.concatenate([first["tokens"].ravel(), second["tokens"].ravel()])
+    assert first["targets"].ravel().tolist() == text[1:11].tolist()
+    assert bytes(text.astype(np.uint8)).startswith(b"# Author: ")

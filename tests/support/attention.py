@@ -1,0 +1,57 @@
+"""Inputs of attention functions, and comparisons with the float64 references."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.oracles import attention as oracles
+
+
+def random_qkv(
+    num_queries, num_keys=None, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32, seed=0
+):
+    """query, key, value and a cotangent of the output."""
+    num_keys = num_queries if num_keys is None else num_keys
+    rng = np.random.default_rng(seed)
+    shapes = [(num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)]
+    return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
+
+
+def outputs_and_gradients(function, query, key, value, d_out, **options):
+    """The output and the gradients of query, key and value, in one compiled function; arrays among the options are
+    traced."""
+
+    @jax.jit
+    def both(query, key, value, d_out, traced):
+        out, pull = jax.vjp(functools.partial(function, **options, **traced), query, key, value)
+        return out, *pull(d_out)
+
+    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], (jax.Array, np.ndarray))}
+    return both(query, key, value, d_out, traced)
+
+
+def expect(arrays, visible, **kwargs):
+    query, key, value, d_out = arrays
+    out, _ = oracles.softmax_attention(query, key, value, visible, **kwargs)
+    gradients = oracles.softmax_attention_gradients(query, key, value, visible, d_out, **kwargs)
+    return out, *gradients
+
+
+def assert_close(got, expected, tolerance=1e-4):
+    for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
+        error = oracles.relative_error(x.astype(jnp.float32), y)
+        assert error < tolerance, f"{what}: relative error {error}"
+
+
+def close(actual, expected, tolerance=2e-5):
+    """The norm of the difference is at most the tolerance times the norm of what is expected."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def largest_array(hlo):
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|u32|u8|s8)\[([\d,]+)\]", hlo)
+    return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)

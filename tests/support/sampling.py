@@ -1,0 +1,46 @@
+"""Some of the cases of each slow test, others at every commit, for a check that is quick and sees all in time.
+
+    python -m pytest -m slow --cases 2
+
+runs every slow test function, with at most two of its slow parameters. The commit chooses them, so that a run can be
+repeated; `--cases-of NAME` chooses as another commit would. Tests that share a group (the laws of one mechanism share
+its compiled networks) choose the same ones where they can.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def group_of(item: Any) -> str | None:
+    """The name of a test's group for xdist."""
+    marker = item.get_closest_marker("xdist_group")
+    if marker is None:
+        return None
+    return marker.args[0] if marker.args else marker.kwargs.get("name")
+
+
+def commit() -> str:
+    """The commit that is checked out, or nothing outside a repository."""
+    line = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def left_out(items: Sequence[Any], cases: int, seed: str) -> list[Any]:
+    """The slow items beyond the first `cases` of their function, in the order that `seed` puts them."""
+
+    def order(item: Any) -> list[str]:
+        names = group_of(item), item.nodeid
+        return [hashlib.sha256(f"{seed} {name}".encode()).hexdigest() for name in names]
+
+    functions = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    return [item for group in functions.values() for item in sorted(group, key=order)[cases:]]

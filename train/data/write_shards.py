@@ -1,0 +1,201 @@
+"""Tokenises a text in several processes, and writes its tokens as ArrayRecord shards (`train.data.shards`)."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from etils import epath
+
+from brl_jax.fields import Range
+from brl_jax.json_files import read_json
+from train.data.dataset import DataConfig, tokenizer_of
+from train.data.shards import MANIFEST, SHARD
+from train.data.sources import open_source
+from train.data.splits import SPLITS
+from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.tokenizers.named import check_tokenizer, load_tokenizer
+from train.engine.errors import UserError
+from train.engine.metrics import clock, log
+from train.engine.storage import beside, check_local, write_whole
+
+_STARTED = "started.json"
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeOptions(DataConfig):
+    """What to tokenise, and where to."""
+
+    out: str = ""
+    """Folder of the shards, local or mounted."""
+    workers: Annotated[int, Range(1, 4096)] = max(1, os.cpu_count() or 1)
+    """Processes that tokenise."""
+    shard_megabytes: Annotated[int, Range(1, 2**16)] = 64
+    """Text of a shard."""
+    record: Annotated[int, Range(1, 2**24)] = 8192
+    """Tokens of a record, the least that is read at a time."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_local("out", self.out)
+        if self.cache_dir is not None:
+            raise ValueError(
+                f"cache_dir must be None for shards, which have no cache, got {self.cache_dir!r}"
+            )
+
+
+def write_shards(options: TokenizeOptions) -> None:
+    """Writes the shards of all splits of a text that do not exist yet, and last tokens.json.
+
+    Raises:
+      UserError: the text or the tokenizer is not available, or the folder is of another text or tokenizer.
+    """
+    if not options.out:
+        raise UserError("--out: expected the folder of the shards")
+    check_tokenizer(options.tokenizer)
+    folder = Path(options.out).expanduser()
+    source = open_source(options.data, options.holdout, options.documents)
+    asked = {
+        "data": options.data,
+        "tokenizer": options.tokenizer,
+        "holdout": options.holdout,
+        "documents": options.documents,
+        "record": options.record,
+        "shard_megabytes": options.shard_megabytes,
+        "fingerprint": source.fingerprint,
+    }
+    _check_same(folder, asked)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "tokenizer_config.json").exists():
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = tokenizer_of(options.tokenizer, source, folder / "learnt")
+        tokenizer.save(folder)
+    write_whole(epath.Path(folder / _STARTED), json.dumps(asked, indent=1) + "\n")
+    splits: dict[str, list[str]] = {}
+    began = time.monotonic()
+    # "spawn": a process that is copied while libraries run threads may hang.
+    with concurrent.futures.ProcessPoolExecutor(
+        options.workers, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for split in (split for split in SPLITS if split in source.splits):
+            parts = _parts(source.splits[split].blocks(), options.shard_megabytes << 20)
+            write = functools.partial(_write_shard, folder, record=options.record)
+            progress = _Progress(split, source.splits[split].size)
+            splits[split] = []
+            running: collections.deque[Any] = collections.deque()
+            for number, part in enumerate(parts):
+                name = f"{split}-{number:05}"
+                splits[split].append(name)
+                if not (folder / f"{name}.json").exists():
+                    running.append(pool.submit(write, name, part))
+                    if len(running) > options.workers:  # so that the text does not pile up in memory
+                        running.popleft().result()
+                progress.add(sum(map(len, part)))
+            while running:
+                running.popleft().result()
+    counts = {
+        split: [read_json(folder / f"{n}.json", SHARD) for n in names] for split, names in splits.items()
+    }
+    if not any(shard["tokens"] for shard in counts.get("train", [])):
+        raise UserError(f"--data: {options.data} has no train text to tokenise")
+    write_whole(epath.Path(folder / MANIFEST), json.dumps(asked | {"splits": splits}, indent=1) + "\n")
+    for split, shards in counts.items():
+        log(f"{split}: {sum(shard['tokens'] for shard in shards):,} tokens in {len(shards)} shards")
+    log(f"done: {folder}, {clock(time.monotonic() - began)}; next: python -m train.lm --data tokens:{folder}")
+
+
+def _check_same(folder: Path, asked: dict[str, Any]) -> None:
+    """Raises UserError where the folder holds shards of something else."""
+    try:
+        before = read_json(folder / _STARTED, dict)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise UserError(f"--out: {error}; expected a new folder, or one that this command wrote") from error
+    differing = [name for name in asked if asked[name] != before.get(name)]
+    if differing:
+        name = differing[0]
+        what = "text" if name == "fingerprint" else f"{name} {before.get(name)!r}, now {asked[name]!r}"
+        raise UserError(f"--out: {folder} has shards of another {what}; expected the same, or another folder")
+
+
+def _parts(blocks: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
+    """The text in parts of up to this size, as `text_pieces`."""
+    part: list[bytes] = []
+    left = size
+    for piece in text_pieces(blocks):
+        if part and len(piece) > left:
+            yield part
+            part, left = [], size
+        part.append(piece)
+        left -= len(piece)
+    if part:
+        yield part
+
+
+def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int) -> None:
+    """Tokenises a part of the text, in a worker process."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    tokenizer = _tokenizer(folder)
+    encoded = list(tokenizer.encode_corpus(text))
+    tokens = np.concatenate([each.ids for each in encoded]) if encoded else np.zeros(0, tokenizer.dtype)
+    starts = np.cumsum([0, *(len(each.ids) for each in encoded)])
+    extra = [each.extra + np.array([[start, 0]]) for each, start in zip(encoded, starts.tolist())]
+    path = folder / f"{name}.array_record"
+    aside = Path(beside(epath.Path(path)))
+    try:
+        # A record a group: a read of one record decodes no others.
+        writer = ArrayRecordWriter(str(aside), "group_size:1")
+        for start in range(0, len(tokens), record):
+            writer.write(tokens[start : start + record].tobytes())
+        writer.close()
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    summary = {
+        "tokens": len(tokens),
+        "bytes": sum(map(len, text)),
+        "digest": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "extra": np.concatenate(extra).tolist() if extra else [],
+        "starts": [start for each, start in zip(encoded, starts.tolist()) if each.starts],
+    }
+    write_whole(epath.Path(folder / f"{name}.json"), json.dumps(summary) + "\n")
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+class _Progress:
+    """A line on stderr now and then. size: the bytes of the text, where they are known."""
+
+    def __init__(self, title: str, size: int | None):
+        self._title, self._size = title, size
+        self._began = self._last = time.monotonic()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        rate = self._done / (now - self._began)
+        of = f" of {self._size / 1e6:,.0f}" if self._size else ""
+        left = f"  {clock((self._size - self._done) / rate)} left" if self._size else ""
+        log(f"{self._title}: {self._done / 1e6:,.0f}{of} MB  {rate / 1e6:.1f} MB/s{left}")
