@@ -36,7 +36,7 @@ def test_a_second_command_is_refused_until_the_first_one_is_gone(tmp_path, monke
     status, err = run("train.lm", words, monkeypatch, capsys)
     assert status == 2
     assert err == (
-        f"train.lm: --workdir: another command is training in {folder}; expected a folder of its own\n"
+        f"train.lm: --workdir: another command is training in {folder}; expected another folder\n"
     )
     assert not list(folder.iterdir())
     holder.kill()
