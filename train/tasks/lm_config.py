@@ -35,7 +35,7 @@ _WIKITEXT103_TOKENS = 118_000_000
 
 @dataclasses.dataclass(frozen=True)
 class LmLoopConfig(LoopConfig):
-    """The loop over a text; each row continues where it stopped at the step before."""
+    """The loop over a text; each row continues where it stopped in the previous step."""
 
     length: Length = 512
     """Tokens of a row in one step."""
@@ -159,7 +159,7 @@ def _transnormer(variant: Variant, **options: Any) -> LmConfig:
 
 
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
-    """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs whatever the
+    """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs at every
     length; the learning rate and the warm-up are our choice."""
     rows = 256
     return LmConfig(
