@@ -303,10 +303,8 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-full": _wikitext103(FullConfig()),
     "wikitext103-local": _wikitext103(LocalConfig(window=128)),
     "wikitext103-local-64": _wikitext103(LocalConfig(window=64)),
-    "wikitext103-local-128": _wikitext103(LocalConfig(window=128)),
     "wikitext103-brl": _wikitext103(_brl(128, 512)),
     "wikitext103-brl-64": _wikitext103(_brl(64, 512)),
-    "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
     "wikitext103-transnormer-t1": _transnormer("t1"),
     "wikitext103-transnormer-t2": _transnormer("t2"),
     # The ends of its table 8, which T2 lies between: one kind of attention in all layers of the same network.
