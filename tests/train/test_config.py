@@ -323,10 +323,8 @@ TABLE = {
     "wikitext103-full": (6, 8, 512, 2048, None, None, 512, None, 16, 4),
     "wikitext103-local": (6, 8, 512, 2048, 128, None, 512, None, 16, 4),
     "wikitext103-local-64": (6, 8, 512, 2048, 64, None, 512, None, 16, 4),
-    "wikitext103-local-128": (6, 8, 512, 2048, 128, None, 512, None, 16, 4),
     "wikitext103-brl": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
     "wikitext103-brl-64": (6, 8, 512, 2048, 64, 64, 512, 512, 16, 4),
-    "wikitext103-brl-128": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
     **dict.fromkeys(
         [f"wikitext103-transnormer-{name}" for name in ("t1", "t2", "diag", "norm")],
         (6, 8, 512, 1365, None, None, 512, None, 16, 8),

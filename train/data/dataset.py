@@ -178,7 +178,7 @@ def load(
 
 
 def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The training text where it is read while training."""
+    """The training text, if it is read while training."""
     kind, _, rest = config.data.partition(":")
     if kind != "hf-stream" or "train" not in splits:
         return {}

@@ -118,7 +118,7 @@ def write_shards(options: TokenizeOptions) -> None:
 
 
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
-    """Raises UserError where the folder holds shards of something else."""
+    """Raises UserError if the folder holds shards of something else."""
     try:
         before = read_json(folder / _STARTED, dict)
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 class _Progress:
-    """A line on stderr now and then. size: the bytes of the text, where they are known."""
+    """A line on stderr now and then. size: the bytes of the text, if known."""
 
     def __init__(self, title: str, size: int | None):
         self._title, self._size = title, size

@@ -137,7 +137,7 @@ class MetricsLog:
         self._events = TensorboardLog(folder, last_step) if tensorboard else None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError where it cannot be written."""
+        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError if it cannot be written."""
         if self._file is None:
             return
         _write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())

@@ -33,7 +33,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(kind: str) -> float | None:
-    """The operations per second of a device of this kind (`jax.Device.device_kind`); None where it is not known."""
+    """The operations per second of a device of this kind (`jax.Device.device_kind`); None if it is not known."""
     names = [name for name in PEAK_FLOPS if kind.lower().startswith(name.lower())]
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
