@@ -189,7 +189,7 @@ def test_tokens_of_one_kind_have_no_order():
     ("options", "message"),
     [
         ({"network": "gnc"}, "network must be one of .*, got 'gnc'"),
-        ({"input_dropout": 1.0}, "input_dropout must be below 1, got 1.0"),
+        ({"input_dropout": 1.0}, "input_dropout must be at least 0 and below 1, got 1.0"),
         ({"num_features": 0}, "num_features must be at least 1, got 0"),
         ({"num_relations": 0}, "num_relations must be at least 1, got 0"),
         ({"kinds": (0, -1)}, "kinds must"),

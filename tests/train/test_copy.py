@@ -268,7 +268,7 @@ def test_paper_presets_are_figure_5():
     ("options", "message"),
     [
         ("--order shuffle", "--order"),
-        ("--length 0", "--length must be one or more numbers of at least 1"),
+        ("--length 0", "--length must be at least 1, got 0"),
         ("--vocabulary 1", "--vocabulary must be at least 2, got 1"),
         ("--min_length 0", "--min_length must be at least 1, got 0"),
         ("--encoder_mechanism deltanet", "encoder_mechanism: .*no bidirectional form"),

@@ -63,7 +63,7 @@ class MlmDataConfig(DataConfig):
         if self.data.startswith("hf-stream:"):
             raise UserError(
                 f"--data: expected a text whose tokens are made first, such as tokens:DIR (python -m "
-                f"train.data.tokenize), got {self.data}"
+                f"train.tokenize), got {self.data}"
             )
 
 

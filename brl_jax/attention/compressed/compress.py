@@ -172,28 +172,25 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
         "tpu": [tpu.compress_backend(**static)],
         "cuda": [gpu.compress_backend(**static)],
     }
-    forms: Any = functools.partial(_short, scale=static["scale"], score=static["score"])
-    plain, kept, length = forms, (), key.shape[1]
-    communicates = static["axis_name"] is not None
-    if length > _WHOLE or communicates:
+    plain = functools.partial(_short, scale=static["scale"], score=static["score"])
+    forms, kept, length = {"default": without_kept(plain)}, (), key.shape[1]
+    if length > _WHOLE or static["axis_name"] is not None:
         piece = xla.piece_size(query.shape[1], length)
-        plain = functools.partial(_long, functools.partial(xla.plain_read, piece=piece, **static))
+        plain = functools.partial(_long, {"piece": piece, **static})
         # A GPU would wait for the launch of each piece's kernels. The (M, S) logits are still linear in S.
-        forms = {
-            platform: _communicating(size, **static) if communicates else _in_pieces(size, **static)
-            for platform, size in (("default", piece), ("cuda", length), ("rocm", length))
-        }
-        kept = () if communicates else xla.kept_shapes(query, value, gamma is not None, static["score"])
+        at_once = _in_pieces(length, **static)
+        forms = {"default": _in_pieces(piece, **static), "cuda": at_once, "rocm": at_once}
+        kept = xla.kept_shapes(query, value, gamma is not None, static["score"])
     return dispatch(
         "compress",
         implementation,
         backends,
-        forms,
+        plain,
         *operands,
+        forms=forms,
         results=jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
         kept=kept,
-        plain=plain,
-        communicates=communicates,
+        axis_name=static["axis_name"],
     )
 
 
@@ -213,9 +210,9 @@ def _short(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale
     return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
 
 
-def _long(read, query, key, contrast_key, value, gamma, bias, mask, lengths):
-    """The keys in pieces, by `read`, a function of `xla`."""
-    outs = read(_for_pieces(query, key, contrast_key, value, bias, mask, lengths))
+def _long(options, query, key, contrast_key, value, gamma, bias, mask, lengths):
+    """The keys in pieces, by operations that JAX differentiates."""
+    outs = xla.plain_read(_for_pieces(query, key, contrast_key, value, bias, mask, lengths), **options)
     return difference(outs, gamma, query.dtype)
 
 
@@ -230,16 +227,12 @@ def difference(outs, gamma, dtype):
     return out.astype(dtype)
 
 
-def _communicating(piece: int, **options: Any) -> Form:
-    return without_kept(functools.partial(_long, functools.partial(xla.read, piece=piece, **options)))
-
-
-def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: None) -> Form:
+def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None) -> Form:
     """The form that keeps the outputs and log-sum-exps of both attentions."""
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
         x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
-        outs, log_sums = xla.forward(x, piece, scale, score)
+        outs, log_sums = xla.forward(x, piece, scale, score, axis_name)
         return difference(outs, gamma, query.dtype), (outs, log_sums)
 
     def gradient(operands, result, kept, d_out):

@@ -169,11 +169,11 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
         "compress_blocks",
         implementation,
         backends,
-        forms,
+        functools.partial(_compress_windows, **static),
         *operands,
+        forms=forms,
         results=jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
         kept=xla.kept_shapes(query, value, gamma is not None, static["score"]),
-        plain=functools.partial(_compress_windows, **static),
     )
 
 

@@ -113,7 +113,7 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
     }
     operands = (query, key, value, strength, bias)
     results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
-    return dispatch("propagate", implementation, backends, xla, *operands, results=results, plain=whole)
+    return dispatch("propagate", implementation, backends, whole, *operands, forms=xla, results=results)
 
 
 def propagate_weights(

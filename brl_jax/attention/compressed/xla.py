@@ -62,22 +62,14 @@ def piece_size(num_queries: int, num_keys: int) -> int:
     return min(num_keys, max(256, min(4096, 2**18 // num_queries // 128 * 128)))
 
 
-def read(
-    operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
-) -> tuple[Float[Array, "B M N V"], ...]:
-    """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums.
-
-    axis_name: the mesh axis over which the keys are sharded, inside `shard_map`; None if these are all keys.
-    """
-    # Under shard_map each device computes a part of the gradient of a replicated query or bias. Made to vary like the
-    # other arrays, their gradients are summed over the devices.
-    return _read(vary_like(operands, operands), piece, scale, score, axis_name)
-
-
 def plain_read(
     operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
 ) -> tuple[Float[Array, "B M N V"], ...]:
-    """`read` of operations that JAX differentiates in every mode and any number of times: it visits all pieces."""
+    """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums, by operations that JAX differentiates any number
+    of times. They visit all pieces.
+
+    axis_name: the mesh axis over which the keys are sharded, inside `shard_map`; None if these are all keys.
+    """
     operands = vary_like(operands, operands)
 
     def steps(step: Any, start: Any) -> Any:
@@ -85,11 +77,6 @@ def plain_read(
         return lax.scan(lambda carry, i: (jax.checkpoint(step)(i, carry), None), start, numbers)[0]
 
     return forward(operands, piece, scale, score, axis_name, steps)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
-    return forward(operands, piece, scale, score, axis_name)[0]
 
 
 def _steps(x: Operands, piece: int) -> Any:
@@ -219,20 +206,6 @@ def read_cache(
     return normalise(sums)[0].astype(query.dtype)
 
 
-def _read_fwd(operands, piece, scale, score, axis_name):
-    outs, log_sums = forward(operands, piece, scale, score, axis_name)
-    return outs, (operands, outs, log_sums)
-
-
-def _read_bwd(
-    piece: int, scale: float, score: Score, axis_name: str | None, kept: Any, grads: tuple[Array, ...]
-):
-    # Given the outputs and log-sum-exps over all keys, the gradients of a part of the keys do not depend on the others.
-    del axis_name
-    x, outs, log_sums = kept
-    return (backward(x, outs, log_sums, grads, piece, scale, score),)
-
-
 def backward(
     x: Operands,
     outs: tuple[Array, ...],
@@ -242,7 +215,8 @@ def backward(
     scale: float,
     score: Score,
 ) -> Operands:
-    """The gradients of the operands, given what `forward` returned and the gradients of its results."""
+    """The gradients of the operands, given what `forward` returned and the gradients of its results. With results over
+    all keys, the gradients of one device's keys do not depend on the others'."""
     accumulate = accumulation_dtype(x.query.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=accumulate)
     query = jnp.swapaxes(x.query, 1, 2)
@@ -294,6 +268,3 @@ def backward(
     d_query, d_keys, d_value, d_bias = _until_last_key(x, piece, step, vary_like(zeros, (x, grads)))
     d_bias = None if x.bias is None else d_bias.astype(x.bias.dtype)
     return Operands(jnp.swapaxes(d_query, 1, 2).astype(x.query.dtype), d_keys, d_value, d_bias, None, None)
-
-
-_read.defvjp(_read_fwd, _read_bwd)

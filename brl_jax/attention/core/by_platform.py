@@ -57,6 +57,8 @@ def by_platform(
     results: Any,
     kept: Any = (),
     plain: Callable[..., Any],
+    axis_name: str | None = None,
+    needs_devices: bool = False,
 ) -> Any:
     """Calls the form of the platform that the call is lowered for.
 
@@ -67,12 +69,19 @@ def by_platform(
       results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shape and dtype count), as the forms
         return them.
       plain: `plain(*operands)` returns the results by JAX's operations, differentiable any number of times.
+      axis_name: inside `jax.shard_map`, an axis over which the forms exchange values, so that the results are the same
+        on all its devices.
+      needs_devices: whether a form uses cuDNN or calls back to Python, whose lowering asks JAX for the devices.
     """
     operands = vary_like(operands, operands)
     leaves, structure = jax.tree.flatten(operands)
-    avals = jax.tree.map(functools.partial(_like, jax.typeof(leaves[0])), (results, kept))
-    function = _Function(choose, plain, structure, *avals, _Context.current())
-    outs = _call.bind(*leaves, function=function, keep=False)
+    first = jax.typeof(leaves[0])
+    if axis_name is not None:
+        (first,) = jax.make_jaxpr(lambda x: lax.psum(x, axis_name))(leaves[0]).out_avals
+    results, kept = jax.tree.map(functools.partial(_like, first), (results, kept))
+    function = _Function(choose, plain, structure, results, kept, _Context.current())
+    asks = _asks_for_devices() if needs_devices else None
+    outs = _call.bind(*leaves, function=function, keep=False, asks=asks)
     return jax.tree.unflatten(function.out_structure, outs)
 
 
@@ -89,12 +98,20 @@ def branches(*operands: Any, default: Callable[..., Any], **others: Callable[...
 
 def platform_jaxpr(equation: Any, platform: str) -> Any:
     """The operations of an equation as a closed jaxpr, if it is a call of `by_platform` or its gradient; else None."""
-    rule = {_call: _run_call, _linear: _run_linear}.get(equation.primitive)
-    if rule is None:
+    rules: dict[Primitive, Callable[..., list]] = {_call: _run_call, _linear: _run_linear}
+    if equation.primitive not in rules:
         return None
-    run = functools.partial(rule, platform, **equation.params)
+    run = functools.partial(rules[equation.primitive], platform, **equation.params)
     with traced_for(platform):
         return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
+
+
+@functools.cache
+def _asks_for_devices() -> Any:
+    """A jaxpr that is never run. JAX passes the devices on to lowering rules only if it finds an operation that needs
+    them, in the program or in a parameter like this; the operations of a form do not exist yet."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.make_jaxpr(functools.partial(jax.pure_callback, lambda x: x, number))(number)
 
 
 def _like(first: Any, x: Any) -> Any:
@@ -234,28 +251,31 @@ def _primitive(name: str, run: Callable[..., list], result_types: Callable[..., 
         return mlir.lower_fun(run_there, multiple_results=True)
 
     for platform in PLATFORMS:
-        only = {} if platform == "default" else {"platform": platform}
-        mlir.register_lowering(primitive, rule_of(platform), **only)
+        mlir.register_lowering(
+            primitive, rule_of(platform), platform=None if platform == "default" else platform
+        )
     return primitive
 
 
 # --- The call: the results, followed by what is kept if `keep` is true ---
 
 
-def _run_call(platform: str, *leaves: Any, function: _Function, keep: bool) -> list:
+def _run_call(platform: str, *leaves: Any, function: _Function, keep: bool, asks: Any) -> list:
     outs = function.run(platform, *leaves)
     return outs if keep else outs[: len(function.results)]
 
 
-def _call_types(function: _Function, keep: bool) -> list:
+def _call_types(function: _Function, keep: bool, asks: Any) -> list:
     return [*function.results, *function.kept] if keep else function.results
 
 
 _call = _primitive("by_platform", _run_call, _call_types)
 
 
-def _differentiate_call(leaves: Any, tangents: Any, *, function: _Function, keep: bool) -> tuple[list, list]:
-    outs = _call.bind(*leaves, function=function, keep=True)
+def _differentiate_call(
+    leaves: Any, tangents: Any, *, function: _Function, keep: bool, asks: Any
+) -> tuple[list, list]:
+    outs = _call.bind(*leaves, function=function, keep=True, asks=asks)
     moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
     count = len(leaves)
 
@@ -280,16 +300,18 @@ def _differentiate_call(leaves: Any, tangents: Any, *, function: _Function, keep
 
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
-    d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear)
+    d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
     # What is kept has no tangents: the gradient alone reads it, and its derivatives are those of the plain function.
     outs = outs if keep else outs[: len(d_results)]
     d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
     return outs, [*d_results, *d_kept]
 
 
-def _batch_call(leaves: Any, axes: Any, *, function: _Function, keep: bool) -> tuple[list, list[int]]:
+def _batch_call(
+    leaves: Any, axes: Any, *, function: _Function, keep: bool, asks: Any
+) -> tuple[list, list[int]]:
     mapped = _Mapped(function, tuple(axes), _axis_size(leaves, axes))
-    outs = _call.bind(*leaves, function=mapped, keep=keep)
+    outs = _call.bind(*leaves, function=mapped, keep=keep, asks=asks)
     return outs, [0] * len(outs)
 
 
@@ -335,18 +357,18 @@ class _Linear:
         return list(arrays[:count]), list(arrays[count:])
 
 
-def _run_linear(platform: str, *arrays: Any, linear: _Linear) -> list:
+def _run_linear(platform: str, *arrays: Any, linear: _Linear, asks: Any) -> list:
     return linear.run(platform, *linear.split(arrays))
 
 
-_linear = _primitive("by_platform_linear", _run_linear, lambda linear: list(linear.outputs))
+_linear = _primitive("by_platform_linear", _run_linear, lambda linear, asks: list(linear.outputs))
 
 
-def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear) -> tuple[list, list]:
+def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear, asks: Any) -> tuple[list, list]:
     residuals, values = linear.split(arrays)
     d_residuals, d_values = linear.split(tangents)
-    outs = _linear.bind(*arrays, linear=linear)
-    d_outs = _linear.bind(*residuals, *map(ad.instantiate_zeros, d_values), linear=linear)
+    outs = _linear.bind(*arrays, linear=linear, asks=asks)
+    d_outs = _linear.bind(*residuals, *map(ad.instantiate_zeros, d_values), linear=linear, asks=asks)
     moving = [i for i, change in enumerate(d_residuals) if _moves(change)]
     if moving:
 
@@ -359,16 +381,16 @@ def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear) -> tup
     return outs, d_outs
 
 
-def _transpose_linear(cotangents: Any, *arrays: Any, linear: _Linear) -> list:
+def _transpose_linear(cotangents: Any, *arrays: Any, linear: _Linear, asks: Any) -> list:
     residuals, values = linear.split(arrays)
     given = map(ad.instantiate_zeros, cotangents)
-    outs = _linear.bind(*residuals, *given, linear=linear.transpose())
+    outs = _linear.bind(*residuals, *given, linear=linear.transpose(), asks=asks)
     # Values that are known here are zeros, for values without a tangent. They get no cotangent.
     wanted = [out if ad.is_undefined_primal(value) else None for out, value in zip(outs, values)]
     return [None] * len(residuals) + wanted
 
 
-def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear) -> tuple[list, list[int]]:
+def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear, asks: Any) -> tuple[list, list[int]]:
     size = _axis_size(arrays, axes)
     residuals, values = linear.split(arrays)
     residual_axes, value_axes = linear.split(axes)
@@ -389,7 +411,7 @@ def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear) -> tuple[list, lis
     forwards = (over(linear.run), over(linear.plain))
     backwards = (over(linear.transposed), over(linear.plain_transposed))
     types = (_stacked(size, linear.inputs), _stacked(size, linear.outputs))
-    outs = _linear.bind(*residuals, *values, linear=_Linear(*forwards, *backwards, *types))
+    outs = _linear.bind(*residuals, *values, linear=_Linear(*forwards, *backwards, *types), asks=asks)
     return outs, [0] * len(outs)
 
 

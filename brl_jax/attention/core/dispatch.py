@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
@@ -49,12 +48,12 @@ def dispatch(
     name: str,
     implementation: Implementation | None,
     backends: Mapping[str, Sequence[Backend]],
-    xla: Callable[..., Any] | Mapping[str, Form],
+    xla: Callable[..., Any],
     *operands: Any,
+    forms: Mapping[str, Form] | None = None,
     results: Any = None,
     kept: Any = (),
-    plain: Callable[..., Any] | None = None,
-    communicates: bool = False,
+    axis_name: str | None = None,
     cost: str = "linear",
 ) -> Any:
     """Runs one call of the function `name` on a backend of the platform it is lowered for, or through XLA.
@@ -66,13 +65,12 @@ def dispatch(
         takes XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another
         platform; the name followed by "_interpret" interprets it on every platform.
       backends: from platform ("cuda", "tpu") to backends in order of preference.
-      xla: `xla(*operands)`, or the forms of several platforms and of "default".
+      xla: `xla(*operands)` by JAX's operations, differentiable any number of times.
       operands: pytrees of arrays.
-      results: what the function returns, as arrays or `jax.ShapeDtypeStruct`; None traces `plain` to find out.
-      kept: likewise what the forms of `xla` and of backends with a gradient keep for it.
-      plain: `plain(*operands)`, for derivatives other than the first in reverse mode. By default `xla`.
-      communicates: whether the functions exchange values over a named axis, whose results are the same on all its
-        devices. They are traced for all platforms, and keep the gradient that they have, of the first order.
+      forms: how XLA computes the same on some platforms and on all others ("default"); None for `xla` on all.
+      results: what the function returns, as arrays or `jax.ShapeDtypeStruct`; None traces `xla` to find out.
+      kept: likewise what `forms` and backends with a gradient keep for it.
+      axis_name: as in `by_platform`.
       cost: that of `xla` in the number of tokens, for the warning.
 
     Raises:
@@ -84,27 +82,30 @@ def dispatch(
     for backend in (backend for row in backends.values() for backend in row):
         names += [backend.implementation, f"{backend.implementation}_interpret"]
     check_implementation(implementation, *names)
-    of_xla = {"default": without_kept(xla)} if callable(xla) else xla
-    if plain is None:
-        assert callable(xla)
-        plain = xla
-
-    def through_xla(platform: str) -> Form:
-        return of_xla.get(platform, of_xla["default"])
+    rows = backends if implementation is None else {}
+    suited = any(not backend.unsuited for row in rows.values() for backend in row)
+    if forms is None:
+        if implementation in (None, "xla") and not suited:
+            return xla(*operands)
+        forms = {"default": without_kept(xla)}
 
     if implementation in (None, "xla"):
-        rows = backends if implementation is None else {}
-        choice = _Choice(name, rows, through_xla, kept, cost)
+        choice: Callable[..., Form] = _Choice(name, rows, forms, kept, cost)
     else:
         choice = _named(name, implementation, backends, operands, kept)
-    if communicates:
-        # Its results vary over fewer mesh axes than its operands.
-        forms = {platform: choice(platform, *operands).run for platform in ("cpu", *backends)}
-        out = lax.platform_dependent(*operands, **forms, default=choice("default", *operands).run)
-        return out[0]
     if results is None:
-        results = jax.eval_shape(plain, *operands)
-    return by_platform(choice, *operands, results=results, kept=kept, plain=plain)
+        results = jax.eval_shape(xla, *operands)
+    half = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(operands))  # cuDNN takes nothing wider
+    cudnn = half and any(b.implementation == "cudnn" and not b.unsuited for row in rows.values() for b in row)
+    return by_platform(
+        choice,
+        *operands,
+        results=results,
+        kept=kept,
+        plain=xla,
+        axis_name=axis_name,
+        needs_devices=cudnn or str(implementation).endswith("_interpret"),
+    )
 
 
 class _Choice:
@@ -114,11 +115,11 @@ class _Choice:
         self,
         name: str,
         backends: Mapping[str, Sequence[Backend]],
-        xla: Callable[[str], Form],
+        forms: Mapping[str, Form],
         kept: Any,
         cost: str,
     ):
-        self._name, self._backends, self._xla, self._kept, self._cost = name, backends, xla, kept, cost
+        self._name, self._backends, self._forms, self._kept, self._cost = name, backends, forms, kept, cost
         self._made: dict[str, Form] = {}
 
     def __call__(self, platform: str, *operands: Any) -> Form:
@@ -140,7 +141,7 @@ class _Choice:
             _warn_once(
                 f"{self._name} runs through XLA on the platform {platform!r}, at {self._cost} cost: {why}"
             )
-        return self._xla(platform)
+        return self._forms.get(platform, self._forms["default"])
 
 
 def _named(

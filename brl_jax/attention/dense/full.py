@@ -238,15 +238,15 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
         "full_attention",
         implementation,
         backends,
-        _many_with_xla(offset, static),
+        functools.partial(attend_at_once, **static),
         *arguments,
-        results=_results(*arguments[:3], static["return_residual"]),
-        plain=functools.partial(attend_at_once, **static),
+        forms=_many_with_xla(offset, static),
+        results=_results(arguments[0], arguments[2], static["return_residual"]),
         cost="quadratic",
     )
 
 
-def _results(query: Array, key: Array, value: Array, return_residual: bool) -> Any:
+def _results(query: Array, value: Array, return_residual: bool) -> Any:
     out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
     return (out, jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)) if return_residual else out
 
@@ -271,8 +271,9 @@ def _through_cudnn(*arguments, scale, is_causal, everywhere):
     return by_platform(
         lambda platform, *_: with_cudnn if everywhere or platform == "cuda" else with_xla,
         *arguments,
-        results=_results(*arguments[:3], False),
+        results=_results(arguments[0], arguments[2], False),
         plain=plain,
+        needs_devices=True,
     )
 
 

@@ -206,19 +206,25 @@ def local_attention(
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
     batch, length, heads, _ = x.query.shape
     residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
-    shapes = {
-        "results": (x.query, residual) if call.return_residual else x.query,
-        "kept": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-        "plain": functools.partial(xla.plain, call),
-    }
+    results = (x.query, residual) if call.return_residual else x.query
+    plain = functools.partial(xla.plain, call)
     if implementation == "cudnn":  # by name it takes more calls than by itself
         cudnn.check(call, x)
         form = without_kept(functools.partial(cudnn.attend, call))
-        return by_platform(lambda *_: form, x, **shapes | {"kept": ()})
+        return by_platform(lambda *_: form, x, results=results, plain=plain, needs_devices=True)
     backends = _backends(call)
     if implementation is not None:
         backends["cuda"] = backends["cuda"][1:]
-    return dispatch("local_attention", implementation, backends, xla.forms(call), x, **shapes)
+    return dispatch(
+        "local_attention",
+        implementation,
+        backends,
+        plain,
+        x,
+        forms=xla.forms(call),
+        results=results,
+        kept=jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+    )
 
 
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:

@@ -263,7 +263,7 @@ class _Phases(_Tokens):
 
     def arrange(self, x: CallArrays) -> CallArrays:
         padded = _with_absent(x, self._query_pad, self._key_pad)
-        return CallArrays(*(None if y is None else self._fold(y) for y in padded))
+        return jax.tree.map(self._fold, padded)
 
     def _fold(self, y: Array) -> Array:
         y = jnp.moveaxis(y.reshape(y.shape[0], -1, self.period, *y.shape[2:]), 2, 1)

@@ -108,10 +108,11 @@ def _gradient(
         delta = jnp.sum(d_out * out.astype(jnp.float32), -1)
         delta = delta if d_lse is None else delta - _by_row(d_lse)[..., 0]
         weights = jnp.exp(_by_head(x.sinks, lse) - lse)
-        gradients = gradients._replace(sinks=-jnp.sum(_by_row(weights)[..., 0] * delta, (0, 1)))
+        d_sinks = -jnp.sum(_by_row(weights)[..., 0] * delta, (0, 1))
         if d_residual is not None:
             unseen = jnp.where(_by_row(sees)[..., 0], 0.0, d_residual)
-            gradients = gradients._replace(sinks=gradients.sinks + unseen.sum((0, 1)))
+            d_sinks = d_sinks + unseen.sum((0, 1))
+        gradients = gradients._replace(sinks=d_sinks)
     return (gradients,)
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from brl_jax.attention.core.by_platform import branches
+from brl_jax.attention.core.by_platform import Form, branches
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
@@ -112,6 +112,36 @@ def scan_chunks(
     return scan_stretches(walk, recurrence.states, whole, state, inputs, segments, axis)
 
 
+def kept_by_scan(
+    step: Step, state: Any, inputs: Any, *, chunk_size: int, recurrence: Recurrence
+) -> dict[str, Any]:
+    """What `dispatch` needs for `scan_chunks(step, state, inputs, segments)` to keep the states before all chunks for
+    its gradient, instead of scanning again: options `forms` and `kept`.
+
+    Empty where there is one chunk, or where a mesh cuts the sequences.
+    """
+    length = jax.tree.leaves(inputs)[0].shape[1]
+    if length <= chunk_size or sequence_axis(length, chunk_size) is not None:
+        return {}
+    walk = _Walk(step, chunk_size, False, recurrence)
+
+    def form(run: Callable[..., Any], gradient: Callable[..., Any]) -> Form:
+        return Form(
+            functools.partial(walk.with_states, functools.partial(run, keep=True)),
+            lambda operands, results, kept, d_results: gradient(operands, kept, d_results),
+        )
+
+    at_once = form(walk.all_at_once, walk.gradient_at_once)
+    one_by_one = form(walk.one_by_one, walk.gradient_one_by_one)
+    chunks = -(-length // chunk_size)
+    return {
+        "forms": {"default": one_by_one, "cuda": at_once, "rocm": at_once},
+        "kept": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], chunks, *x.shape[1:]), x.dtype), state
+        ),
+    }
+
+
 def _walk(
     step: Step, size: int, strict: bool, recurrence: Recurrence | None, whole: dict[str, Any] | None
 ) -> _Walk:
@@ -151,15 +181,66 @@ class _Walk(NamedTuple):
             segment = jnp.zeros(segments.shape[:1], segments.dtype)
         operands = (vary_like(state, leaves), segment, chunks, segments)
         if self.recurrence is None:
-            state, outputs = self.one_by_one(*operands)
+            state, outputs, _ = self.one_by_one(*operands)
         else:
             at_once = self.all_at_once
-            state, outputs = branches(*operands, cuda=at_once, rocm=at_once, default=self.one_by_one)
+            state, outputs, _ = branches(*operands, cuda=at_once, rocm=at_once, default=self.one_by_one)
+        return state, _join(outputs, length)
 
-        def join(x: Array) -> Array:
-            return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    def with_states(
+        self, run: Callable[..., Any], state: Any, inputs: Any, segments: Int[Array, "B T"] | None
+    ) -> tuple[Any, Any]:
+        """(The state after arrays (B, T, ...), their outputs), and the states before all chunks."""
+        operands = self._chunked(state, inputs, segments)
+        last, outputs, states = run(*operands)
+        return (last, _join(outputs, jax.tree.leaves(inputs)[0].shape[1])), states
 
-        return state, jax.tree.map(join, outputs)
+    def _chunked(self, state: Any, inputs: Any, segments: Int[Array, "B T"] | None) -> tuple[Any, ...]:
+        chunks, split = self._split(inputs, segments)
+        segment = None if split is None else jnp.zeros(split.shape[:1], split.dtype)
+        return vary_like(state, jax.tree.leaves(inputs)), segment, chunks, split
+
+    def gradient_one_by_one(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:
+        """The gradients of the state and the inputs, by a loop from the last chunk to the first."""
+        _, inputs, _ = operands
+        _, segment, chunks, segments = self._chunked(*operands)
+        before, _ = _segments_before(segment, segments)
+        d_last, d_outputs = d_results
+        d_outputs, _ = self._split(d_outputs, None)
+
+        def one_chunk(d_state: Any, chunk: Any) -> Any:
+            state, inputs, segments, before, d_outputs = chunk
+            floats, rebuild = _floats(inputs)
+
+            def run(state: Any, floats: Any) -> Any:
+                visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
+                return self.step(state, rebuild(floats), visibility)
+
+            return jax.vjp(run, state, floats)[1]((d_state, d_outputs))
+
+        chunked = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (states, chunks, segments, before, d_outputs))
+        d_last = vary_like(d_last, jax.tree.leaves(chunked))
+        d_state, d_floats = lax.scan(one_chunk, d_last, chunked, reverse=True)
+        d_floats = [jnp.moveaxis(x, 0, 1) for x in d_floats]
+        return d_state, _gradients_of(inputs, d_floats), None
+
+    def gradient_at_once(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:
+        """The gradients of the state and the inputs, those of all chunks at once."""
+        _, inputs, _ = operands
+        state, segment, chunks, segments = self._chunked(*operands)
+        d_last, d_outputs = d_results
+        d_outputs, _ = self._split(d_outputs, None)
+        floats, rebuild = _floats(chunks)
+
+        def outputs(states: Any, floats: Any) -> Any:
+            return self._read(states, rebuild(floats), segment, segments)
+
+        def every_state(state: Any, floats: Any) -> Any:
+            return self._states(state, segment, rebuild(floats), segments)
+
+        d_states, d_floats = jax.vjp(outputs, states, floats)[1](d_outputs)
+        d_state, more = jax.vjp(every_state, state, floats)[1]((d_states, d_last))
+        return d_state, _gradients_of(inputs, jax.tree.map(jnp.add, d_floats, more)), None
 
     def _split(
         self, inputs: Any, segments: Int[Array, "B T"] | None
@@ -183,20 +264,21 @@ class _Walk(NamedTuple):
         segment: Int[Array, "B"] | None,
         inputs: Any,
         segments: Int[Array, "B chunks C"] | None,
+        keep: bool = False,
     ) -> Any:
-        """The last state and outputs (B, chunks, C, ...), by a loop over the chunks."""
+        """The last state, the outputs (B, chunks, C, ...) and, to `keep`, the states before all chunks, by a loop."""
 
         def one_chunk(carry: Any, chunk: Any) -> Any:
             state, segment = carry
             inputs, segments = chunk
             visibility, segment = _chunk_visibility(self.size, segments, segment, self.strict)
-            state, outputs = self.step(state, inputs, visibility)
-            return (state, segment), outputs
+            after, outputs = self.step(state, inputs, visibility)
+            return (after, segment), (outputs, state if keep else None)
 
         chunked = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, segments))
         carry = vary_like((state, segment), jax.tree.leaves((state, inputs, segments)))
-        (state, _), outputs = lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), carry, chunked)
-        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+        (state, _), every = lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), carry, chunked)
+        return state, *jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), every)
 
     def all_at_once(
         self,
@@ -204,19 +286,28 @@ class _Walk(NamedTuple):
         segment: Int[Array, "B"] | None,
         inputs: Any,
         segments: Int[Array, "B chunks C"] | None,
+        keep: bool = False,
     ) -> Any:
-        """The states before all chunks, then all outputs: kernels as many as the logarithm of the number of chunks."""
-        recurrence = self.recurrence
-        assert recurrence is not None
+        """As `one_by_one`, in as many kernels as the logarithm of the number of chunks."""
+        states, last = self._states(state, segment, inputs, segments)
+        return last, self._read(states, inputs, segment, segments), states if keep else None
+
+    def _states(self, state: Any, segment: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
+        """The states before all chunks, and after the last."""
+        assert self.recurrence is not None
         before, keeps = _segments_before(segment, segments)
+        summaries = _each_chunk(self._summarize, inputs, segments, before)
+        return self.recurrence.states(state, summaries, keeps)
+
+    def _read(self, states: Any, inputs: Any, segment: Any, segments: Any) -> Any:
+        """The outputs of all chunks."""
 
         def read(state: Any, inputs: Any, segments: Any, before: Any) -> Any:
             visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
             return self.step(state, inputs, visibility)[1]
 
-        chunked = (inputs, segments, before)
-        states, state = recurrence.states(state, _each_chunk(self._summarize, *chunked), keeps)
-        return state, _each_chunk(read, states, *chunked)
+        before, _ = _segments_before(segment, segments)
+        return _each_chunk(read, states, inputs, segments, before)
 
     def summary(
         self, inputs: Any, segments: Int[Array, "B T"] | None, segment: Int[Array, "B"] | None
@@ -250,6 +341,32 @@ class _Walk(NamedTuple):
         assert self.recurrence is not None
         visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
         return self.recurrence.summarize(inputs, visibility)
+
+
+def _join(outputs: Any, length: int) -> Any:
+    """Arrays (B, chunks, C, ...) as (B, T, ...)."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length], outputs)
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """The floating-point leaves, and a function that puts others in their place."""
+
+    def rebuild(floats: list[Array]) -> Any:
+        given = iter(floats)
+        return jax.tree.map(lambda x: next(given) if _is_float(x) else x, tree)
+
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)], rebuild
+
+
+def _gradients_of(inputs: Any, d_floats: list[Array]) -> Any:
+    """The gradients of arrays (B, T, ...), given those of the chunks of their floating-point leaves."""
+    given = iter(d_floats)
+    length = jax.tree.leaves(inputs)[0].shape[1]
+    return jax.tree.map(lambda x: _join(next(given), length) if _is_float(x) else None, inputs)
 
 
 def _segments_before(segment: Int[Array, "B"] | None, segments: Int[Array, "B chunks C"] | None) -> Any:

@@ -17,7 +17,13 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.recurrent import gpu, tpu
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import (
+    SAVED,
+    ChunkVisibility,
+    Recurrence,
+    kept_by_scan,
+    scan_chunks,
+)
 from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
@@ -255,9 +261,6 @@ def _attend(
 
     recurrence = Recurrence(summarize, _states, _join)
 
-    def xla(state: DeltaState, inputs: Any, segments: Any) -> tuple[DeltaState, Array]:
-        return scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
-
     def kernel(walk: Any, state: DeltaState, inputs: Any, segments: Any, **options: Any) -> Any:
         k = inputs["key"]
         if normalize_keys:
@@ -276,9 +279,13 @@ def _attend(
         "tpu": (tpu.recurrence_backend(on_tpu, query, key, value, delta=True, **call),),
         "cuda": (gpu.recurrence_backend(on_gpu, query, key, value, **call),),
     }
-    results = state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
-    operands = (state, inputs, prepared.segments)
-    state, out = dispatch(name, implementation, backends, xla, *operands, results=results)
+    state, out = dispatch(
+        name, implementation, backends,
+        functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),
+        state, inputs, prepared.segments,
+        results=(state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)),
+        **kept_by_scan(step, state, inputs, chunk_size=chunk_size, recurrence=recurrence),
+    )  # fmt: skip
     return (out, state) if return_state else out
 
 

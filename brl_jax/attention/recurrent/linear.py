@@ -20,6 +20,8 @@ from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
     Recurrence,
+    Step,
+    kept_by_scan,
     scan_both_directions,
     scan_chunks,
 )
@@ -275,14 +277,15 @@ def feature_sums(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
-    scan: dict[str, Any] = {"chunk_size": chunk_size}
     # Nothing is divided by a sum of weights, or normalised, after a decay.
     out_dtype = jnp.float32 if log_decay is None else query.dtype
 
-    def run(xla: Callable[..., Any]) -> Any:
+    def run(step: Step, recurrence: Recurrence) -> Any:
         """A causal call, through XLA or the kernel of its platform."""
+        scan = functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence)
         if name is None:
-            return xla(state, inputs, segments)
+            last, sums = scan(state, inputs, segments)
+            return sums, last
         features = functools.partial(both, query_features), functools.partial(both, key_features)
         on_gpu = functools.partial(gpu.walk, out_dtype=out_dtype)
         by_tpu, by_gpu = (functools.partial(_walk_features, *features, walk) for walk in (tpu.walk, on_gpu))
@@ -293,8 +296,11 @@ def feature_sums(
         }
         total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), out_dtype)
         weight = jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32) if normalize else None
-        results = ((total, weight), state)
-        return dispatch(name, implementation, backends, xla, state, inputs, segments, results=results)
+        last, sums = dispatch(
+            name, implementation, backends, scan, state, inputs, segments, results=(state, (total, weight)),
+            **kept_by_scan(step, state, inputs, chunk_size=chunk_size, recurrence=recurrence),
+        )  # fmt: skip
+        return sums, last
 
     if log_decay is not None:
         require(
@@ -312,15 +318,16 @@ def feature_sums(
             change, out = decayed_step(*arrays, chunk["log_decay"], state.key_value, visibility)
             return change, (ungroup_rows(out, k.shape[1]).astype(out_dtype), None)
 
-        return run(functools.partial(_scan_decayed, decayed, fresh, **scan))
+        return run(*_decayed_scan(decayed, fresh))
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> LinearState:
         return step(fresh(), chunk, visibility)[0]
 
-    scan["recurrence"] = Recurrence(summarize, functools.partial(states_before, _join, _join), _join)
+    recurrence = Recurrence(summarize, functools.partial(states_before, _join, _join), _join)
     if is_causal:
-        return run(lambda *operands: scan_chunks(step, *operands, **scan)[::-1])
+        return run(step, recurrence)
     if prepared.packed and segments is not None:
+        scan: dict[str, Any] = {"chunk_size": chunk_size, "recurrence": recurrence}
         past, future = scan_both_directions(step, fresh(), inputs, segments, **scan)
         sums = jax.tree.map(jnp.add, past, future)
     else:
@@ -332,16 +339,11 @@ def feature_sums(
     return sums, state
 
 
-def _scan_decayed(
+def _decayed_scan(
     decayed: Callable[[LinearState, Any, ChunkVisibility], tuple[DecayedSum, Any]],
     fresh: Callable[[], LinearState],
-    state: LinearState,
-    inputs: Any,
-    segments: Int[Array, "B T"] | None,
-    *,
-    chunk_size: int,
-) -> tuple[Any, LinearState]:
-    """The outputs of all chunks and the state after them, for a step that returns what a chunk does to the state."""
+) -> tuple[Step, Recurrence]:
+    """The step and the recurrence of a function that returns what a chunk does to the state, and its outputs."""
 
     def step(state: LinearState, chunk: Any, visibility: ChunkVisibility) -> tuple[LinearState, Any]:
         change, sums = decayed(state, chunk, visibility)
@@ -354,9 +356,7 @@ def _scan_decayed(
         before, last = states_before(join_sums, apply_sum, state.key_value, summaries, keeps)
         return LinearState(before, None), LinearState(last, None)
 
-    recurrence = Recurrence(summarize, states, join_sums)
-    state, sums = scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
-    return sums, state
+    return step, Recurrence(summarize, states, join_sums)
 
 
 def _walk_features(
@@ -367,8 +367,8 @@ def _walk_features(
     inputs: Any,
     segments: Int[Array, "B T"] | None,
     **options: Any,
-) -> tuple[Any, LinearState]:
-    """The sums and the last state by a kernel, `walk`, which is given features in the dtype of the arrays."""
+) -> tuple[LinearState, Any]:
+    """The last state and the sums by a kernel, `walk`, which is given features in the dtype of the arrays."""
     value, log_decay = inputs["value"], inputs.get("log_decay")
     q = query_features(inputs["query"], inputs["query_positions"])
     k = key_features(inputs["key"], inputs["key_positions"])
@@ -382,11 +382,11 @@ def _walk_features(
         sums = through(q.numerator, k.numerator, value, *state)
         weight = None if sums.weight is None else sums.weight[..., None]
         total = sums.total if log_decay is None else sums.total.astype(value.dtype)
-        return (total, weight), LinearState(sums.key_value, sums.key)
+        return LinearState(sums.key_value, sums.key), (total, weight)
     # A second walk with the features before they were rotated, whose values do not matter.
     sums = through(q.numerator, k.numerator, value, state.key_value, None)
     weights = through(q.denominator, k.denominator, value[..., :1], state.key_value[..., :1], state.key)
-    return (sums.total, weights.weight[..., None]), LinearState(sums.key_value, weights.key)
+    return LinearState(sums.key_value, weights.key), (sums.total, weights.weight[..., None])
 
 
 def _join(earlier: LinearState, later: LinearState, keeps: Bool[Array, "*leading"] | None) -> LinearState:

@@ -85,7 +85,9 @@ def _form(plan: MlrPlan, loop: bool) -> Form:
     def gradient(operands: Any, results: Any, lse: Array, d_results: Any) -> tuple[Array, Array, Array, None]:
         d_out, d_sums = d_results
         d_lse = jnp.where(lse == -MASKED, 0.0, jnp.moveaxis(d_sums, 2, 1).reshape(lse.shape))
-        return *_backward(plan, *operands, results[0], lse, d_out, d_lse, loop=loop), None
+        query, key, value, lengths = operands
+        d = _backward(plan, query, key, value, lengths, results[0], lse, d_out, d_lse, loop=loop)
+        return *d, None
 
     return Form(run, gradient)
 

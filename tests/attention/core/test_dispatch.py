@@ -14,6 +14,7 @@ import pytest
 
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention.core import dispatch as kernels
+from brl_jax.attention.core.by_platform import by_platform, without_kept
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
 
@@ -232,3 +233,15 @@ def test_short_sequences_lower_for_tpu(length):
 
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
         assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_form_may_call_back_to_python():
+    """JAX gives lowering rules the devices only where a program seems to need them; see `by_platform`."""
+    x = jnp.ones(3)
+
+    def call(x):
+        back = without_kept(lambda x: jax.pure_callback(np.sin, x, x, vmap_method="broadcast_all"))
+        return by_platform(lambda *_: back, x, results=x, plain=jnp.sin, needs_devices=True)
+
+    np.testing.assert_allclose(jax.jit(call)(x), np.sin(1.0), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(call))(x[None]), np.sin(1.0), rtol=1e-6)
