@@ -263,7 +263,7 @@ import train.tasks.lm
 loaded = set(sys.modules)  # a command answers --help within two seconds
 lazy = {"datasets", "matplotlib", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"} & loaded
 assert not lazy, lazy
-others = {name for name in loaded if name.startswith("train.tasks.")} 
+others = {name for name in loaded if name.startswith("train.tasks.")}
 others -= {"train.tasks." + name for name in ("lm", "lm_config", "task", "decoder_flops")}
 assert not others, others
 stream = TokenStreams(
