@@ -354,10 +354,10 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
         constants = {
             "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads,
             "QUERY_TILES": query_flow.shape[1], "KEY_TILES": key_flow.shape[1], "PARTS": totals.shape[3],
-            "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk,
+            "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
         }  # fmt: skip
         grid = (totals.shape[2], shape.kv_heads, shape.batch)
-        operands = (arrays["log_decay"], query_flow, key_flow, ends, totals)
+        operands = (arrays["log_decay"], arrays.get("segments", none), query_flow, key_flow, ends, totals)
         (found["log_decay"],) = _start(
             kernels.recurrent_decay_gradient, plan.Launch(0, 4, 1), operands,
             (shape.tokens(shape.kv_heads),), grid, constants,

@@ -285,5 +285,7 @@ def delta_key_gradient(
     if DECAY:
         total *= chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
         gradient = tl.cumsum(flows, 0, reverse=True) + (tl.cumsum(ends, 0) - ends) + total
-        unclipped = token_numbers(log, b, first, r, kh, T, K) > -200.0
-        store_numbers(d_log, tl.where(unclipped, gradient, 0.0), b, first, r, kh, T, K)
+        follows = token_numbers(log, b, first, r, kh, T, K) > -200.0
+        if SEGMENTS:
+            follows = follows & (segment_numbers(segments, b, first, r, T) >= 0)
+        store_numbers(d_log, tl.where(follows, gradient, 0.0), b, first, r, kh, T, K)
