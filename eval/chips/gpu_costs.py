@@ -93,7 +93,17 @@ TARGETS = {
 }
 
 
-OPERATIONS = ("local", "compress", "propagate", "selected", "squared_relu")
+OPERATIONS = (
+    "local",
+    "compress",
+    "propagate",
+    "selected",
+    "squared_relu",
+    "sum",
+    "sum_decay",
+    "delta",
+    "delta_decay",
+)
 
 #: The most launches of our kernels for an operation, forward and with the backward pass, and the most bytes of its
 #: forward pass over the least possible. compress merges the results of its blocks, so its bytes depend on the length.
@@ -103,6 +113,10 @@ MOST = {
     "propagate": (1, 6, 1.1),
     "selected": (1, 40, 1.1),
     "squared_relu": (1, 6, 1.1),
+    "sum": (3, 8, 3.0),
+    "sum_decay": (3, 8, 3.0),
+    "delta": (4, 10, 3.0),
+    "delta_decay": (4, 10, 3.0),
 }
 
 
@@ -114,7 +128,8 @@ class CostOptions:
     """Out of a100, h100, b200."""
     operations: tuple[str, ...] = OPERATIONS
     """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
-    squared_relu (of gated attention units: one head, a bias)."""
+    squared_relu (of gated attention units: one head, a bias), and the recurrences: sum (with the sum of the weights),
+    sum_decay, delta, delta_decay."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     length: int = 16384
@@ -153,6 +168,7 @@ def unserved(options: CostOptions) -> dict[str, str]:
         "propagate": triton.propagate_obstacle(many, few, few),
         "selected": triton.selected_obstacle(many, _grouped(many)),
         "squared_relu": triton.squared_relu_obstacle(many, many, many),
+        **dict.fromkeys(_RECURRENCES, triton.recurrence_obstacle(many, many, many)),
     }
     return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
 
@@ -198,6 +214,12 @@ def programs(
             (wide, wide, one, token, token, token, token),
         ),
     }
+    state = jax.ShapeDtypeStruct((1, options.heads, options.head_dim, options.head_dim), jnp.float32)
+    number = jax.ShapeDtypeStruct((1, length, options.heads), jnp.float32)
+    sums = jax.ShapeDtypeStruct(state.shape[:3], jnp.float32)
+    for name, extra in _RECURRENCES.items():
+        numbers = [sums if each == "key_sum" else number for each in extra]
+        functions[name] = (functools.partial(_recur, extra), (many, many, many, state, *numbers))
     xla: dict[str, Callable] = {
         "selected": lambda q, k, v, starts, _: selected_attention(
             q, k, v, starts, size=64, scale=scale, implementation="xla"
@@ -219,6 +241,23 @@ def programs(
             continue
         for passes, function, arguments in both_passes(chosen, shapes):
             yield name, passes, function, arguments
+
+
+#: The operands of a recurrence beyond query, key, value and the state of their outer products.
+_RECURRENCES = {
+    "sum": ("key_sum",),
+    "sum_decay": ("log_decay",),
+    "delta": ("beta",),
+    "delta_decay": ("log_decay", "beta"),
+}
+
+
+def _recur(names: tuple[str, ...], query: Any, key: Any, value: Any, state: Any, *numbers: Any) -> list[Any]:
+    from pallas_kernels import triton
+
+    operands = triton.Operands(query, key, value, state, **dict(zip(names, numbers)))
+    found = triton.recurrence(operands, out_dtype=query.dtype)
+    return [x for x in found if x is not None]
 
 
 def _grouped(query: Any) -> Any:
@@ -391,7 +430,7 @@ def _compile(function: Callable, arguments: tuple, name: str) -> Any:
         platform="cuda", topology_name=name, topology="1x1x1", target_config=description
     )
     where = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in arguments]
+    shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments)
     return jax.jit(function).lower(*shaped).compile()
 
 

@@ -287,8 +287,12 @@ def feature_sums(
             last, sums = scan(state, inputs, segments)
             return sums, last
         features = functools.partial(both, query_features), functools.partial(both, key_features)
-        on_gpu = functools.partial(gpu.walk, out_dtype=out_dtype)
-        by_tpu, by_gpu = (functools.partial(_walk_features, *features, walk) for walk in (tpu.walk, on_gpu))
+        # A sum in bfloat16 halves what a GPU writes and reads again to divide it. float16 would overflow.
+        narrow = log_decay is not None or query.dtype == jnp.bfloat16
+        on_gpu = functools.partial(gpu.walk, out_dtype=query.dtype if narrow else jnp.float32)
+        by_tpu, by_gpu = (
+            functools.partial(_walk_features, *features, walk, out_dtype) for walk in (tpu.walk, on_gpu)
+        )
         call: dict[str, Any] = {"features": num_features, "chunk_size": chunk_size, "log_decay": log_decay}
         backends = {
             "tpu": (tpu.recurrence_backend(by_tpu, query, key, value, **call),),
@@ -363,12 +367,16 @@ def _walk_features(
     query_features: Callable[[Array, Any], _Both],
     key_features: Callable[[Array, Any], _Both],
     walk: Callable[..., Any],
+    out_dtype: Any,
     state: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,
     **options: Any,
 ) -> tuple[LinearState, Any]:
-    """The last state and the sums by a kernel, `walk`, which is given features in the dtype of the arrays."""
+    """The last state and the sums by a kernel, `walk`, which is given features in the dtype of the arrays.
+
+    out_dtype: of the sums of the values.
+    """
     value, log_decay = inputs["value"], inputs.get("log_decay")
     q = query_features(inputs["query"], inputs["query_positions"])
     k = key_features(inputs["key"], inputs["key_positions"])
@@ -381,12 +389,11 @@ def _walk_features(
     if state.key is None or not rotated:
         sums = through(q.numerator, k.numerator, value, *state)
         weight = None if sums.weight is None else sums.weight[..., None]
-        total = sums.total if log_decay is None else sums.total.astype(value.dtype)
-        return LinearState(sums.key_value, sums.key), (total, weight)
+        return LinearState(sums.key_value, sums.key), (sums.total.astype(out_dtype), weight)
     # A second walk with the features before they were rotated, whose values do not matter.
     sums = through(q.numerator, k.numerator, value, state.key_value, None)
     weights = through(q.denominator, k.denominator, value[..., :1], state.key_value[..., :1], state.key)
-    return LinearState(sums.key_value, weights.key), (sums.total, weights.weight[..., None])
+    return LinearState(sums.key_value, weights.key), (sums.total.astype(out_dtype), weights.weight[..., None])
 
 
 def _join(earlier: LinearState, later: LinearState, keeps: Bool[Array, "*leading"] | None) -> LinearState:

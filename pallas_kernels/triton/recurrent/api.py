@@ -21,12 +21,12 @@ class Operands(NamedTuple):
 
     Attributes:
       query, key: features; K divides N.
-      key_value, key_sum: the state before the first token, float32; key_sum is None where weights are not summed.
+      key_value, key_sum: the state before the first token, float32. Without key_sum the weights are not summed.
       log_decay: the logarithm, at most 0, of the factor by which the state shrinks before each token, 0 for padding;
         None without decay.
       beta: the strength of the delta rule; None adds outer products without correcting them.
-      segments: numbers that only grow along a row, 0 for the state's; a token sees those of its own segment. Below 0 is
-        padding, which comes last in a row and holds zeros.
+      segments: numbers that never fall along a row; the state has number 0. A token sees the tokens with its number.
+        Padding has a number below 0, comes last in a row and holds zeros.
     """
 
     query: Float[Array, "B T N F"]
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
     """What `recurrence` returns.
 
     Attributes:
-      total: the weighted sums of the values. weight: those of the weights, or None.
+      total: the weighted sums of the values. weight: the sums of the weights, or None.
       key_value, key: the state after the last token.
     """
 
@@ -92,12 +92,12 @@ def recurrence(operands: Operands, *, out_dtype: Any = jnp.float32) -> Sums:
     beta. Every run gives the same bits.
 
     Args:
-      operands: query, key and value of one dtype, float32, bfloat16 or float16. Products are computed in this dtype,
-        those of float16 in TF32, whose states do not overflow, and summed in float32.
+      operands: query, key and value of one dtype, float32, bfloat16 or float16. Products take this dtype and are
+        summed in float32. float16 is computed in TF32, so that states do not overflow.
       out_dtype: of total.
 
     Returns:
-      `Sums`, float32 but for total.
+      `Sums` in float32, with total in out_dtype.
 
     Raises:
       NotImplementedError: where `recurrence_obstacle` names a reason.
@@ -354,10 +354,10 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
         constants = {
             "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads,
             "QUERY_TILES": query_flow.shape[1], "KEY_TILES": key_flow.shape[1], "PARTS": totals.shape[3],
-            "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk,
+            "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
         }  # fmt: skip
         grid = (totals.shape[2], shape.kv_heads, shape.batch)
-        operands = (arrays["log_decay"], query_flow, key_flow, ends, totals)
+        operands = (arrays["log_decay"], arrays.get("segments", none), query_flow, key_flow, ends, totals)
         (found["log_decay"],) = _start(
             kernels.recurrent_decay_gradient, plan.Launch(0, 4, 1), operands,
             (shape.tokens(shape.kv_heads),), grid, constants,

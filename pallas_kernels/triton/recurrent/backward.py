@@ -136,9 +136,7 @@ def recurrent_key_gradient(
         own = segment_numbers(segments, b, first, n, T)
         factor = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
     after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(
-        after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
-    )
+    state = tl.load(after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
     dk = tl.dot(value, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
@@ -146,9 +144,7 @@ def recurrent_key_gradient(
     dk *= factor[:, None]
     if DECAY:
         store_numbers(ends, tl.sum(dk * key, 1), b * VT + vt, first, n, kh, T, K)
-    state = tl.load(
-        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     dv = tl.dot(key, state, input_precision=PRECISION) * factor[:, None]
     flows = tl.zeros([BN], tl.float32)
     for g in range(G):
@@ -189,11 +185,11 @@ def recurrent_key_gradient(
 
 
 def recurrent_decay_gradient(
-    log, query_flow, key_flow, ends, totals, d_log,
+    log, segments, query_flow, key_flow, ends, totals, d_log,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUERY_TILES: tl.constexpr, KEY_TILES: tl.constexpr,
-    PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """d_log (B, T, K): one program a chunk and head."""
+    """d_log (B, T, K), 0 for padding: one program a chunk and head."""
     K: tl.constexpr = N // G
     c, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, r, part = c * CHUNK, tl.arange(0, CHUNK), tl.arange(0, PARTS_PADDED)
@@ -207,5 +203,7 @@ def recurrent_decay_gradient(
     parts = totals + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * PARTS
     total = tl.sum(tl.load(parts + part, mask=part < PARTS, other=0.0), 0)
     gradient = tl.cumsum(crossing, 0, reverse=True) + (tl.cumsum(end, 0) - end) + total
-    unclipped = token_numbers(log, b, first, r, kh, T, K) > -200.0
-    store_numbers(d_log, tl.where(unclipped, gradient, 0.0), b, first, r, kh, T, K)
+    follows = token_numbers(log, b, first, r, kh, T, K) > -200.0
+    if SEGMENTS:
+        follows = follows & (segment_numbers(segments, b, first, r, T) >= 0)
+    store_numbers(d_log, tl.where(follows, gradient, 0.0), b, first, r, kh, T, K)

@@ -1,4 +1,4 @@
-"""The delta rule, backward; the names are those of `delta_forward`.
+"""The delta rule, backward; names as in `delta_forward`.
 
 With dS the gradient of the state after a chunk, R = T diag(beta) (V - a K S) gives::
 
@@ -73,7 +73,7 @@ def gradient_before(
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state before a chunk from that of the state after it."""
+    """Carries the gradient of a state from after a chunk to before it."""
     K: tl.constexpr = N // G
     first = c * CHUNK
     key = tokens_by_features(k, b, first, r, head, f, T, K, F)
@@ -100,7 +100,7 @@ def delta_gradient_maps(
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """added (B, K, SPANS, F, V): the gradient of a span's first state is A^T times that of its last one, plus this."""
+    """added (B, K, SPANS, F, V): a span maps the gradient G of its last state to A^T G + added."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     K: tl.constexpr = N // G
     kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
@@ -122,7 +122,7 @@ def delta_state_gradient(
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_states (B, K, chunks, F, V), the gradients of the states after each chunk, and that of the first state."""
+    """d_states (B, K, chunks, F, V) and d_first (B, K, F, V), the gradients of the states after chunks and of the first."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     K: tl.constexpr = N // G
     kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
@@ -285,5 +285,7 @@ def delta_key_gradient(
     if DECAY:
         total *= chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
         gradient = tl.cumsum(flows, 0, reverse=True) + (tl.cumsum(ends, 0) - ends) + total
-        unclipped = token_numbers(log, b, first, r, kh, T, K) > -200.0
-        store_numbers(d_log, tl.where(unclipped, gradient, 0.0), b, first, r, kh, T, K)
+        follows = token_numbers(log, b, first, r, kh, T, K) > -200.0
+        if SEGMENTS:
+            follows = follows & (segment_numbers(segments, b, first, r, T) >= 0)
+        store_numbers(d_log, tl.where(follows, gradient, 0.0), b, first, r, kh, T, K)

@@ -142,7 +142,12 @@ def delta_maps(
     A is what becomes of the identity if nothing is written, and B of zeros.
     """
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
-    tile, kh, span, b = tl.program_id(0), tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
+    tile, kh, span, b = (
+        tl.program_id(0),
+        tl.program_id(1) // SPANS,
+        tl.program_id(1) % SPANS,
+        tl.program_id(2),
+    )
     is_map = tile < (F + VB - 1) // VB
     first = tl.where(is_map, tile, tile - (F + VB - 1) // VB) * VB
     size = tl.where(is_map, F, V)
@@ -182,9 +187,7 @@ def delta_states(
             added = tl.load(begin + F + f[:, None] * (F + V) + e[None, :], mask=there, other=0.0)
             state = tl.dot(change, state, added, input_precision=PRECISION)
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
-        tl.store(
-            states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there
-        )
+        tl.store(states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there)
         value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
         state = state_after(
             state, value, k, w, log, segments, b, c, kh, r, f, T, K, F, CHUNK, DECAY, SEGMENTS, PRECISION

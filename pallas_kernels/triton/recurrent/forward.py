@@ -95,7 +95,7 @@ def recurrent_scan(
     """The states before all chunks and after the last, from what the chunks add; one program a part of a state.
 
     Backward, the gradients of the states after all chunks and of the first state. `before` has the states before the
-    chunks, for the gradients of the chunks' decays, of which each program writes its part.
+    chunks. With them each program also computes its part of the gradients of the chunks' decays.
     """
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     part, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

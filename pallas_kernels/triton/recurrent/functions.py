@@ -81,7 +81,7 @@ def logs_after(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.conste
 
 @triton.jit
 def logs_between(logs, rows, columns):
-    """For the token of each row and that of each column, the sum of the logarithms after the column's up to the row's.
+    """Sums the logarithms from each column's token (not included) to each row's token (included).
 
     logs: of the rows' tokens.
     """

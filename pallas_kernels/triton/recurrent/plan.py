@@ -28,7 +28,7 @@ class SumSizes(NamedTuple):
 
     Attributes:
       chunk: tokens between two states that are kept. block: keys that a kernel reads at once.
-      rows: queries of a program, a multiple of `block`, of which `chunk` is a multiple.
+      rows: queries of a program. `block` divides rows, and rows divides chunk.
       scan, scan_stages: numbers of a state in a program of the scan, and the chunks that it loads ahead.
     """
 
@@ -129,7 +129,7 @@ def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
 
 
 def recurrence_obstacle(query: Any, key: Any, value: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Why the kernels cannot run on arrays of these shapes and dtypes; None if they can."""
     missing = bridge.obstacle()
     if missing is not None:
         return missing

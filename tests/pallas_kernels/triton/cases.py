@@ -155,7 +155,7 @@ def recurrence(
     if "decay" in kind:
         logs = rng.exponential(1.0, (batch, length, heads[1]))
         strengths = [0.01, 1.0, 50.0, np.inf] if decay == "mixed" else [decay]
-        given["log_decay"] = jnp.asarray(-logs * rng.choice(strengths, logs.shape, p=None), jnp.float32)
+        given["log_decay"] = jnp.asarray(-logs * rng.choice(strengths, logs.shape), jnp.float32)
     if "delta" in kind:
         given["beta"] = jnp.asarray(rng.uniform(0, 1.5, key.shape[:3]), jnp.float32)
     given |= {"query": query, "key": key, "value": value}
@@ -182,9 +182,6 @@ def recurrence(
     gradients = {name: random(10 + i, *x.shape, dtype=x.dtype) for i, (name, x) in enumerate(found.items())}
     zeros = {"weight": np.zeros(query.shape[:3]), "key": np.zeros((batch, heads[1], features))}
     cotangents = zeros | gradients
-    if dtype == "float16":
-        # The kernels read the gradient of float16 results in float32.
-        pass
     want, d_want = oracle.recurrence(given, *(cotangents[n] for n in ("total", "weight", "key_value", "key")))
     d_found = dict(zip(names, pull(gradients)))
     order = [*want]
@@ -530,6 +527,34 @@ CASES = {
     "sum": lambda: recurrence("sum"),
     "sum-weights": lambda: recurrence("sum-weights", heads=(4, 2)),
     "sum-decay": lambda: recurrence("sum-decay", heads=(4, 2), values=40),
+    "sum-packed": lambda: recurrence("sum-weights", ids=[37, 60, 1, 22], length=120),
+    "sum-decay-packed": lambda: recurrence("sum-decay", ids=[37, 60, 1, 22], length=120),
+    **{
+        f"{kind}-lengths-{dtype}": functools.partial(
+            recurrence,
+            kind,
+            batch=2,
+            heads=(2, 1),
+            values=16,
+            lengths=[length, 45],
+            length=length,
+            decay="mixed",
+            dtype=dtype,
+        )
+        for kind, length in (
+            ("sum", 90),
+            ("sum-weights", 90),
+            ("sum-decay", 90),
+            ("delta", 130),
+            ("delta-decay", 130),
+        )
+        for dtype in ("float32", "float16")
+    },
+    "delta": lambda: recurrence("delta", heads=(2, 1), length=130),
+    "delta-packed": lambda: recurrence("delta", ids=[37, 70, 1, 42], heads=(1, 1)),
+    "delta-decay-packed": lambda: recurrence(
+        "delta-decay", ids=[37, 70, 1, 42], heads=(1, 1), stateful=False
+    ),
     "vmap": mapped,
     "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
