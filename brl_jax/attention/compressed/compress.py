@@ -224,8 +224,10 @@ def _for_pieces(query, key, contrast_key, value, bias, mask, lengths) -> xla.Ope
 
 def difference(outs, gamma, dtype):
     """The first attention's output less gamma times the second's; of shape (..., N, V)."""
-    out = outs[0] if gamma is None else outs[0] - gamma[:, None] * outs[1]
-    return out.astype(dtype)
+    if gamma is None:
+        return outs[0].astype(dtype)
+    each_head = gamma.reshape((1,) * (outs[1].ndim - 2) + (-1, 1))
+    return (outs[0] - each_head * outs[1]).astype(dtype)
 
 
 def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None) -> Form:
