@@ -19,7 +19,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -67,6 +67,7 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]
 """What a random key can be made from."""
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(most=1, above=0)]
 
 
 class Checked:
@@ -91,10 +92,15 @@ class Checked:
 def check_fields(config: Any) -> None:
     """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
     for name, hint in field_hints(config.__class__).items():
-        complaint = complaint_about(getattr(config, name), hint)
-        if complaint is not None:
-            value = _offending(getattr(config, name), hint)
-            raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
+        check_value(name, getattr(config, name), hint)
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises ValueError, with the name, unless the value fits the annotation."""
+    complaint = complaint_about(value, hint)
+    if complaint is not None:
+        value = _offending(value, hint)
+        raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
 
 
 def _offending(value: Any, hint: Any) -> Any:
@@ -151,6 +157,12 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
         return _number_complaint(value, hint, within)
     if hint is str:
         return None if isinstance(value, str) else "a string"
+    if origin is Mapping:
+        return None if isinstance(value, Mapping) else "an object"
+    if origin is Sequence:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return "a list"
+        return next(filter(None, (complaint_about(item, arguments[0], within) for item in value)), None)
     if origin is tuple and arguments:
         if not isinstance(value, tuple | list):
             return "a tuple"

@@ -41,8 +41,8 @@ class StackConfig(Checked):
     d_ff: Width | None = None
     """Hidden width of the feed-forward network; None for 4 * d_model."""
     ffn: FeedForwardKind = "glu_relu"
-    """Feed-forward network: gated by a ReLU ("glu_relu"), a swish ("swiglu") or a GELU ("geglu"), or ungated with a
-    ReLU ("relu")."""
+    """Feed-forward network: gated by a ReLU ("glu_relu"), a swish ("swiglu"), a GELU ("geglu_erf") or its tanh
+    approximation ("geglu"), or ungated with a ReLU ("relu")."""
     mechanism: Mechanism = BRLConfig()
     """The mechanism that mixes tokens."""
     late_mechanism: Mechanism | None = None

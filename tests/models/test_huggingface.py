@@ -1,5 +1,6 @@
 """Networks of transformers, made at random on the spot, give the same logits and the same text here, and back again."""
 
+import dataclasses
 import json
 import logging
 
@@ -64,6 +65,8 @@ CASES = {
     "llama-linear": LLAMA | {"rope_theta": 500.0, "rope_scaling": SCALINGS["linear"]},
     "llama-llama3": LLAMA | {"rope_scaling": SCALINGS["llama3"]},
     "llama-yarn": LLAMA | {"rope_scaling": SCALINGS["yarn"]},
+    "llama-yarn-fractions": LLAMA | {"rope_scaling": SCALINGS["yarn"] | {"truncate": False}},
+    "llama-gelu": LLAMA | {"hidden_act": "gelu"},
     "mistral": {"model_type": "mistral", **SMALL, "sliding_window": 6},
     "mistral-full": {"model_type": "mistral", **SMALL, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **SMALL},
@@ -100,6 +103,7 @@ CASES = {
         "sliding_window_pattern": 3,
         "rope_theta": 1e5,
         "rope_local_base_freq": 100.0,
+        "attn_logit_softcapping": 0.5,
         "rope_scaling": SCALINGS["linear"],
     },
 }
@@ -249,7 +253,7 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
     for change, message in (
         ({"num_hidden_layers": 2}, "the weights lack model.layers.1.self_attn.q_proj.weight"),
         ({"intermediate_size": 40}, r"mlp.gate_proj.weight must have the shape \(40, 32\), got \(48, 32\)"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
     ):
         (tmp_path / "a" / "config.json").write_text(json.dumps(values | change))
         with pytest.raises(ValueError, match=message):
@@ -258,6 +262,159 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
     (tmp_path / "a" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         huggingface.load(tmp_path / "a")
+
+
+def small(tmp_path, change=None, **options):
+    """A configuration and random parameters, and the folder that they are saved in."""
+    config = read_config(LLAMA | {"num_hidden_layers": 1} | (change or {}))
+    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
+    huggingface.save(tmp_path / "model", config, params["params"], **options)
+    return config, params["params"], tmp_path / "model"
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
+    pytest.importorskip("safetensors")
+    _, _, folder = small(tmp_path)
+    ours = json.loads((folder / "config.json").read_text())
+    # Absent, they would be transformers' defaults, which are other tokens.
+    assert [ours[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
+    assert not (folder / "generation_config.json").exists()
+    ids = {"bos_token_id": None, "eos_token_id": [7, 9], "pad_token_id": 3}
+    generation = {"eos_token_id": [7, 9], "temperature": 0.6, "transformers_version": "4.57.0"}
+    edit(folder / "config.json", **ids)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    config, params = huggingface.load(folder)
+    hash(DecoderLM(config))
+    huggingface.save(tmp_path / "copy", config, params)
+    copied = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert {name: copied[name] for name in ids} == ids
+    assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == generation
+
+
+def test_a_table_of_logits_of_its_own_is_kept(tmp_path):
+    """transformers 5 reads both tables where config.json ties them and the file holds two that differ."""
+    pytest.importorskip("safetensors")
+    _, params, folder = small(tmp_path)
+    edit(folder / "config.json", tie_word_embeddings=True)
+    config, loaded = huggingface.load(folder)
+    assert not config.tied_embeddings
+    np.testing.assert_array_equal(loaded["unembedding"], params["unembedding"])
+    numpy = pytest.importorskip("safetensors.numpy")
+    tensors = numpy.load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config, loaded = huggingface.load(folder)
+    assert config.tied_embeddings
+    assert "unembedding" not in loaded
+
+
+def test_a_network_that_gemma3_does_not_compute_is_not_written_as_gemma3():
+    capped = {"model_type": "gemma3_text", **GEMMA, "attn_logit_softcapping": 2.0}
+    plain = {"model_type": "gemma3_text", **GEMMA}
+    assert meaning(read_config(capped)) == meaning(read_config(plain))
+    config = read_config(plain)
+    mechanisms = {
+        name: dataclasses.replace(getattr(config, name), logits_soft_cap=2.0)
+        for name in ("mechanism", "late_mechanism")
+        if getattr(config, name) is not None
+    }
+    with pytest.raises(ValueError, match="no supported architecture"):
+        write_config(dataclasses.replace(config, **mechanisms), None)
+
+
+def test_an_empty_list_of_dense_layers_is_written():
+    """transformers 4.57 cannot read null."""
+    assert list(write_config(read_config(NEXT), None)[1]["mlp_only_layers"]) == []
+
+
+def test_yarn_without_an_original_length_takes_the_longest():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert read_config(LLAMA | {"rope_scaling": yarn}).mechanism.rope_scaling.original_length == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
+        ({"rope_scaling": {"rope_type": 3}}, "rope_type"),
+        ({"rope_scaling": SCALINGS["yarn"] | {"truncate": "no"}}, "truncate"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"head_dim": "16"}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"num_key_value_heads": 1.5}, "num_key_value_heads"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"model_type": "qwen3", "layer_types": 7}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": [7, 7]}, "layer_types"),
+        ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "4"}, "sliding_window"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": 0}, "rope_local_base_freq"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma2", "final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        (NEXT | {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
+        (NEXT | {"num_experts": 4, "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (NEXT | {"mlp_only_layers": 3}, "mlp_only_layers"),
+        (NEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        (NEXT | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_of_another_type_is_named(change, field):
+    with pytest.raises(ValueError, match=rf"config\.json: {field} must be"):
+        read_config(LLAMA | change)
+
+
+def test_shards_that_are_not_the_folders_own(tmp_path):
+    pytest.importorskip("safetensors")
+    numpy = pytest.importorskip("safetensors.numpy")
+    _, _, folder = small(tmp_path)
+    tensors = numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for name in ("../outside.safetensors", f"{tmp_path}/outside.safetensors", 3, None, []):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+        with pytest.raises(ValueError, match=r"index\.json must name files beside it"):
+            huggingface.load(folder)
+    first, *others = sorted(tensors)
+    numpy.save_file({first: tensors[first]}, folder / "a.safetensors")
+    numpy.save_file({name: tensors[name] for name in others}, folder / "b.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+    with pytest.raises(ValueError, match=r"index\.json names another file for model\.\S+ than holds it"):
+        huggingface.load(folder)
+
+
+def test_weights_in_8_bits_are_named(tmp_path):
+    pytest.importorskip("safetensors")
+    _, _, folder = small(tmp_path)
+    data = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    values = header["model.norm.weight"]
+    start, stop = values["data_offsets"]
+    values |= {"dtype": "F8_E4M3", "shape": [stop - start]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as F8_E4M3; weights must be of"):
+        huggingface.load(folder)
+
+
+def test_a_name_on_the_hub_is_no_folder():
+    with pytest.raises(FileNotFoundError, match=r"path must be a folder on this machine.* 'Qwen/Qwen3-0.6B'"):
+        huggingface.load("Qwen/Qwen3-0.6B")
 
 
 def test_tensors_of_gated_deltanet_hold_several_parameters():
@@ -302,7 +459,7 @@ def test_what_has_no_counterpart_is_named():
         ({"model_type": "gpt_oss"}, "model_type must be one of llama, mistral, .* got 'gpt_oss'"),
         (
             {"hidden_act": "quick_gelu"},
-            "hidden_act must be one of silu, gelu_pytorch_tanh, relu, got 'quick_gelu'",
+            "hidden_act must be one of silu, gelu_pytorch_tanh, gelu, relu, got 'quick_gelu'",
         ),
         (
             {"num_local_experts": 8},
@@ -315,7 +472,7 @@ def test_what_has_no_counterpart_is_named():
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs the field factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
-        ({"hidden_size": None}, "hidden_size must be an integer of at least 1, got None"),
+        ({"hidden_size": None}, "hidden_size must be an integer, got None"),
     ):
         with pytest.raises(ValueError, match=message):
             read_config(LLAMA | change)

@@ -40,6 +40,8 @@ class RopeScaling:
     """Frequencies with more turns than this stay as they are; those between have a mixture."""
     query_key_factor: float = 1.0
     """Multiplies rotated queries and keys ("yarn")."""
+    truncate: bool = True
+    """Whether the transition starts and ends at whole pairs of features ("yarn")."""
 
     def __post_init__(self):
         check_choice("kind", self.kind, get_args(RopeScalingKind))
@@ -65,7 +67,9 @@ class RopeScaling:
                 head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
                 for turns in (self.fast_turns, self.slow_turns)
             )
-            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
             kept = 1 - (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
         kept = np.clip(kept, 0.0, 1.0)
         return plain * kept + plain / self.factor * (1 - kept)

@@ -158,6 +158,7 @@ class FeedForward(nn.Module):
     "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
     "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv:2002.05202, eq. 6), TransNormer's GLU;
     "geglu"     W2 (GELU(W1 x) * W3 x), from the same paper, with GELU's tanh approximation, as in Gemma;
+    "geglu_erf" the same with the exact GELU;
     "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
     """
 
@@ -171,7 +172,13 @@ class FeedForward(nn.Module):
         if d.ffn == "relu":
             hidden = jax.nn.relu(hidden)
         else:
-            open_gate = {"glu_relu": jax.nn.relu, "swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[d.ffn]
+            gates: dict[str, Callable[[Array], Array]] = {
+                "glu_relu": jax.nn.relu,
+                "swiglu": jax.nn.silu,
+                "geglu": jax.nn.gelu,
+                "geglu_erf": functools.partial(jax.nn.gelu, approximate=False),
+            }
+            open_gate = gates[d.ffn]
             gate = dense(d, d.d_ff, ("embed", "mlp"), name="gate", use_bias=d.ffn_bias)
             hidden = open_gate(gate(x)) * hidden
         down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)

@@ -28,16 +28,16 @@ import numpy as np
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of
-from brl_jax.models.huggingface.configs import read_config, write_config
-from brl_jax.models.huggingface.files import CONFIG, open_tensors, read_json, write_folder
-from brl_jax.models.huggingface.weights import to_parameters, to_tensors
+from brl_jax.models.huggingface.configs import TOKEN_IDS, PretrainedConfig, read_config, write_config
+from brl_jax.models.huggingface.files import CONFIG, GENERATION, open_tensors, read_json, write_folder
+from brl_jax.models.huggingface.weights import has_own_head, to_parameters, to_tensors
 
-__all__ = ["ARCHITECTURES", "load", "save"]
+__all__ = ["ARCHITECTURES", "PretrainedConfig", "load", "save"]
 
 
 def load(
     path: str | os.PathLike[str], *, dtype: ComputationType = "float32"
-) -> tuple[DecoderConfig, dict[str, Any]]:
+) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Reads a decoder that transformers saved with `model.save_pretrained(path)`, or any folder with that layout.
 
     Args:
@@ -45,17 +45,29 @@ def load(
       dtype: of the computation. Parameters become float32, whatever the file holds.
 
     Returns:
-      The configuration and the parameters, for `DecoderLM(config).apply({"params": params}, tokens)`.
+      The configuration and the parameters, for `DecoderLM(config).apply({"params": params}, tokens)`. The
+      configuration keeps the token ids and generation_config.json, and `save` writes them.
 
     Raises:
       ImportError: the extra `hf` is not installed.
-      FileNotFoundError: a file is missing.
+      FileNotFoundError: the folder or one of its files does not exist.
       ValueError: the architecture or an option is not supported, or the weights do not fit config.json.
     """
     folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"path must be a folder on this machine, with {CONFIG} and the weights; nothing is downloaded. Got {path!r}"
+        )
     values = read_json(folder / CONFIG)
-    config = read_config(values, dtype)
+    generation = folder / GENERATION
+    config = PretrainedConfig(
+        **vars(read_config(values, dtype)),
+        token_ids={name: values[name] for name in TOKEN_IDS if name in values},
+        generation=read_json(generation) if generation.is_file() else None,
+    )
     with open_tensors(folder) as (names, read):
+        if has_own_head(config, names, read):
+            config = dataclasses.replace(config, tied_embeddings=False)
         params = to_parameters(config, architecture_of(values), names, read)
     return config, jax.tree.map(jnp.asarray, params)
 
@@ -99,17 +111,23 @@ def save(
             kind, values = write_config(config, max_length)
         except ValueError:
             raise error from None
-    kept = jnp.dtype(dtype)
+    stored = jnp.dtype(dtype)
     tensors = {
-        name: tensor.astype(kept) for name, tensor in to_tensors(config, ARCHITECTURES[kind], params).items()
+        name: tensor.astype(stored)
+        for name, tensor in to_tensors(config, ARCHITECTURES[kind], params).items()
     }
     values["torch_dtype"] = dtype
+    # Without an id transformers would take its architecture's default, which is another token here.
+    kept_ids = config.token_ids if isinstance(config, PretrainedConfig) else {}
+    values |= dict.fromkeys(TOKEN_IDS) | kept_ids
+    generation = config.generation if isinstance(config, PretrainedConfig) else None
     write_folder(
         path,
         tensors,
         values,
         metadata={"format": "pt"},  # the only format that transformers reads
         tokenizer=tokenizer,
+        more={} if generation is None else {GENERATION: generation},
     )
     return kind
 

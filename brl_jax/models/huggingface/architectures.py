@@ -20,6 +20,7 @@ class Architecture:
       output_norms, qk_norm, qkv_bias, output_gate: whether its blocks have them (see `StackConfig` and
         `SoftmaxConfig`).
       scales_embedding: whether embedded tokens are multiplied by the square root of the width.
+      ignored: fields of its config.json that transformers never reads.
     """
 
     class_name: str
@@ -31,6 +32,7 @@ class Architecture:
     qkv_bias: bool = False
     output_gate: bool = False
     scales_embedding: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 def _architecture(class_name: str, defaults: Mapping[str, Any], **fields: Any) -> Architecture:
@@ -67,7 +69,7 @@ EXPERTS = MappingProxyType(
     {
         "num_experts": 512,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
+        "mlp_only_layers": (),
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
         "moe_intermediate_size": 512,
@@ -110,13 +112,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _GEMMA
             | {
                 "final_logit_softcapping": None,
-                "attn_logit_softcapping": None,
                 "rope_local_base_freq": 10000.0,
                 "sliding_window_pattern": 6,
             },
             activation="hidden_activation",
             output_norms=True,
             qk_norm=True,
+            ignored=("attn_logit_softcapping",),
             **_GEMMA_OPTIONS,
         ),
         "qwen3_next": _architecture(

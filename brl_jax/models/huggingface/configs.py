@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from brl_jax.fields import Count, Fraction, Natural, NonNegative, Positive
 from brl_jax.layers.core.attention_layer import SoftmaxConfig
 from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.dense.full import FullConfig
@@ -17,6 +18,8 @@ from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, EXPERTS, Architecture, architecture_of
 from brl_jax.models.huggingface.rope import (
+    ROPE_FIELDS,
+    check_fields,
     layer_rotation,
     longest,
     rotary_dim,
@@ -37,7 +40,24 @@ LINEAR_SIZES: Mapping[str, str] = MappingProxyType(
         "linear_conv_kernel_dim": "conv_size",
     }
 )
-ACTIVATIONS = MappingProxyType({"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "relu": "glu_relu"})
+ACTIVATIONS = MappingProxyType(
+    {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_erf", "relu": "glu_relu"}
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""The fields of config.json from which transformers takes the special tokens' ids when it generates."""
+# An architecture has some of these fields (`Architecture.defaults`).
+FIELDS: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": Count, "hidden_size": Count, "intermediate_size": Count, "num_hidden_layers": Count,
+    "num_attention_heads": Count, "num_key_value_heads": Count | None, "head_dim": Count | None,
+    "max_position_embeddings": Count | None, "hidden_act": str | None, "hidden_activation": str | None,
+    "rms_norm_eps": NonNegative, "tie_word_embeddings": bool | None, "attention_bias": bool | None,
+    "mlp_bias": bool | None, "use_bidirectional_attention": bool | None, "query_pre_attn_scalar": Positive,
+    "attn_logit_softcapping": Positive | None, "final_logit_softcapping": Positive | None,
+    "sliding_window": Count | None, "use_sliding_window": bool | None, "max_window_layers": Natural,
+    "sliding_window_pattern": Count, "full_attention_interval": Count, "layer_types": Sequence[str] | None,
+    "partial_rotary_factor": Fraction | None, "num_experts": Natural | None, "decoder_sparse_step": Count,
+    "mlp_only_layers": Sequence[int] | None, **dict.fromkeys(LINEAR_SIZES, Count), **ROPE_FIELDS,
+})  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields for training, generation or storage, which do not affect what the network computes.
 _IGNORED = frozenset([
@@ -58,6 +78,16 @@ _IGNORED = frozenset([
 ])  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class PretrainedConfig(DecoderConfig):
+    """A loaded decoder's configuration, and the settings with which transformers generates from it."""
+
+    token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    """The fields of `TOKEN_IDS` that config.json has: each an id, a list of ids or None."""
+    generation: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
+    """The contents of generation_config.json; None if there is no such file."""
+
+
 def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -> DecoderConfig:
     """Returns the configuration of the decoder that a config.json of transformers describes.
 
@@ -65,13 +95,10 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
       ValueError: the architecture or an option has no equivalent here, or a field is missing or wrong.
     """
     architecture = architecture_of(values)
-    for name in _REQUIRED:
-        value = values.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {name} must be an integer of at least 1, got {value!r}")
     known = (*_REQUIRED, *architecture.defaults)
+    check_fields(FIELDS, dict.fromkeys(_REQUIRED) | values)
     for name, value in values.items():
-        is_ignored = name in _IGNORED or name.startswith("_")
+        is_ignored = name in _IGNORED or name in architecture.ignored or name.startswith("_")
         if name not in known and not is_ignored and value not in (None, False):
             raise ValueError(
                 f"config.json: {name}={value!r} is not supported for {values['model_type']}; supported are "

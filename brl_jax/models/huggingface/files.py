@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+GENERATION = "generation_config.json"
+_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
 def safetensors_numpy() -> Any:
@@ -51,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
@@ -81,17 +85,32 @@ def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.n
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from error
 
+        def read_tensor(file: Any, name: str) -> np.ndarray:
+            try:
+                if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+                    raise ValueError(
+                        f"{name} is stored as {dtype}; weights must be of {', '.join(sorted(_DTYPES))}"
+                    )
+                return file.get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{folder / INDEX} names another file for {name} than holds it: {error}"
+                ) from error
+
         if (folder / WEIGHTS).is_file():
             file = open_file(WEIGHTS)
-            yield list(file.keys()), file.get_tensor
+            yield list(file.keys()), functools.partial(read_tensor, file)
             return
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}")
         shard_of = read_json(folder / INDEX).get("weight_map")
         if not isinstance(shard_of, dict):
             raise ValueError(f"{folder / INDEX} must have an object weight_map")
+        for name in shard_of.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{folder / INDEX} must name files beside it, got {name!r}")
         shards = {name: open_file(name) for name in sorted(set(shard_of.values()))}
-        yield list(shard_of), lambda name: shards[shard_of[name]].get_tensor(name)
+        yield list(shard_of), lambda name: read_tensor(shards[shard_of[name]], name)
 
 
 def metadata(folder: Path) -> dict[str, str]:
@@ -112,10 +131,12 @@ def write_folder(
     *,
     metadata: Mapping[str, str],
     tokenizer: str | os.PathLike[str] | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Writes weights, config.json and a tokenizer's files into a new folder, which appears once it is complete.
 
     Args:
+      more: other JSON files, contents by name.
       tokenizer: a folder; its files with the usual tokenizer names are copied.
 
     Raises:
@@ -129,7 +150,8 @@ def write_folder(
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         save_file(dict(tensors), partial / WEIGHTS, metadata=dict(metadata))
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, values in {CONFIG: config, **more}.items():
+            (partial / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         source = None if tokenizer is None else Path(tokenizer)
         for name in TOKENIZER_FILES:
             if source is not None and (source / name).is_file():

@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from brl_jax.attention.core.rotary import RopeScaling
+from brl_jax.fields import Count, Positive, check_value
 from brl_jax.layers.core.attention_layer import SoftmaxConfig
 
+ROPE_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_theta": Positive,
+        "rope_local_base_freq": Positive,
+        "rope_scaling": Mapping[str, Any] | None,
+        "rope_parameters": Mapping[str, Any] | None,
+    }
+)
+_SCALING_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_type": str | None,
+        "type": str | None,
+        "rope_theta": Positive,
+        "factor": Positive,
+        "original_max_position_embeddings": Count,
+        "truncate": bool,
+        **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Positive),
+        **dict.fromkeys(
+            ("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"), Positive | None
+        ),
+        **dict.fromkeys(("full_attention", "sliding_attention"), Mapping[str, Any] | None),
+    }
+)
 _FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
 }
+
+
+def check_fields(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a value of config.json does not fit its field's annotation."""
+    for name, value in values.items():
+        check_value(f"config.json: {name}", value, fields.get(name, Any))
 
 
 def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeScaling]:
@@ -25,8 +63,7 @@ def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeSca
     """
     two_bases = values["model_type"] == "gemma3_text"
     parameters = values.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"config.json: rope_parameters must be an object, got {parameters!r}")
+    check_fields(_SCALING_FIELDS, parameters)
     by_layer = parameters.get(f"{kind}_attention")
     if isinstance(by_layer, Mapping) or "full_attention" in parameters:
         parameters = by_layer or {}
@@ -37,9 +74,12 @@ def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeSca
     else:
         theta = values.get("rope_theta", 1e6 if two_bases else 1e4)
     parameters = {**parameters, **old_scaling}
+    check_fields(_SCALING_FIELDS, parameters)
     if values["model_type"] == "qwen3_next":
         parameters.pop("partial_rotary_factor", None)  # see `rotary_dim`
-    return float(parameters.pop("rope_theta", theta)), _scaling(parameters)
+    return float(parameters.pop("rope_theta", theta)), _scaling(
+        parameters, values.get("max_position_embeddings")
+    )
 
 
 def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
@@ -50,7 +90,7 @@ def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
       ValueError: the number of features is odd or out of range.
     """
     parameters = values.get("rope_parameters") or {}
-    own = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
+    own = parameters.get("partial_rotary_factor")
     factor = values.get("partial_rotary_factor", own)
     factor = 0.25 if factor is None else factor
     size = int(head_dim * factor)
@@ -68,7 +108,7 @@ def rotary_factor(size: int, head_dim: int) -> float:
     return factor if int(head_dim * factor) == size else math.nextafter(factor, 1.0)
 
 
-def _scaling(parameters: dict[str, Any]) -> RopeScaling:
+def _scaling(parameters: dict[str, Any], longest: int | None) -> RopeScaling:
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
     if kind not in _FIELDS:
@@ -91,6 +131,8 @@ def _scaling(parameters: dict[str, Any]) -> RopeScaling:
         factor = float(parameters["factor"])
         if kind == "linear":
             return RopeScaling("linear", factor)
+        if kind == "yarn" and longest is not None:
+            parameters.setdefault("original_max_position_embeddings", longest)
         length = parameters["original_max_position_embeddings"]
         if kind == "llama3":
             slow, fast = parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -101,7 +143,8 @@ def _scaling(parameters: dict[str, Any]) -> RopeScaling:
     multiplier = parameters.get("attention_factor")
     if multiplier is None:
         multiplier = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return RopeScaling("yarn", factor, length, float(slow), float(fast), float(multiplier))
+    truncate = parameters.get("truncate", True)
+    return RopeScaling("yarn", factor, length, float(slow), float(fast), float(multiplier), truncate)
 
 
 def longest(mechanism: SoftmaxConfig) -> int:
@@ -133,5 +176,5 @@ def rotation_fields(
             "beta_slow": scaling.slow_turns,
             "beta_fast": scaling.fast_turns,
             "attention_factor": scaling.query_key_factor,
-        }
+        } | ({} if scaling.truncate else {"truncate": False})
     return fields | {"rope_scaling": values}

@@ -15,6 +15,7 @@ from brl_jax.models.huggingface.architectures import Architecture
 from brl_jax.models.stack import group_layers
 
 Path = tuple[str, ...]
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class _Entry(NamedTuple):
@@ -190,9 +191,9 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
     d = config.dimensions
     width, hidden, offset = d.d_model, d.d_ff, architecture.norm_offset
     everywhere = np.arange(width)
-    yield _plain("model.embed_tokens.weight", ("embedding",), None, (config.vocab_size, width))
+    yield _plain(_TABLE, ("embedding",), None, (config.vocab_size, width))
     if not config.tied_embeddings:
-        yield _plain("lm_head.weight", ("unembedding",), None, (config.vocab_size, width))
+        yield _plain(_HEAD, ("unembedding",), None, (config.vocab_size, width))
     yield _scale("model.norm", ("stack", "final_norm"), None, offset, everywhere)
     number = 0
     for group, (period, repeats) in enumerate(group_layers(config.mechanisms)):
@@ -224,6 +225,14 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                     yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
 
 
+def has_own_head(config: DecoderConfig, names: Any, read: Callable[[str], np.ndarray]) -> bool:
+    """Returns whether a file has a separate output table although config.json ties the tables. transformers then uses
+    both tables. Some files store the same table twice."""
+    if not config.tied_embeddings or not {_HEAD, _TABLE} <= set(names):
+        return False
+    return not np.array_equal(read(_HEAD), read(_TABLE))
+
+
 def to_parameters(
     config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
 ) -> dict[str, Any]:
@@ -234,7 +243,7 @@ def to_parameters(
     """
     left = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
-        left.discard("lm_head.weight")  # some files store the table twice
+        left.discard(_HEAD)  # see `has_own_head`
     leaves: dict[Path, Any] = {}
     for entry in _entries(config, architecture):
         if entry.name not in left:
