@@ -19,7 +19,7 @@ def test_cosine_follows_its_formula():
         if step < 4:
             expected = 2.0 * (step + 1) / 4
         else:
-            progress = min(1.0, (step - 4) / 16)
+            progress = min(1.0, (step - 4) / 15)
             expected = 2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi * progress)) / 2)
         np.testing.assert_allclose(schedule(step), expected, rtol=1e-5)
 
@@ -35,9 +35,16 @@ def test_inverse_sqrt_follows_its_formula():
 
 def test_linear_ends_at_its_share():
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay="linear", final_share=0.1)
-    schedule = make_schedule(config, steps=24)
-    for step, expected in ((0, 0.5), (3, 2.0), (4, 2.0), (14, 1.1), (24, 0.2), (99, 0.2)):
+    schedule = make_schedule(config, steps=24)  # the last step is step 23
+    for step, expected in ((0, 0.5), (3, 2.0), (4, 2.0), (23, 0.2), (99, 0.2)):
         assert float(schedule(step)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_last_step_has_the_final_share(decay, warmup):
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=warmup, decay=decay, final_share=0.1)
+    assert float(make_schedule(config, steps=10)(9)) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])

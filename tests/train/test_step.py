@@ -1,3 +1,5 @@
+import dataclasses
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -86,6 +88,20 @@ def test_reset_clears_the_memory():
     _, empty = step(used.replace(memory=state.memory), _batch(1))
     assert float(cleared["loss"]) == float(empty["loss"])
     assert float(cleared["loss"]) != float(kept["loss"])
+
+
+def test_a_step_without_weighted_targets_changes_nothing_to_nan():
+    objective = _without_dropout()
+    loss = objective.loss
+
+    def unweighted(params, memory, batch, key):
+        total, weight, memory, *averages = loss(params, memory, batch, key)
+        return 0.0 * total, 0.0 * weight, memory, *(jax.tree.map(lambda x: 0.0 * x, x) for x in averages)
+
+    step, state = _start(2, dataclasses.replace(objective, loss=unweighted))
+    state, metrics = step(state, _batch(0))
+    assert float(metrics["loss"]) == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.opt_state)))
 
 
 def test_dropout_depends_on_step_key_and_microbatch():

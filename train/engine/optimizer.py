@@ -52,23 +52,22 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     """The learning rate as a function of the number of steps done (int or int32 scalar) -> float32 scalar.
 
     Linear warm-up: step s (from 0) of `warmup_steps` has the share (s + 1) / warmup_steps, so that the first step
-    moves the parameters too. Then, after k steps: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps -
+    moves the parameters too. Then, after k steps: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps - 1 -
     warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), linear between the same ends, or inverse square root,
-    sqrt(warmup / k) (Vaswani et al. 2017, section 5.3).
+    sqrt(warmup / k) (Vaswani et al. 2017, section 5.3). The last step, after steps - 1, has the final share.
 
     Args:
       config: the optimiser's settings.
       steps: the number of steps of the whole run, where "cosine" and "linear" end.
     """
     highest, warmup = config.learning_rate, config.warmup_steps
+    fall = max(steps - 1 - warmup, 1)
     match config.decay:
         case "cosine":
-            decay = optax.cosine_decay_schedule(highest, max(steps - warmup, 1), config.final_share)
+            decay = optax.cosine_decay_schedule(highest, fall, config.final_share)
         case "linear":
             # As a float, because optax computes with it in int32, where the largest counts do not fit.
-            decay = optax.linear_schedule(
-                highest, config.final_share * highest, float(max(steps - warmup, 1))
-            )
+            decay = optax.linear_schedule(highest, config.final_share * highest, float(fall))
         case "inverse_sqrt":
             first = max(warmup, 1)
 

@@ -214,10 +214,12 @@ def make_train_step(
         zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, state.params))
         indices = jnp.arange(accumulation, dtype=jnp.int32)
         (sums, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
-        grads = jax.tree.map(lambda g: g / sums["weight"].astype(g.dtype), grads)
+        # Where no target has weight, all sums are 0: the loss and the gradients are too.
+        weight = jnp.where(sums["weight"] == 0, jnp.ones_like(sums["weight"]), sums["weight"])
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
-            **means(sums),
+            **means({**sums, "weight": weight}),
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
