@@ -48,10 +48,10 @@ class DataConfig(Checked):
     """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"
-    """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
-    names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD],
-    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.tokenize)
-    or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
+    """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, also .gz, .bz2 or .xz, local
+    or gs://...; names with the word train, valid, val, dev or test in them are those splits),
+    tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training),
+    tokens:DIR (see train.tokenize) or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
     words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a SentencePiece

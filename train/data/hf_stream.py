@@ -30,6 +30,8 @@ PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.
 _HELD_OUT_DOCUMENTS = 1000
 _BLOCK_DOCUMENTS = 64
+# Rows that are read to find the text's field.
+_LOOKED_AT = 100
 # Documents of a row that are shuffled together, by the seed.
 _SHUFFLED_DOCUMENTS = 64
 
@@ -90,9 +92,15 @@ def open_stream(spec: str) -> Opened:
         raise UserError(
             f"{option}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}"
         )
+    # Several rows, because the first may lack its text.
     with naming(option):
-        first: dict[str, Any] = next(iter(splits["train"]), {})
-    field = text_field(option, [n for n, value in first.items() if isinstance(value, str)], None)
+        first = list(itertools.islice(splits["train"], _LOOKED_AT))
+    kinds: dict[str, set[type]] = {}
+    for row in first:
+        for name, value in row.items():
+            kinds.setdefault(name, set()).update([] if value is None else [type(value)])
+    texts = [name for name, found in kinds.items() if found == {str} or (name == "text" and not found)]
+    field = text_field(option, texts, None, [name for name in kinds if name not in texts])
     raw, held_out = splits["train"], 0
     if "valid" not in splits:
         held_out = _HELD_OUT_DOCUMENTS
@@ -108,7 +116,7 @@ def open_stream_source(spec: str, holdout: float) -> Source:
         with naming(f"--data {PREFIX}{spec}"):
             documents = iter(splits[split])
             while some := list(itertools.islice(documents, _BLOCK_DOCUMENTS)):
-                yield from document_blocks(document[field] for document in some)
+                yield from document_blocks(document.get(field) for document in some)
 
     return Source(
         digest("hf-stream", spec, field, *file_versions(spec)),
@@ -196,10 +204,10 @@ class _Row:
                 self._epoch += 1
                 self._open()
                 continue
-            if self._held_out and _key(document[self._text.field]) in self._held_out:
+            if self._held_out and _key(document.get(self._text.field)) in self._held_out:
                 continue
             for encoded in self._text.tokenizer.encode_corpus(
-                text_pieces(document_blocks([document[self._text.field]]))
+                text_pieces(document_blocks([document.get(self._text.field)]))
             ):
                 pieces.append(encoded.ids.astype(np.int32))
                 have += len(encoded.ids)
@@ -241,7 +249,7 @@ class StreamedBatches:
     ):
         first = text.dataset.take(text.held_out) if text.held_out else ()
         with naming("--data"):
-            held_out = {_key(document[text.field]) for document in first}
+            held_out = {_key(document.get(text.field)) for document in first}
         own = check_rows(batch, rows)
         self._rows = {int(number): _Row(text, int(number), batch, seed, held_out) for number in own}
         self._length, self._step = length, 0

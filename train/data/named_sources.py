@@ -15,6 +15,7 @@ from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split,
 from train.engine.errors import UserError
 
 _ROWS = 256
+_STRINGS = ("string", "large_string", "string_view")
 
 
 @contextlib.contextmanager
@@ -36,9 +37,16 @@ def document_blocks(texts: Iterable[str | bytes | None]) -> Iterator[DocumentSta
         yield DocumentStart(content if content.endswith(b"\n") else content + b"\n")
 
 
-def text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
+def text_field(option: str, fields: Sequence[str], asked: str | None, others: Sequence[str] = ()) -> str:
     """The field that holds the text: the requested one, else `text`, else the only one that ends in _text, or the only
-    one."""
+    one.
+
+    Args:
+      fields: the names of fields that hold strings.
+      others: the names of the other fields.
+    """
+    if (asked or "text") in others:
+        raise UserError(f"{option}: the field {asked or 'text'!r} holds something other than strings")
     if asked:
         if asked not in fields:
             raise UserError(
@@ -147,8 +155,8 @@ def open_hf_text(rest: str, holdout: float) -> Source:
         raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
     tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     columns = {} if not tables else next(iter(tables.values())).features
-    texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in ("string", "large_string")]
-    key = text_field(option, texts, None)
+    texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in _STRINGS]
+    key = text_field(option, texts, None, [n for n in columns if n not in texts])
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
         for low in range(start, stop, _ROWS):

@@ -98,7 +98,7 @@ def load_series(config: SeriesConfig) -> Series:
     try:
         check_regular(path)
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+        text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
     except (*UNREADABLE, ValueError) as error:
         raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error

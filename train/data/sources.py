@@ -6,6 +6,7 @@ a split are separated by a line end; bits per byte are counted over that joined 
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import dataclasses
 import difflib
@@ -13,6 +14,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import lzma
 import os
 import re
 import sysconfig
@@ -32,6 +34,17 @@ _EXPECTED = (
     "mix:WEIGHT*TEXT,WEIGHT*TEXT"
 )
 _BLOCK = 1 << 20
+_OPENERS: dict[str, Callable[[str], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+# The first bytes of compressed files.
+_COMPRESSED = {
+    "gzip": rb"\x1f\x8b",
+    "bz2": rb"BZh[1-9]1AY&SY",
+    "xz": rb"\xfd7zXZ\x00",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "lz4": rb"\x04\x22\x4d\x18",
+    "zip": rb"PK\x03\x04",
+}
+_COMPRESSED_NAMES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 # Folders of the standard library that are not its own, hold tests, or whose files are generated (help texts, character
 # tables: one of them would be most of the held-out text).
 _NOT_STDLIB = {
@@ -62,21 +75,35 @@ class _File:
     def name(self) -> str:
         return self.address.rpartition("/")[2]
 
-    @property
-    def is_compressed(self) -> bool:
-        return self.name.endswith(".gz")
+    @functools.cached_property
+    def compression(self) -> str | None:
+        """gzip, bz2 or xz, by the first bytes; None for text."""
+        with _reading(self), self._open(None) as file:
+            start = file.read(16)
+        kind = next((kind for kind, pattern in _COMPRESSED.items() if re.match(pattern, start)), None)
+        named = self.name.lower().endswith(_COMPRESSED_NAMES)
+        if kind in ("zstd", "lz4", "zip") or (named and kind is None):
+            problem = "is named as compressed and is not" if kind is None else f"is compressed by {kind}"
+            raise UserError(
+                f"--data: cannot read {self.address}: it {problem}; expected text, or text compressed by "
+                f"{', '.join(_OPENERS)}"
+            )
+        return kind
 
     def open(self) -> Any:
         """The uncompressed text, as a binary file."""
+        return self._open(self.compression)
+
+    def _open(self, compression: str | None) -> Any:
         if not is_remote(self.address):
-            return gzip.open(self.address, "rb") if self.is_compressed else open(self.address, "rb")
+            return open(self.address, "rb") if compression is None else _OPENERS[compression](self.address)
         import fsspec
 
-        return fsspec.open(self.address, compression="gzip" if self.is_compressed else None).open()
+        return fsspec.open(self.address, compression=compression).open()
 
     def num_bytes(self) -> int:
         """Length of the uncompressed text."""
-        if not self.is_compressed:
+        if self.compression is None:
             return self.size
         with _reading(self), self.open() as file:
             return sum(len(block) for block in iter(lambda: file.read(_BLOCK), b""))
@@ -175,7 +202,7 @@ def _split_of_segments(segments: Sequence[_Segment]) -> Split:
     sizes = [
         (s.file.size if s.stop is None else s.stop) - s.start
         for s in segments
-        if s.stop is not None or not s.file.is_compressed
+        if s.stop is not None or s.file.compression is None
     ]
     return Split(blocks, sum(sizes) if len(sizes) == len(segments) else None)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import lzma
 import zlib
 
 #: What reading a missing, truncated or damaged file raises, compressed or not.
-UNREADABLE = (OSError, EOFError, zlib.error)
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class UserError(ValueError):

@@ -136,7 +136,7 @@ def test_bad_lines(tmp_path, changes, message):
 def test_missing_and_damaged_files(tmp_path):
     write_graph(tmp_path / "g")
     (tmp_path / "g/info.dat").write_text("{\n\n}}")
-    with pytest.raises(UserError, match=r"info\.dat, line 3: expected JSON"):
+    with pytest.raises(UserError, match=r"info\.dat is not JSON: .* line 3"):
         load(tmp_path / "g")
     (tmp_path / "g/info.dat").unlink()
     damaged = bytearray(gzip.compress(b"{}"))
@@ -183,8 +183,39 @@ def test_features_from_a_file(tmp_path):
         with pytest.raises(UserError, match=f'{name}: expected an .npz file with "features" and "labels"'):
             load(tmp_path / name)
     np.savez(tmp_path / "b.npz", features=points, labels=labels[1:])
-    with pytest.raises(UserError, match=r"expected features \(N, F\) and N whole numbers as labels"):
+    with pytest.raises(
+        UserError, match=r"expected features \(N, F\), real numbers, and N whole numbers as labels"
+    ):
         load(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "message"),
+    [
+        (np.full((8, 3), "a"), np.arange(8) % 2, "expected features"),
+        (np.ones((8, 3), np.complex64), np.arange(8) % 2, "expected features .* got complex64"),
+        (
+            np.ones((8, 0)),
+            np.arange(8) % 2,
+            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+        ),
+        (
+            np.ones((8, 3)),
+            np.arange(8) * 2**59,
+            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+        ),
+        (
+            np.ones((8, 3)),
+            np.arange(8) - 1,
+            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+        ),
+    ],
+    ids=["text", "complex", "none", "large labels", "labels below 0"],
+)
+def test_features_and_labels_that_mean_nothing(features, labels, message, tmp_path):
+    np.savez(tmp_path / "a.npz", features=features, labels=labels)
+    with pytest.raises(UserError, match=rf"a\.npz: {message}"):
+        load(tmp_path / "a.npz")
 
 
 def test_images_are_described_by_their_edges(tmp_path):
@@ -219,7 +250,7 @@ def test_images_are_described_by_their_edges(tmp_path):
     for name, array, message in (
         ("x_test", stripes[15:, 0], "expected .* with images as"),
         ("x_test", stripes[15:, :, :, None, None], "expected .* with images as"),
-        ("y_train", labels, r"expected features \(N, F\) and N whole numbers as labels"),
+        ("y_train", labels, r"expected features \(N, F\), real numbers, and N whole numbers as labels"),
     ):
         np.savez(tmp_path / "b.npz", **{**arrays, name: array})
         with pytest.raises(UserError, match=message):

@@ -1,6 +1,9 @@
 """Sources: every byte in one split, splits by name or cut at a line, errors in one line."""
 
+import bz2
 import gzip
+import json
+import lzma
 import os
 import sysconfig
 from pathlib import Path
@@ -150,6 +153,32 @@ def test_bad_files_are_named(tmp_path, monkeypatch):
             texts(f"text:train.{name},valid.txt")
 
 
+@pytest.mark.parametrize("name", ["book", "book.txt", "book.GZ", "book.bz2"])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress], ids=["gzip", "bz2", "xz"])
+def test_compressed_files_are_known_by_their_first_bytes(compress, name, tmp_path):
+    (tmp_path / name).write_bytes(compress(lines(50)))
+    found = texts(f"text:{tmp_path}/{name}", 0.1)
+    assert found["train"] + found["valid"] == lines(50)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "message"),
+    [
+        (
+            "book.zst",
+            b"\x28\xb5\x2f\xfd",
+            "it is compressed by zstd; expected text, or text compressed by gzip, ",
+        ),
+        ("book.txt", b"PK\x03\x04", "it is compressed by zip; expected text"),
+        ("book.xz", b"plain text", "it is named as compressed and is not"),
+    ],
+)
+def test_files_of_other_compressions_are_refused(name, start, message, tmp_path):
+    (tmp_path / name).write_bytes(start + lines(50))
+    with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: {message}"):
+        texts(f"text:{tmp_path}/{name}")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -214,6 +243,38 @@ def test_rows_that_are_held_out(rows, holdout, kept):
     splits = _split_rows("--data x", {"train": rows}, blocks, holdout)
     found = {name: b"".join(split.blocks()).decode() for name, split in splits.items()}
     assert found == {"train": f"('train', 0, {kept})", "valid": f"('train', {kept}, {rows})"}
+
+
+def rows_of(tmp_path, rows):
+    """A folder of JSON lines, as streams and as tables read it."""
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf-stream"])
+@pytest.mark.parametrize("first", [{"id": "row-0", "text": None}, {"id": "row-0"}], ids=["null", "absent"])
+def test_a_first_row_without_text(kind, first, tmp_path, offline):
+    """The column named text is read, and not the ids, which are the only strings of the first row."""
+    folder = rows_of(tmp_path, [first, *({"id": f"row-{i}", "text": f"text {i}"} for i in range(1, 5))])
+    assert texts(f"{kind}:{folder}")["train"].split(b"\n") == [
+        b"",
+        b"text 1",
+        b"text 2",
+        b"text 3",
+        b"text 4",
+        b"",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf-stream"])
+@pytest.mark.parametrize("value", [["a", "b"], 3, {"a": "b"}], ids=["list", "number", "struct"])
+def test_a_text_that_is_none(kind, value, tmp_path, offline):
+    folder = rows_of(tmp_path, [{"id": "row-0", "text": value}, {"id": "row-1", "text": value}])
+    with pytest.raises(
+        UserError, match=f"^--data {kind}:.*: the field 'text' holds something other than strings"
+    ):
+        texts(f"{kind}:{folder}")
 
 
 def test_hf_folder_of_files(tmp_path, offline):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,3 +241,63 @@ def test_wikitext_2_has_the_published_counts():
     assert words.vocab_size == 33_278
     assert len(ids) == 2_088_628
     assert sizes.sum() == len(text)
+
+
+def _file(model, tmp_path, **parts):
+    """The specification of a tokenizer.json of this model."""
+    tokenizer = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: tokenizers.models.WordLevel({"[UNK]": 0, "a": 5, "b": 300}, unk_token="[UNK]"),
+        lambda: tokenizers.models.WordPiece({"[UNK]": 0, "a": 5, "b": 300}, unk_token="[UNK]"),
+        lambda: tokenizers.models.BPE({"a": 5, "b": 300}, []),
+    ],
+    ids=["WordLevel", "WordPiece", "BPE"],
+)
+def test_ids_with_gaps(model, tmp_path):
+    spec = _file(model(), tmp_path, pre_tokenizer=tokenizers.pre_tokenizers.Whitespace())
+    tokenizer = train_tokenizer(spec, lambda: [])
+    assert tokenizer.vocab_size == 301
+    (encoded,) = tokenizer.encode_corpus([b"a b a"])
+    assert encoded.ids.tolist() == [5, 300, 5]
+    assert int(tokenizer.token_bytes[encoded.ids].sum() + encoded.extra[:, 1].sum()) == 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "sizes"),
+    [
+        (["日", "本", "語"], "日本語", [3, 3, 3]),
+        (["\u2581日", "本", "<0x0A>"], "\u2581日本", [4, 3]),
+    ],
+    ids=["characters", "blanks and bytes"],
+)
+def test_bytes_of_a_cut_text_that_is_not_byte_level(tokens, text, sizes, tmp_path):
+    """A token has the bytes of its own text, and not the number of its characters."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    model = tokenizers.models.Unigram([(token, -1.0) for token in vocabulary], 0, False)
+    tokenizer = train_tokenizer(_file(model, tmp_path), lambda: [])
+    assert tokenizer.token_bytes[tokenizer.encode(text)].tolist() == sizes
+    if "<0x0A>" in tokens:
+        assert tokenizer.token_bytes[vocabulary["<0x0A>"]] == 1
+
+
+def test_bytes_of_word_pieces(tmp_path):
+    model = tokenizers.models.WordPiece({"[UNK]": 0, "un": 1, "##able": 2}, unk_token="[UNK]")
+    tokenizer = train_tokenizer(_file(model, tmp_path), lambda: [])
+    assert tokenizer.token_bytes[tokenizer.encode("unable")].tolist() == [2, 4]
+
+
+def test_special_tokens_of_a_text_are_decoded(tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["<|end|>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = train_tokenizer(str(tmp_path / "tokenizer.json"), lambda: [])
+    assert tokenizer.decode(tokenizer.encode("a <|end|> b")) == "a <|end|> b"

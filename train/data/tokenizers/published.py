@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,35 @@ from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8,
 from train.engine.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
+_MOST_TOKENS = 1 << 24
 
 
 def is_pretrained(spec: str) -> bool:
     """Whether the command line names a tokenizer that exists, and not one to be learnt."""
     return spec.startswith("hf:") or spec.endswith((".json", ".model"))
+
+
+def _piece_size(token: str) -> int:
+    """Bytes of a SentencePiece token: <0x0A> is one byte, and \u2581 marks a blank."""
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
+
+
+def _token_sizes(vocabulary: Mapping[str, int], description: Any) -> list[int]:
+    """Bytes of each id's token in a tokenizer.json; 0 for an id without a token."""
+    prefix = description["model"].get("continuing_subword_prefix") or ""
+    most = max(vocabulary.values(), default=-1)
+    if most >= _MOST_TOKENS:
+        raise ValueError(f"its ids go up to {most}; expected fewer than {_MOST_TOKENS}")
+    # Each character of the byte-level alphabet is one byte.
+    is_byte_level = '"ByteLevel"' in json.dumps(
+        [description.get(part) for part in ("pre_tokenizer", "decoder")]
+    )
+    sizes = [0] * (most + 1)
+    for token, number in vocabulary.items():
+        sizes[number] = len(token) if is_byte_level else _piece_size(token.removeprefix(prefix))
+    return sizes
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -41,14 +67,15 @@ class PretrainedTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_str(payload[_JSON])
             self._model.no_truncation()
             self._model.no_padding()
-            tokens = [self._model.id_to_token(i) or "" for i in range(self._model.get_vocab_size())]
+            sizes = _token_sizes(self._model.get_vocab(with_added_tokens=True), json.loads(payload[_JSON]))
         else:
             import sentencepiece
 
             content = base64.b64decode(payload[_SENTENCEPIECE])
             self._model = sentencepiece.SentencePieceProcessor(model_file=None, model_proto=content)
-            tokens = [self._model.id_to_piece(i) for i in range(self._model.get_piece_size())]
-        self.token_bytes = np.array([len(token) for token in tokens], np.int64)
+            pieces = map(self._model.id_to_piece, range(self._model.get_piece_size()))
+            sizes = [_piece_size(piece) for piece in pieces]
+        self.token_bytes = np.array(sizes, np.int64)
 
     @classmethod
     def open(cls, spec: str) -> PretrainedTokenizer:
@@ -85,7 +112,9 @@ class PretrainedTokenizer(Tokenizer):
         return np.array(self._encode([text])[0], np.int32)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
-        return self._model.decode(np.asarray(ids).tolist())
+        # `encode` reads the names of special tokens, such as <|endoftext|>, so decoding writes them.
+        options = {"skip_special_tokens": False} if _JSON in self._files else {}
+        return self._model.decode(np.asarray(ids).tolist(), **options)
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         left = 0  # bytes that no token counts yet
