@@ -46,6 +46,10 @@ class LoadedRun(NamedTuple):
     step: int | None
     config: dict[str, Any]
 
+    def __repr__(self) -> str:
+        number = sum(leaf.size for leaf in jax.tree.leaves(self.variables))
+        return f"LoadedRun(model={type(self.model).__name__}, step={self.step}, {number:,} parameters)"
+
 
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
     """Reads a network that a command of `train` trained.

@@ -31,6 +31,8 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     train.lm.main(line.split())
     _, _, model, params, step = open_run([LM], f"{tmp_path}/run", "best")
     loaded = load_run(tmp_path / "run")
+    assert repr(loaded).startswith("LoadedRun(model=DecoderLM, step=")
+    assert len(repr(loaded)) < 100
     assert loaded.step == step == 2
     assert loaded.config["loop"]["steps"] == 2
     jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], params)
