@@ -138,6 +138,16 @@ def _read_hints(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
+def is_checked(hint: Any) -> bool:
+    """Whether `complaint_about` checks values of a type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return is_checked(arguments[0])
+    if origin in (types.UnionType, typing.Union):
+        return all(is_checked(kind) for kind in arguments if kind is not type(None))
+    return origin in (Literal, Mapping, Sequence, tuple) or hint in (bool, int, float, str)
+
+
 def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
     """What a value must be and isn't; None if it is right, or if the type is not one that is checked."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -150,7 +160,10 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
             return None
         return " or ".join(dict.fromkeys(complaint for complaint in complaints if complaint))
     if origin is Literal:
-        return None if value in arguments else f"one of {', '.join(map(repr, arguments))}"
+        fits = any(
+            value is choice or (type(value) is type(choice) and value == choice) for choice in arguments
+        )
+        return None if fits else f"one of {', '.join(map(repr, arguments))}"
     if hint is bool:
         return None if isinstance(value, bool | np.bool_) else "True or False"
     if hint in (int, float):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import argument_checks
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
 from brl_jax.attention.low_rank.long_short_generation import (
@@ -163,11 +166,29 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
       settings: the options of the mechanism's function that do not change from token to token.
 
     Raises:
-      ValueError: the name is unknown.
-      TypeError: a required setting is missing; for "cosformer", `extend` raises it.
+      ValueError: the name is unknown, or a setting has the wrong type or range.
+      TypeError: a setting is unknown or missing; for "cosformer", `extend` raises it if max_length is missing.
     """
-    require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}")
-    return _MAKERS[name](**settings)
+    hint = _DECAYED.get(name, "")
+    require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}{hint}")
+    maker, function = _MAKERS[name]
+    own = inspect.signature(maker).parameters
+    known = [*own, *(x for x in inspect.signature(function).parameters if x not in own)]
+    _check_settings(name, settings, [x for x in known if x not in _OF_CALLS])
+    missing = [x for x, parameter in own.items() if parameter.default is inspect.Parameter.empty]
+    missing = [x for x in missing if x not in settings and x != "settings"]
+    if missing:
+        raise TypeError(f"state_functions({name!r}) needs {', '.join(missing)}")
+    argument_checks(function)((), {x: value for x, value in settings.items() if x not in own})
+    return maker(**settings)
+
+
+def _check_settings(name: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
+    for setting in settings:
+        near = difflib.get_close_matches(setting, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if setting not in known:
+            raise TypeError(f"state_functions({name!r}) takes {', '.join(known)}, got {setting!r}{hint}")
 
 
 def _local(*, window: int, **settings: Any) -> StateFunctions[LocalState]:
@@ -294,21 +315,30 @@ def _sums(
     return make
 
 
-_MAKERS: dict[str, Callable[..., StateFunctions[Any]]] = {
-    "local": _local,
-    "diag": _diag,
-    "linear": _linear,
-    "norm": _sums(norm_attention, functools.partial(init_linear_state, normalize=False), is_causal=True),
-    "cosformer": _sums(cosformer_attention, init_cosformer_state, is_causal=True),
-    "performer": _performer,
-    "deltanet": _sums(delta_rule, init_delta_state),
-    "gated_deltanet": _sums(gated_delta_rule, init_delta_state),
-    "kda": _sums(kimi_delta_rule, init_delta_state),
-    "flowformer": _sums(flow_attention, init_flow_state, is_causal=True),
-    "luna": _luna,
-    "gau": _gau,
-    "flash": _flash,
-    "bsbr": _bsbr,
-    "mlr": _mlr,
-    "long_short": _long_short,
+# Arguments of a mechanism's function that are not settings.
+_OF_CALLS = ("settings", "query", "key", "value", "state", "return_state", "is_causal")
+_DECAYED = dict.fromkeys(
+    ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
+)
+# For each name, the maker of its functions, and the mechanism's function, which takes the maker's other settings.
+_MAKERS: dict[str, tuple[Callable[..., StateFunctions[Any]], Callable[..., Any]]] = {
+    "local": (_local, local_attention_step),
+    "diag": (_diag, diag_attention_step),
+    "linear": (_linear, linear_attention),
+    "norm": (
+        _sums(norm_attention, functools.partial(init_linear_state, normalize=False), is_causal=True),
+        norm_attention,
+    ),
+    "cosformer": (_sums(cosformer_attention, init_cosformer_state, is_causal=True), cosformer_attention),
+    "performer": (_performer, performer_attention),
+    "deltanet": (_sums(delta_rule, init_delta_state), delta_rule),
+    "gated_deltanet": (_sums(gated_delta_rule, init_delta_state), gated_delta_rule),
+    "kda": (_sums(kimi_delta_rule, init_delta_state), kimi_delta_rule),
+    "flowformer": (_sums(flow_attention, init_flow_state, is_causal=True), flow_attention),
+    "luna": (_luna, luna_attention),
+    "gau": (_gau, gau_attention),
+    "flash": (_flash, mixed_chunk_attention),
+    "bsbr": (_bsbr, bsbr_attention),
+    "mlr": (_mlr, mlr_attention_step),
+    "long_short": (_long_short, long_short_step),
 }

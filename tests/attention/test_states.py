@@ -125,6 +125,21 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
 def test_bad_input():
     with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
         state_functions("lokal")
+    for name, settings, error, message in (
+        ("local", {"window": 3, "windw": 3}, TypeError, "got 'windw'; did you mean 'window'?"),
+        ("local", {}, TypeError, r"state_functions\('local'\) needs window"),
+        (
+            "linear",
+            {"feature_map": "rlu"},
+            ValueError,
+            "feature_map must be one of .*, got 'rlu'; did you mean 'relu'",
+        ),
+        ("norm", {"epsilon": -1.0}, ValueError, "epsilon must be at least 0, got -1.0"),
+        ("linear", {"return_state": True}, TypeError, "got 'return_state'"),
+        ("mamba2", {}, ValueError, "got 'mamba2'; use 'linear' with normalize=False, .* log_decay"),
+    ):
+        with pytest.raises(error, match=message):
+            state_functions(name, **settings)
     state = state_functions("local", window=3).init(B, K, H)
     with pytest.raises(
         ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"

@@ -12,6 +12,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_sums
+from brl_jax.fields import NonNegative
 
 Norm = Literal["rms", "layer"]
 
@@ -26,7 +27,7 @@ def norm_attention(
     feature_map: FeatureMap = "elu+1",
     norm: Norm = "rms",
     norm_scale: Float[Array, "N V"] | None = None,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
