@@ -56,7 +56,7 @@ def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable
         "norm": lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True),
         "cosformer": lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=length, is_causal=True),
         "performer": lambda q, k, v, w: brl_jax.performer_attention(q, k, v, projection=w, is_causal=True),
-        "deltanet": brl_jax.delta_rule,
+        "deltanet": lambda q, k, v, beta: brl_jax.delta_rule(q, k, v, beta=beta),
         "gau": lambda q, k, v, left, right: brl_jax.gau_attention(
             q, k, v, bias=brl_jax.RotaryBias(left, right), is_causal=True
         ),

@@ -297,6 +297,17 @@ def _of(name: str, **options: Any) -> Callable[[Size, str | None], Callable[...,
     )
 
 
+def _of_delta(name: str) -> Callable[[Size, str | None], Callable[..., Any]]:
+    def make(z: Size, implementation: str | None) -> Callable[..., Any]:
+        def call(query: Any, key: Any, value: Any, *gates: Any) -> Any:
+            named = dict(zip(("beta", "log_decay"), gates))
+            return getattr(brl_jax, name)(query, key, value, **named, implementation=implementation)
+
+        return call
+
+    return make
+
+
 def _of_local(**options: Any) -> Callable[[Size, str | None], Callable[..., Any]]:
     def make(z: Size, implementation: str | None) -> Callable[..., Any]:
         def call(query: Any, key: Any, value: Any, segments: Any = None, sinks: Any = None) -> Any:
@@ -413,9 +424,9 @@ OPERATIONS = {
     "retention": Operation(f"{_LOCAL} slope", _decayed, _recurrence),
     "scalar_decay": Operation(f"{_LOCAL} decay", _decayed, _recurrence),
     "gla": Operation(f"{_LOCAL} decays", _decayed, _recurrence),
-    "delta": Operation(f"{_LOCAL} beta", _of("delta_rule"), _delta),
-    "gated_delta": Operation(f"{_LOCAL} beta decay", _of("gated_delta_rule"), _delta),
-    "kda": Operation(f"{_LOCAL} beta decays", _of("kimi_delta_rule"), _delta),
+    "delta": Operation(f"{_LOCAL} beta", _of_delta("delta_rule"), _delta),
+    "gated_delta": Operation(f"{_LOCAL} beta decay", _of_delta("gated_delta_rule"), _delta),
+    "kda": Operation(f"{_LOCAL} beta decays", _of_delta("kimi_delta_rule"), _delta),
     "flow": Operation(_LOCAL, _of("flow_attention", is_causal=True), _flow),
     "diag": Operation(
         _LOCAL, _of("diag_attention", is_causal=True), _attend(lambda z, i, j: i // 64 == j // 64),

@@ -355,7 +355,7 @@ def _linear(query, key, value, numbers):
 
 def _gated_delta(query, key, value, numbers):
     options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
-    return gated_delta_rule(query, key, value, numbers, -numbers, **options)
+    return gated_delta_rule(query, key, value, beta=numbers, log_decay=-numbers, **options)
 
 
 _RECURRENCES: dict[str, Callable] = {"linear": _linear, "gated delta": _gated_delta}

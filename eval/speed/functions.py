@@ -117,7 +117,7 @@ def _native_sparse_reference(
 
 def _delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        return delta_rule(query, key, value, jnp.full(key.shape[:3], BETA, key.dtype))
+        return delta_rule(query, key, value, beta=jnp.full(key.shape[:3], BETA, key.dtype))
 
     return attend
 
@@ -126,7 +126,7 @@ def _gated_delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         shape = key.shape[:3]
         gates = jnp.full(shape, BETA, key.dtype), jnp.full(shape, LOG_DECAY, jnp.float32)
-        return gated_delta_rule(query, key, value, *gates)
+        return gated_delta_rule(query, key, value, beta=gates[0], log_decay=gates[1])
 
     return attend
 
@@ -140,7 +140,7 @@ def _kimi_delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         log_decay = jnp.asarray(_feature_log_decay(options), jnp.float32)[None, None, None]
         beta = jnp.full(key.shape[:3], BETA, key.dtype)
-        return kimi_delta_rule(query, key, value, beta, jnp.broadcast_to(log_decay, key.shape))
+        return kimi_delta_rule(query, key, value, beta=beta, log_decay=jnp.broadcast_to(log_decay, key.shape))
 
     return attend
 

@@ -207,9 +207,15 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             functools.partial(bj.cosformer_attention, max_length=o.length, **causal),
             qkv,
         ),
-        "delta_rule": (bj.delta_rule, (*qkv, rate)),
-        "gated_delta_rule": (lambda q, k, v, b, d: bj.gated_delta_rule(q, k, v, b, -d), (*qkv, rate, rate)),
-        "kimi_delta_rule": (lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, b, -k), (*qkv, rate)),
+        "delta_rule": (lambda q, k, v, b: bj.delta_rule(q, k, v, beta=b), (*qkv, rate)),
+        "gated_delta_rule": (
+            lambda q, k, v, b, d: bj.gated_delta_rule(q, k, v, beta=b, log_decay=-d),
+            (*qkv, rate, rate),
+        ),
+        "kimi_delta_rule": (
+            lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, beta=b, log_decay=-k),
+            (*qkv, rate),
+        ),
         "gau_attention": (functools.partial(bj.gau_attention, **causal), qkv),
         "mixed_chunk_attention": (
             lambda q, k, v: bj.mixed_chunk_attention(q, k, q, k, v, **causal),

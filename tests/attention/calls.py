@@ -133,15 +133,22 @@ CALLS = {
         qkv,
         lambda q, k, v: bj.cosformer_attention(q, k, v, max_length=16, is_causal=True, chunk_size=4),
     ),
-    "delta": (_with_beta, lambda q, k, v, beta: bj.delta_rule(q, k, v, beta, chunk_size=4)),
+    "delta": (_with_beta, lambda q, k, v, beta: bj.delta_rule(q, k, v, beta=beta, chunk_size=4)),
     "gated_delta": (
         _with_beta,
-        lambda q, k, v, beta: bj.gated_delta_rule(q, k, v, beta, -3 * beta[..., ::-1], chunk_size=4),
+        lambda q, k, v, beta: bj.gated_delta_rule(
+            q, k, v, beta=beta, log_decay=-3 * beta[..., ::-1], chunk_size=4
+        ),
     ),
     "kimi_delta": (
         _with_beta,
         lambda q, k, v, beta: bj.kimi_delta_rule(
-            q, k, v, beta, -3 * beta[..., ::-1, None] * jnp.arange(4.0).reshape(1, 1, 1, 4), chunk_size=4
+            q,
+            k,
+            v,
+            beta=beta,
+            log_decay=-3 * beta[..., ::-1, None] * jnp.arange(4.0).reshape(1, 1, 1, 4),
+            chunk_size=4,
         ),
     ),
     "gau": (qkv, lambda q, k, v: bj.gau_attention(q, k, v, is_causal=True, chunk_size=4)),

@@ -178,7 +178,8 @@ def run(family, name, arrays, options, length, gradients):
 
     def results(function, **more):
         def loss(*given):
-            out = function(*given, **options, **more)
+            strength = {"beta": given[3]} if arrays is with_beta else {}
+            out = function(*given[: 3 if strength else None], **strength, **options, **more)
             return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
 
         if not gradients:

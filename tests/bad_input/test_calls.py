@@ -45,7 +45,7 @@ SOFTMAX = {
     "norm": lambda q=Q, k=K, v=V, **o: brl.norm_attention(q, k, v, **o),
     "cosformer": lambda q=Q, k=K, v=V, **o: brl.cosformer_attention(q, k, v, max_length=64, **o),
     "gau": lambda q=Q, k=K, v=V, **o: brl.gau_attention(q, k, v, **o),
-    "delta": lambda q=Q, k=K, v=V, **o: brl.delta_rule(q, k, v, BETA, **o),
+    "delta": lambda q=Q, k=K, v=V, **o: brl.delta_rule(q, k, v, beta=BETA, **o),
     "performer": lambda q=Q, k=K, v=V, **o: brl.performer_attention(
         q, k, v, rng=jax.random.key(0), num_features=16, **o
     ),
@@ -320,7 +320,10 @@ CALLS = {
         lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=-0.1),
         "log_decay must be .* got float",
     ),
-    "delta: a strength that is a number": (lambda: brl.delta_rule(Q, K, V, 0.5), "beta must be .* got float"),
+    "delta: a strength that is a number": (
+        lambda: brl.delta_rule(Q, K, V, beta=0.5),
+        "beta must be .* got float",
+    ),
     "long_short: positions of another length": (
         lambda: brl.long_short_attention(Q, K, V, Q[..., :2], positions=jnp.zeros((1, T + 1), jnp.int32)),
         r"positions must have shape \(1, 12\) or \(2, 12\), .* got \(1, 13\)",
@@ -356,13 +359,13 @@ CALLS = {
         lambda: SOFTMAX["linear"](is_causal=True, log_decay=BETA),
         "log_decay needs is_causal=True and normalize=False",
     ),
-    "delta: beta of another shape": (lambda: brl.delta_rule(Q, K, V, BETA[:, :3]), "beta must be"),
+    "delta: beta of another shape": (lambda: brl.delta_rule(Q, K, V, beta=BETA[:, :3]), "beta must be"),
     "gated delta: a decay of another shape": (
-        lambda: brl.gated_delta_rule(Q, K, V, BETA, BETA[:, :3]),
+        lambda: brl.gated_delta_rule(Q, K, V, beta=BETA, log_decay=BETA[:, :3]),
         "log_decay must be",
     ),
     "kimi delta: a decay of another shape": (
-        lambda: brl.kimi_delta_rule(Q, K, V, BETA, BETA),
+        lambda: brl.kimi_delta_rule(Q, K, V, beta=BETA, log_decay=BETA),
         "log_decay must be floating point of shape .*key features",
     ),
     "performer: neither key nor projection": (lambda: brl.performer_attention(Q, K, V), "rng|projection"),

@@ -36,6 +36,7 @@ from brl_jax.attention.recurrent.rows import (
 )
 from brl_jax.attention.recurrent.tpu import Walked
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
+from brl_jax.fields import Count
 
 
 class DeltaState(NamedTuple):
@@ -66,21 +67,21 @@ def delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    beta: Float[Array, "B T K"],
     *,
+    beta: Float[Array, "B T K"],
     normalize_keys: bool = True,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     state: DeltaState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) -> (B, T, N, V)::
 
-        out = delta_rule(query, key, value, beta)
+        out = delta_rule(query, key, value, beta=beta)
 
     DeltaNet (Yang et al. 2024, arXiv:2406.06484, eqs. 4-5); it is always causal. It is computed chunk by chunk in the
     WY form (section 3.2 of the paper): with A the strictly lower part of diag(beta) K K^T, all corrected values of a
@@ -125,22 +126,22 @@ def gated_delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
+    *,
     beta: Float[Array, "B T K"],
     log_decay: Float[Array, "B T K"],
-    *,
     normalize_keys: bool = True,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     state: DeltaState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """The delta rule on a state that first decays: S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T, D_t = alpha_t S_(t-1).
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) x 2 -> (B, T, N, V)::
 
-        out = gated_delta_rule(query, key, value, beta, log_decay)
+        out = gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay)
 
     Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10), with alpha_t = exp(log_decay_t) and out_t = S_t^T q_t.
     It is computed as `delta_rule` is, and each pair of tokens is weighted by the decay between them (section 3.3). The
@@ -175,22 +176,22 @@ def kimi_delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
+    *,
     beta: Float[Array, "B T K"],
     log_decay: Float[Array, "B T K H"],
-    *,
     normalize_keys: bool = True,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     state: DeltaState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """`gated_delta_rule` with a decay of each key feature: D_t = diag(alpha_t) S_(t-1), row by row of the state.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K), (B, T, K, H) -> (B, T, N, V)::
 
-        out = kimi_delta_rule(query, key, value, beta, log_decay)
+        out = kimi_delta_rule(query, key, value, beta=beta, log_decay=log_decay)
 
     Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1), with alpha_t = exp(log_decay_t). Within a chunk the
     decays between two tokens enter the products of queries and keys feature by feature, as in `linear_attention`: no

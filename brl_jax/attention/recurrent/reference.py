@@ -188,35 +188,37 @@ def delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    beta: Float[Array, "B T K"],
     *,
+    beta: Float[Array, "B T K"],
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, token by token (arXiv:2406.06484)."""
-    return gated_delta_rule(query, key, value, beta, jnp.zeros_like(beta), normalize_keys=normalize_keys)
+    return gated_delta_rule(
+        query, key, value, beta=beta, log_decay=jnp.zeros_like(beta), normalize_keys=normalize_keys
+    )
 
 
 def gated_delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
+    *,
     beta: Float[Array, "B T K"],
     log_decay: Float[Array, "B T K"],
-    *,
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """The delta rule on a state that is first multiplied by exp(log_decay_t), token by token (arXiv:2412.06464)."""
     of_features = jnp.broadcast_to(log_decay[..., None], key.shape)
-    return kimi_delta_rule(query, key, value, beta, of_features, normalize_keys=normalize_keys)
+    return kimi_delta_rule(query, key, value, beta=beta, log_decay=of_features, normalize_keys=normalize_keys)
 
 
 def kimi_delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
+    *,
     beta: Float[Array, "B T K"],
     log_decay: Float[Array, "B T K H"],
-    *,
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """The delta rule on a state whose rows are first multiplied by exp(log_decay_t), token by token

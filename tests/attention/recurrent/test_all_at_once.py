@@ -108,13 +108,13 @@ def call(name, query, key, value, beta, **options):
             options |= {"normalize": False, "feature_map": "identity", "log_decay": decay}
             return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
         case "delta":
-            return brl_jax.delta_rule(query, key, value, beta, **options)
+            return brl_jax.delta_rule(query, key, value, beta=beta, **options)
         case "gated":
             decay = _log_decay(beta.astype(jnp.float32))
-            return brl_jax.gated_delta_rule(query, key, value, beta, decay, **options)
+            return brl_jax.gated_delta_rule(query, key, value, beta=beta, log_decay=decay, **options)
         case "kimi":
             decay = _log_decay(beta.astype(jnp.float32))[..., None] * STRENGTHS[None, None, None]
-            return brl_jax.kimi_delta_rule(query, key, value, beta, decay, **options)
+            return brl_jax.kimi_delta_rule(query, key, value, beta=beta, log_decay=decay, **options)
     return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
 
 
@@ -310,6 +310,6 @@ def test_long_products_of_the_delta_rule_stay_precise(all_at_once):
     length = 2**15
     query, key, value = rng.standard_normal((3, 1, length, 1, SIZE))
     beta = rng.random((1, length, 1))
-    inputs = (jnp.asarray(x, jnp.float32) for x in (query, key, value, beta))
-    got = jax.jit(functools.partial(brl_jax.delta_rule, chunk_size=8))(*inputs)
+    *inputs, strengths = (jnp.asarray(x, jnp.float32) for x in (query, key, value, beta))
+    got = jax.jit(functools.partial(brl_jax.delta_rule, chunk_size=8))(*inputs, beta=strengths)
     close(got[0, :, 0], delta(query[0, :, 0], unit(key[0, :, 0]), value[0, :, 0], beta[0, :, 0]))

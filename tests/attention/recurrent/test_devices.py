@@ -75,11 +75,11 @@ def _delta_state():
 
 
 def delta(query, key, value, beta, **options):
-    return delta_rule(query, key, value, beta, **options)
+    return delta_rule(query, key, value, beta=beta, **options)
 
 
 def gated(query, key, value, beta, log_decay, **options):
-    return gated_delta_rule(query, key, value, beta, -4 * log_decay, **options)
+    return gated_delta_rule(query, key, value, beta=beta, log_decay=-4 * log_decay, **options)
 
 
 def decayed(query, key, value, decay, **options):

@@ -38,19 +38,19 @@ class Case(NamedTuple):
 
 def _delta(query, key, value, **options):
     beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
-    return brl_jax.delta_rule(query, key, value, beta, **options)
+    return brl_jax.delta_rule(query, key, value, beta=beta, **options)
 
 
 def _gated_delta(query, key, value, **options):
     beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
     log_decay = jax.lax.stop_gradient(-jnp.exp(2 * value[..., 1]))
-    return brl_jax.gated_delta_rule(query, key, value, beta, log_decay, **options)
+    return brl_jax.gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay, **options)
 
 
 def _kimi_delta(query, key, value, **options):
     beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
     log_decay = jax.lax.stop_gradient(-jnp.exp(2 * key))
-    return brl_jax.kimi_delta_rule(query, key, value, beta, log_decay, **options)
+    return brl_jax.kimi_delta_rule(query, key, value, beta=beta, log_decay=log_decay, **options)
 
 
 def _linear(query, key, value, **options):

@@ -51,8 +51,8 @@ def function(delta, decayed):
         if delta:
             options |= {"normalize_keys": False, "state": DeltaState(state)}
             if decayed:
-                return brl_jax.gated_delta_rule(query, key, value, beta, log_decay, **options)
-            return brl_jax.delta_rule(query, key, value, beta, **options)
+                return brl_jax.gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay, **options)
+            return brl_jax.delta_rule(query, key, value, beta=beta, **options)
         options |= {"normalize": False, "feature_map": "identity", "is_causal": True}
         options["state"] = LinearState(state, None)
         return brl_jax.linear_attention(query, key, value, log_decay=log_decay, **options)
@@ -193,7 +193,9 @@ def test_causal_to_the_bit():
     run = jax.jit(functools.partial(brl_jax.delta_rule, implementation="pallas_interpret"))
     for cut in (40, 128, 200):
         other = jnp.where((jnp.arange(300) < cut)[None, :, None, None], x, y)
-        np.testing.assert_array_equal(run(x, x, x, beta)[:, :cut], run(other, other, other, beta)[:, :cut])
+        np.testing.assert_array_equal(
+            run(x, x, x, beta=beta)[:, :cut], run(other, other, other, beta=beta)[:, :cut]
+        )
 
 
 @pytest.mark.parametrize(
