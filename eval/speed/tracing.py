@@ -257,7 +257,9 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             qkv,
         ),
         "global_window_attention": (
-            functools.partial(bj.global_window_attention, ranks=ranks, window=o.window, **causal),
+            functools.partial(
+                bj.global_window_attention, ranks=(o.head_dim // 2,) * 2, window=o.window, **causal
+            ),
             qkv,
         ),
         "synthesizer_attention": (
