@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> None:
     path = json_path(options.json)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     bases: dict[bool, Row] = {}
     measured = []
     for row in rows(options):
