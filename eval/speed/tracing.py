@@ -183,7 +183,7 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
         short_k, short_v = (bj.compression_blocks(x, sizes).mean(2) for x in (k, v))
         return bj.native_sparse_attention(q, k, v, short_k, short_v, q[..., :3], sizes=sizes, window=o.window)
 
-    programs = {
+    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         BASE: (functools.partial(jax.nn.dot_product_attention, **causal), qkv),
         "local_attention": (local, qkv),
         "local_attention, Strided": (
