@@ -43,7 +43,7 @@ def found(tmp_path_factory):
 
 
 # Mechanisms for each operation: local attention and gated attention units in a decoder, compress and propagate in an
-# encoder, compress by blocks in a decoder, the blocks that native sparse attention chooses, and each kind of recurrence.
+# encoder, compress by blocks in a decoder, native sparse attention, and each kind of recurrence.
 LAWS = (
     "law_1_causal[local-sinks]",
     "law_1_causal[gau]",
