@@ -93,8 +93,17 @@ def check_fields(config: Any) -> None:
     for name, hint in field_hints(config.__class__).items():
         complaint = complaint_about(getattr(config, name), hint)
         if complaint is not None:
-            value = getattr(config, name)
+            value = _offending(getattr(config, name), hint)
             raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
+
+
+def _offending(value: Any, hint: Any) -> Any:
+    """The item of a tuple that does not fit, or the value itself."""
+    origin = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is tuple]
+    kinds = typing.get_args(origin[0]) if origin else ()
+    if isinstance(value, tuple) and kinds:
+        return next((item for item in value if complaint_about(item, kinds[0]) is not None), value)
+    return value
 
 
 def _hint(value: Any, hint: Any) -> str:
@@ -161,6 +170,5 @@ def _number_complaint(value: Any, kind: type, within: Range | None) -> str | Non
         return (within or Range(-MOST, MOST)).complaint(int(value))
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return "a number"
-    if not math.isfinite(value):
-        return "finite"
-    return None if within is None else within.complaint(float(value))
+    complaint = None if within is None else within.complaint(float(value))
+    return complaint or (None if math.isfinite(value) else "finite")

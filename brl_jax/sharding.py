@@ -281,8 +281,7 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
     Args:
       names: for each dimension, a name in `RULES` or None (whole).
     """
-    sizes = _automatic_axes()
-    if not sizes:
+    if jax.sharding.get_abstract_mesh().empty or not (sizes := _automatic_axes()):
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
@@ -299,6 +298,8 @@ def gather_parameter(x: jax.Array, names: Names) -> jax.Array:
     Raises:
       ValueError: as `partition_spec`.
     """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
     sizes = _automatic_axes()
     if sizes.get(_KEPT_OVER[1], 1) == 1 or _is_vector(names):
         return x

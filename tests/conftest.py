@@ -5,7 +5,7 @@ and in the processes that tests start (its emitters of fused loops alone take mo
 programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a folder of its
 own, as none must read what another is writing.
 
-Tracing makes objects by the million, hardly any of them garbage: looking for it seldom saves a tenth of the time.
+Tracing makes objects by the million and little garbage: looking for garbage seldom saves a tenth of the time.
 """
 
 import gc

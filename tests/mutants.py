@@ -4,8 +4,8 @@
 
 Draws N mutants by the seed from the syntax trees of the rooms (folders or files): comparisons, arithmetic, constants
 off by one, dropped statements, swapped arguments, min for max, `and` for `or`. First the tests that mirror the rooms,
-with the laws for the library's rooms, must pass on the code as it is. That run notes which lines each test executes, so
-that a mutant meets only the tests that reach it, the quickest first, until one fails.
+with the laws and bad calls for the library's rooms, must pass on the code as it is. That run notes which lines each
+test executes, so that a mutant meets only the tests that reach it, the quickest first, until one fails.
 
 A mutant that no test notices is printed with its place and the change; the exit status is 1 if more than one in ten
 lives. Whether a survivor computes the same as the original is for the reader to judge.
@@ -38,6 +38,7 @@ _LIBRARY = (
     "brl_jax/models",
     "pallas_kernels/tpu",
 )  # what the laws run
+_BAD_CALLS = Path("tests/bad_input/test_calls.py")  # what the whole library refuses
 _PROCESSES = (
     "devices",
     "train.lm",
@@ -154,7 +155,7 @@ def draw(rooms: Sequence[str], seed: int, count: int, root: Path = ROOT) -> list
 
 
 def mirror_of(rooms: Sequence[str], root: Path = ROOT) -> list[str]:
-    """The tests that mirror the rooms: files of the same name, else the folder's; and the laws."""
+    """The tests that mirror the rooms: files of the same name, else the folder's; the laws; bad calls."""
     found = set()
     for room in rooms:
         path = Path(room)
@@ -168,6 +169,8 @@ def mirror_of(rooms: Sequence[str], root: Path = ROOT) -> list[str]:
             found.add(next(p for p in mirror.parents if (root / p).is_dir()))
         if path.as_posix().startswith(_LIBRARY):
             found.add(Path("tests/laws"))
+        if parts[0] == "brl_jax" and (root / _BAD_CALLS).exists():
+            found.add(_BAD_CALLS)
     return sorted(path.as_posix() for path in found if not found & set(path.parents))
 
 

@@ -73,5 +73,6 @@ def test_the_tests_must_pass_first(tmp_path, monkeypatch):
 
 def test_finds_the_tests_of_a_room():
     assert mutants.mirror_of(["train/data", "train/data/shards.py"]) == ["tests/train/data"]
-    assert mutants.mirror_of(["brl_jax/decoding.py"]) == ["tests/test_decoding.py"]
-    assert mutants.mirror_of(["brl_jax/attention/dense"]) == ["tests/attention/dense", "tests/laws"]
+    calls = "tests/bad_input/test_calls.py"
+    assert mutants.mirror_of(["brl_jax/decoding.py"]) == [calls, "tests/test_decoding.py"]
+    assert mutants.mirror_of(["brl_jax/attention/dense"]) == ["tests/attention/dense", calls, "tests/laws"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -349,7 +350,7 @@ class Stack(nn.Module):
         period = Period(group.mechanisms, group.carriers, self.dimensions, self.cross_attention, parent=None)
         new = []
         for i, cache in enumerate(caches):
-            own = {"params": jax.tree.map(lambda array, i=i: array[i], params)}
+            own = {"params": jax.tree.map(operator.itemgetter(i), params)}
             state, cache = period.apply(own, state, cache, call, deterministic, cross)
             new.append(cache)
         return state, tuple(new)

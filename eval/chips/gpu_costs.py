@@ -9,7 +9,7 @@ at once and of BRL's layers. Needs `pip install '.[gpu]'` (the CUDA plugin bring
 device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
-(through XLA: 1.5 times as many) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
+(through XLA: 1.5 times the launches) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
 `eval.chips.gpu_mechanisms`.
 """
 
@@ -393,7 +393,7 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """The assembler of GPU kernels. Raises UserError if there is none."""
+    """The assembler of GPU kernels. Raises UserError if it is missing."""
     found = find_assembler()
     if found is None:
         raise UserError("ptxas is missing: pip install -e '.[gpu]'")

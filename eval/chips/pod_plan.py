@@ -132,7 +132,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
       begin: called with the name of each stage when it begins.
 
     Raises:
-      UserError: the mesh doesn't divide what is sharded over it.
+      UserError: the mesh doesn't divide the arrays that it shards.
       RunError: the program does not compile or does not fit the chip's memory; says how much it takes.
     """
     from jax.experimental import topologies

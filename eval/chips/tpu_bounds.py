@@ -1,6 +1,6 @@
 """Lower bounds for the work of a kernel, in cycles of one TPU core: the matrix units, and the memory.
 
-They compare with the bundles of a schedule's grid steps, each of which takes at least one cycle.
+They compare with the bundles of a schedule's grid steps; a bundle takes at least one cycle.
 """
 
 from __future__ import annotations

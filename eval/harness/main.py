@@ -32,7 +32,7 @@ _NOT_MEASURES = ("workdir", "table", "picture", "json")
 
 
 def measure_split(run: Run, options: Any) -> dict[str, Any]:
-    """The task's own measures of a split, and what was measured."""
+    """The task's own measures of a split, with the step and the split."""
     assert isinstance(options, EvalOptions)
     data = run.task.load(run.config, (options.split,))
     measures = run.task.measure(run.config, run.model, run.params, data, options.split)

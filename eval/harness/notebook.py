@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_BARS = 0.5
 
 
 def png(figure: Figure) -> Any:
-    """A figure as an object that a notebook shows where it is the last value of a cell."""
+    """A figure as an object that a notebook shows if it is the last value of a cell."""
     from IPython.display import Image
 
     file = io.BytesIO()

@@ -11,7 +11,7 @@ class OutputOptions:
     """How a command prints its results."""
 
     json: bool = False
-    """Print JSON on a terminal too, as a command does whose output goes to a file or another program."""
+    """Print JSON on a terminal too; into a file or a pipe it is always JSON."""
 
 
 @dataclasses.dataclass(frozen=True)

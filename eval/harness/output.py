@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
 
 def emit(result: Mapping[str, Any], as_json: bool = False) -> None:
-    """Prints a result as one line of JSON, or as two readable lines where stdout is a terminal."""
+    """Prints a result as two readable lines if stdout is a terminal, or else as one line of JSON."""
     text = json.dumps(result) if as_json or not sys.stdout.isatty() else "\n".join(readable(result))
     print(text, flush=True)
 
@@ -41,6 +41,8 @@ def readable(result: Mapping[str, Any]) -> tuple[str, str]:
     measures, facts, longer = [], [], []
     for name, value in _flat(result).items():
         if isinstance(value, list | dict):
+            cases = _cases(value)
+            measures += [cases] if cases else []
             longer.append(name)
         elif isinstance(value, float) or (isinstance(value, int) and name not in _FACTS):
             measures.append(f"{name} {_number(value)}")
@@ -52,7 +54,7 @@ def readable(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _flat(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result whose small objects of numbers are spread out, as naive.mae."""
+    """A result with its small objects of numbers spread out, as naive.mae."""
     flat: dict[str, Any] = {}
     for name, value in result.items():
         if isinstance(value, dict) and 0 < len(value) <= 4 and not any(map(_is_long, value.values())):
@@ -60,6 +62,20 @@ def _flat(result: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def _cases(value: Any) -> str | None:
+    """The first number of each of a few cases, as in "length 64 pairs 4: accuracy 0.9"; None for other values."""
+    if not isinstance(value, list) or not 0 < len(value) <= 12 or not all(isinstance(x, dict) for x in value):
+        return None
+    parts = []
+    for case in value:
+        where = [f"{name} {x}" for name, x in case.items() if type(x) is int][:2]
+        number = next((f"{name} {x:.4g}" for name, x in case.items() if isinstance(x, float)), None)
+        if number is None:
+            return None
+        parts.append(f"{' '.join(where)}: {number}")
+    return "; ".join(parts)
 
 
 def _is_long(value: Any) -> bool:
@@ -144,7 +160,7 @@ def _can_write(folder: Path) -> bool:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises OSError where no file can be made in a folder.
+    """Raises OSError if no file can be made in a folder.
 
     Permissions alone do not tell: root passes them, and a read-only file system or /proc refuses all the same.
     """

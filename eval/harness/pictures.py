@@ -51,7 +51,7 @@ def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> None:
-    """Puts a legend to the right of the axes, where it hides nothing, sorted by `order` of the labels."""
+    """Puts a legend to the right of the axes, sorted by `order` of the labels."""
     entries = list(zip(*axes.get_legend_handles_labels()))
     if order is not None:
         entries.sort(key=lambda entry: order(entry[1]))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 Result = Mapping[str, Any]
-#: Columns of a table made from results: each title with what it shows of a group of runs.
+#: The titles of columns, each with the function that makes its cell from a group of runs.
 Columns = Mapping[str, Callable[[Sequence[Result]], object]]
 
 
@@ -71,7 +71,7 @@ class Table:
 def table_of(
     groups: Mapping[str, Sequence[Result]], first: str, columns: Columns, *, title: str = ""
 ) -> Table:
-    """A row for each group of runs, whose name is the first cell."""
+    """A row for each group of runs, which begins with the group's name."""
     table = Table(first, *columns, title=title)
     for name, runs in groups.items():
         table.add(name, *(show(runs) for show in columns.values()))
@@ -84,7 +84,7 @@ def seeds(runs: Sequence[Result]) -> str:
 
 
 def mean_range(values: Sequence[float], digits: int = 3) -> str:
-    """A mean, followed by the lowest and the highest value where there are several."""
+    """A mean, followed by the lowest and the highest of several values."""
     mean = f"{np.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 

@@ -9,7 +9,10 @@ forward with backward, and a decoding step.
 The tables show the fastest round, how many times as fast it is as the base (PyTorch's full causal attention for
 functions, or this package's if PyTorch is not installed; a layer of full attention for layers), tokens per second, the
 temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints, writes and draws
-what was measured so far. With --generation the command times a whole network that generates: `eval.speed.generation`.
+what was measured so far.
+
+With --generation the command times a whole network that generates (`eval.speed.generation`), and with --tracing what
+calls cost before they run (`eval.speed.tracing`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rich.progress import Progress
 
 from eval.harness.entry import start
 from eval.harness.output import json_path, make_folder
-from eval.speed import generation, report
+from eval.speed import generation, report, tracing
 from eval.speed.functions import has_torch
 from eval.speed.levels import LEVELS, CheckedOptions
 from eval.speed.measure import measure, sigterm_interrupts
@@ -36,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
     """Prints the tables; see the module's text and --help."""
     if "--generation" in argv:
         return generation.run([argument for argument in argv if argument != "--generation"])
+    if "--tracing" in argv:
+        return tracing.run([argument for argument in argv if argument != "--tracing"])
     options = parse_options(
         CheckedOptions(),
         argv,

@@ -82,7 +82,7 @@ def _make(mechanism: Mechanism, options: SpeedOptions, length: int) -> Candidate
 
 
 def _make_torch(options: SpeedOptions, length: int) -> Candidate:
-    """The same network as the row "full", on PyTorch's threads; checked where full attention is quick enough."""
+    """The same network as the row "full", on PyTorch's threads; checked if full attention is quick enough."""
     import torch
 
     stack, variables, x = _network(FullConfig(), options, length)

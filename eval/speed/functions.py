@@ -339,7 +339,7 @@ def torch_device() -> str:
 
 
 def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """PyTorch's full causal attention, on its own threads, or on the GPU where JAX computes on one."""
+    """PyTorch's full causal attention, on its own threads, or on the GPU if JAX uses one."""
     import torch
 
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)

@@ -32,7 +32,7 @@ def softmax_reference(
     sees: Callable[[SpeedOptions, Any, Any], Any],
     levels: Callable[[SpeedOptions, int], list[Level]] = _one_level,
 ) -> Callable:
-    """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
+    """The reference of causal softmax attention; query i sees key j if sees(options, i, j)."""
 
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int

@@ -100,7 +100,7 @@ def as_tables(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[R
     tables = []
     for title, columns in {"time": times, "throughput and memory": rest}.items():
         what = f"{LEVELS[level].title.format(options)}: {title}\n{size}, on {jax.devices()[0].device_kind}"
-        table = Table("n", "case", *columns, title=what)
+        table = Table("n", "case", *(columns or ["note"]), title=what)
         for row in rows:
             cells = [_cell(row, *column) for column in columns.values()]
             if row["note"]:

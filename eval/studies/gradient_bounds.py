@@ -263,7 +263,7 @@ def measure_run(options: BoundOptions, workdir: str) -> Measured:
     """The JSON object of one run, and for the picture the sizes of the gradients of all pairs.
 
     Raises:
-      UserError: the run does not exist, or none of its layers has bounds.
+      UserError: the run does not exist, or no layer of it has bounds.
     """
     run = open_run([LM], workdir, options.checkpoint)
     config = run.config.model

@@ -196,7 +196,7 @@ def measures(found: Looked) -> list[dict[str, Any]]:
 
 
 def measure(options: GraphMapsOptions) -> Iterator[Measured]:
-    """The JSON object of each run, and what is drawn of it."""
+    """The JSON object of each run, and what its picture needs."""
     first: Looked | None = None
     for workdir in options.workdir:
         run = open_run([GRAPH], workdir, "best")

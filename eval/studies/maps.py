@@ -2,8 +2,8 @@
 
 Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p, the
 root mean square over channels, relative to the largest of its row. White is exactly 0: no change of input p can reach
-output i. Mechanisms with a causal form are drawn in it, the others as in an encoder. Derivatives show what a layer can
-see before training, for every mechanism in the same way; what a trained network looks at is another question.
+output i. Mechanisms are drawn in their causal form if they have one, the others as in an encoder. Derivatives show what
+a layer can see before training, in the same way for every mechanism; a trained network may look at less.
 """
 
 from __future__ import annotations

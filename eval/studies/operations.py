@@ -13,7 +13,7 @@ from jax.extend import core
 
 from brl_jax.attention.core.by_platform import platform_jaxpr
 
-# The most entries of an array whose value is followed.
+# Values are followed in arrays of at most this many entries.
 _FOLLOWED = 4096
 
 
@@ -26,8 +26,8 @@ def products(function: Any, *arguments: Any) -> float:
 
     Args:
       function: traced, not run.
-      arguments: pytrees of arrays, whose values are known where they have at most 4096 entries, and of
-        `jax.ShapeDtypeStruct`, whose values are not.
+      arguments: pytrees of arrays and `jax.ShapeDtypeStruct`. The values of arrays with at most 4096 entries count as
+        known, all others as unknown.
 
     Raises:
       Unknown: see there.
@@ -44,7 +44,7 @@ def _known(value: Any) -> Any:
 
 
 def _used(jaxpr: Any) -> list[Any]:
-    """The equations of a jaxpr whose results its outputs depend on."""
+    """The equations of a jaxpr that its outputs depend on."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
     used = []
     for equation in reversed(jaxpr.eqns):
@@ -60,7 +60,7 @@ class _Count:
         self.results: Sequence[Any] = ()
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> _Count:
-        """Adds the products of a jaxpr whose arguments have these values (None where unknown); sets `results`."""
+        """Adds the products of a jaxpr with these argument values (None if unknown); sets `results`."""
         known: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values)))
 
         def read(atom: Any) -> Any:

@@ -106,7 +106,7 @@ def run_settings(config: CopyConfig) -> dict[str, Any]:
 
 
 def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
-    """The accuracies of a run and what was measured; or the targets of texts."""
+    """The accuracies of a run and facts about it; or the targets of texts."""
     config = run.config
     if options.source:
         return _write_texts(run, options.source)

@@ -137,7 +137,7 @@ def make_forecasts(
     rows: Int[np.ndarray, " W"],
     options: ForecastEvalOptions,
 ) -> Forecasts:
-    """The forecasts of a run for the windows whose horizon begins at these rows."""
+    """A run's forecasts for the windows with a horizon that begins at these rows."""
     if isinstance(config, ForecastConfig):
         point = _by_encoder(config, model, params, series, rows)
         before = origins(config.data, "valid", config.data.valid_stride)
@@ -178,7 +178,7 @@ def coverage(made: Forecasts, true: Float[np.ndarray, "W H C"]) -> float:
 
 
 def measure(run: Run, options: ForecastEvalOptions) -> Measured:
-    """The errors of a run, what was measured, and windows to draw."""
+    """The errors of a run and facts about it, and windows to draw."""
     config = run.config
     series = run.task.load(config, ("test",))
     rows = origins(config.data, "test", options.stride)

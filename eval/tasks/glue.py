@@ -72,7 +72,7 @@ def task_metrics(task: str, predicted: np.ndarray, true: np.ndarray) -> dict[str
 
 
 def measure(run: Run, options: TableOptions) -> dict[str, Any]:
-    """The metrics of a run; their names end with the split where a task has several."""
+    """The metrics of a run. If a task has several splits, each name ends with the split."""
     config = run.config
     name = config.data.task
     found: dict[str, Mapping[str, float]] = {}

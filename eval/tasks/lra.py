@@ -71,7 +71,7 @@ def label(model: StackConfig) -> str:
 
 
 def measure(run: Run, options: LraEvalOptions) -> dict[str, Any]:
-    """The accuracy of a run and what was measured."""
+    """The accuracy of a run, and facts about the run."""
     config = run.config
     data = run.task.load(config, (options.split,))
     return {

@@ -96,7 +96,7 @@ def learned_at(workdir: str) -> int | None:
 
 
 def measure(run: Run, options: RecallEvalOptions) -> dict[str, Any]:
-    """The accuracies of a run on test rows and what was measured."""
+    """The accuracies of a run on test rows, and facts about the run."""
     config = run.config
     cases = chosen_cases(config.data, options.length, options.pairs)
     refused = {length: _refusal(run.model, length) for length in {case.length for case in cases}}
@@ -132,7 +132,8 @@ def _all_cases(results: Sequence[Result]) -> list[tuple[int, int]]:
 
 
 def _last_trained(result: Result) -> Mapping[str, Any]:
-    """The longest case of training with the most records; the first measured case if none of training was."""
+    """The longest case of training with the most records; the first measured case if no case of training was
+    measured."""
     cases = [_case(result, *case) for case in sorted(result["trained"], reverse=True)]
     return next((case for case in cases if case is not None), result["cases"][0])
 

@@ -78,7 +78,7 @@ def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
 
 
 def measure(run: Run, options: TableOptions) -> dict[str, Any]:
-    """The errors of a run on test prompts and what was measured."""
+    """The errors of a run on test prompts, and facts about the run."""
     config = run.config
     return {
         "model": mechanism_names(config.model),
@@ -124,7 +124,7 @@ def _kinds(results: Sequence[Result]) -> dict[tuple[int, int], Result]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row for each group of runs that differ only in their seed, and for what they are compared with."""
+    """A row for each group of runs that differ only in their seed, and for each reference method."""
     table = Table(
         "mechanism", "width", "head", "batch", "parameters", "TFLOP", "seconds", "seeds", "error",
         "error of the last",
@@ -208,7 +208,8 @@ def _draw_references(
     others: Sequence[Axes],
     ends: dict[Axes, list[tuple[str, float, float, str]]],
 ) -> None:
-    """Draws what runs are compared with in grey, as curves by pairs and levels elsewhere, and notes where they end."""
+    """Draws the two reference methods in grey, as curves by pairs and levels elsewhere, and adds their ends to
+    `ends`."""
     floors = {len(run["errors"]): (run["least_squares"], run["least_squares_error"]) for run in results}
     references = [("least squares", ":", curve, mean) for curve, mean in floors.values()]
     references += [
@@ -220,7 +221,7 @@ def _draw_references(
         ends[by_pairs].append((name, len(curve) - 1, curve[-1], _GREY))
         for axes in others:
             axes.axhline(mean, color=_GREY, linestyle=dashes)
-            # A level ends at the edge of the panel, whose limits the curves have set.
+            # A level ends at the edge of the panel; the curves have set its limits.
             ends[axes].append((name, axes.get_xlim()[1], mean, _GREY))
 
 

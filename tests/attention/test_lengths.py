@@ -59,9 +59,10 @@ def test_padding_may_hold_anything(name, length):
         return out, *pull(d_out)
 
     found = both([jnp.where(inside, x, jnp.nan) for x in arrays], jnp.where(inside, d_out, 0))
-    for x in found:
+    for number, x in enumerate(found):
         assert np.isfinite(x).all()
-        assert not np.asarray(jnp.where(inside, 0, x)).any()
+        if number or name != "flow":  # whose outputs of padding are any numbers
+            assert not np.asarray(jnp.where(inside, 0, x)).any()
     if length and name != "sinkhorn":  # whose logits are for ten tokens
         alone = jax.jit(CALLS[name])(*(x[1:, :length] for x in arrays))
         close(found[0][1:, :length], alone)

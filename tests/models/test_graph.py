@@ -168,7 +168,6 @@ def test_nodes_have_no_order(network):
     np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_tokens_of_one_kind_have_no_order():
     """Nor does an absent token of a list change anything."""
     config = GraphConfig(**TINY, kinds=(0, 1, 1, 1, 2), num_features=WIDTH, mechanism=FullConfig())
@@ -190,7 +189,10 @@ def test_tokens_of_one_kind_have_no_order():
     ("options", "message"),
     [
         ({"network": "gnc"}, "network must be one of .*, got 'gnc'"),
-        ({"input_dropout": 1.0}, "input_dropout must be below 1, got 1.0"),
+        ({"input_dropout": 1.0}, "input_dropout must be at least 0 and below 1, got 1.0"),
+        ({"num_features": 0}, "num_features must be at least 1, got 0"),
+        ({"num_relations": 0}, "num_relations must be at least 1, got 0"),
+        ({"kinds": (0, -1)}, "kinds must"),
         ({"kinds": ()}, "kinds must not be empty"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],

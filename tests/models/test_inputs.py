@@ -308,7 +308,7 @@ def test_targets_outside_the_vocabulary():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_theta": float("inf")}, "rope_theta must be a finite number above 0, or None, got inf"),
+        ({"rope_theta": float("inf")}, "rope_theta must be finite, got inf"),
         ({"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
         ({"mechanism": LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
         ({"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),

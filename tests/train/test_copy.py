@@ -9,6 +9,7 @@ import pytest
 import eval.tasks.copy
 import train.copy
 from eval.harness.groups import by_network
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -162,7 +163,9 @@ def test_missing_and_empty_files(tmp_path):
 
 def run(workdir, more=""):
     train.copy.main(
-        f"copy-full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+        last_wins(
+            f"copy-full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}"
+        )
     )
 
 
@@ -268,7 +271,7 @@ def test_paper_presets_are_figure_5():
     ("options", "message"),
     [
         ("--order shuffle", "--order"),
-        ("--length 0", "--length must be one or more numbers of at least 1"),
+        ("--length 0", "--length must be at least 1, got 0"),
         ("--vocabulary 1", "--vocabulary must be at least 2, got 1"),
         ("--min_length 0", "--min_length must be at least 1, got 0"),
         ("--encoder_mechanism deltanet", "encoder_mechanism: .*no bidirectional form"),
@@ -303,6 +306,6 @@ def test_an_encoder_of_another_mechanism():
     ],
 )
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
-    argv = f"--num_layers 2 --mechanism local {options}".split()
+    argv = last_wins(f"--num_layers 2 --mechanism local {options}")
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
     assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]

@@ -35,9 +35,7 @@ def test_a_second_command_is_refused_until_the_first_one_is_gone(tmp_path, monke
     assert holder.stdout.readline() == "in\n"
     status, err = run("train.lm", words, monkeypatch, capsys)
     assert status == 2
-    assert err == (
-        f"train.lm: --workdir: another command is training in {folder}; expected a folder of its own\n"
-    )
+    assert err == (f"train.lm: --workdir: another command is training in {folder}; expected another folder\n")
     assert not list(folder.iterdir())
     holder.kill()
     holder.communicate()

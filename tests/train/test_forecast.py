@@ -12,6 +12,7 @@ import pytest
 import eval.tasks.forecast
 import train.forecast
 from eval.tasks.forecast import markdown
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.series import (
@@ -64,7 +65,7 @@ def runs(tmp_path_factory, table):
 
 
 def run(workdir, table, preset, more=""):
-    train.forecast.main(f"{preset} --workdir {workdir} --data {table} {TINY} {more}".split())
+    train.forecast.main(last_wins(f"{preset} --workdir {workdir} --data {table} {TINY} {more}"))
 
 
 def config_for(table, **changes):
@@ -288,7 +289,7 @@ def test_bad_tables(tmp_path):
     assert len(load("date,OT\n" + rows).values) == 4
     with pytest.raises(UserError, match="--data: expected a first column 'date'"):
         load("time,OT\n" + rows)
-    with pytest.raises(UserError, match=r"--data: .* holds what is no date or number: .*many"):
+    with pytest.raises(UserError, match=r"--data: .* has a cell that is neither a date nor a number: .*many"):
         load("date,OT\n" + rows.replace(",2", ",many"))
     with pytest.raises(UserError, match="expected finite numbers"):
         load("date,OT\n" + rows.replace(",2", ",nan"))

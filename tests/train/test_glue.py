@@ -15,6 +15,7 @@ import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.harness.runs import open_run
 from eval.tasks.glue import PAPER, markdown, summarise, task_metrics
+from tests.support.command_lines import last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -214,8 +215,10 @@ def test_runs_that_differ_in_the_seed_are_averaged():
 
 def run(workdir, pretrained, data, more=""):
     train.glue.main(
-        f"cola --workdir {workdir} --pretrained {pretrained} --data_dir {data} --steps 6 --eval_every 3 "
-        f"--checkpoint_every 2 --batch 8 --length 24 --tensorboard False {more}".split()
+        last_wins(
+            f"cola --workdir {workdir} --pretrained {pretrained} --data_dir {data} --steps 6 --eval_every 3 "
+            f"--checkpoint_every 2 --batch 8 --length 24 --tensorboard False {more}"
+        )
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import eval.tasks.graph
 import train.graph
 from eval.tasks.graph import f1_scores, markdown, paper_figures, summarise
+from tests.support.command_lines import last_wins
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -18,8 +19,10 @@ TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard Fa
 
 def run(workdir, folder, more=""):
     train.graph.main(
-        f"{more or 'acm-brl'} --workdir {workdir} --data_dir {folder / 'g'} --cache_dir {folder / 'cache'} "
-        f"{TINY} --steps 6 --eval_every 3 --checkpoint_every 2".split()
+        last_wins(
+            f"{more or 'acm-brl'} --workdir {workdir} --data_dir {folder / 'g'} --cache_dir {folder / 'cache'} "
+            f"{TINY} --steps 6 --eval_every 3 --checkpoint_every 2"
+        )
     )
 
 

@@ -25,6 +25,7 @@ import eval.tasks.lm
 import train.lm
 from brl_jax.models import DecoderLM
 from eval.harness.runs import open_run
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.cli.command import command
 from train.data import load
@@ -63,7 +64,7 @@ def text(tmp_path_factory):
 
 def _argv(text, workdir, *more, mechanism=BRL):
     line = f"--workdir {workdir} --data text:{text}/*.txt {TINY} {mechanism}"
-    return [*line.split(), *more]
+    return last_wins([*line.split(), *more])
 
 
 def _lines(workdir):

@@ -22,6 +22,7 @@ from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
+from tests.support.command_lines import last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -48,7 +49,7 @@ MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 
 def run(workdir, more=LOCAL, task="listops"):
     train.lra.main(
-        f"{task} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+        last_wins(f"{task} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
 
 
@@ -386,7 +387,7 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
 def test_windows_of_two_dimensions_have_rows_of_their_own():
     line = "--mechanism.pattern neighbourhood --mechanism.window 6"
     for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
-        config = parse(PRESETS, "image", f"--mechanism {mechanism} {line}".split(), prog="p", about="a")
+        config = parse(PRESETS, "image", last_wins(f"--mechanism {mechanism} {line}"), prog="p", about="a")
         assert eval.tasks.lra.label(config.model) == name
     config = parse(
         PRESETS, "image", ["--mechanism", "local", "--mechanism.pattern", "block"], prog="p", about="a"
@@ -473,7 +474,7 @@ def test_presets_are_the_papers_settings():
             "listops --mechanism linformer --mechanism.max_length 64",
             "do not fit: max_length must be at least .* 128",
         ),
-        ("listops --listops.max_args 1", "max_args must be 2 to 64, got 1"),
+        ("listops --listops.max_args 1", "max_args must be at least 2, got 1"),
         ("text --buckets 100 200", "--buckets must be 1 or more each, the longest at least length=512"),
         ("image --data_dir /nowhere", "--data_dir: /nowhere does not exist"),
         ("retrieval", "--data_dir: expected a folder with new_aan_pairs"),

@@ -8,6 +8,7 @@ import pytest
 import train.lra
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from eval.harness.runs import open_run
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.engine.errors import UserError
 from train.tasks.lra import LRA
@@ -86,7 +87,7 @@ def test_a_run_starts_from_the_fitted_head(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     train.lra.main(f"listops --workdir {first} {small}".split())
     more = f"--pretrained {first} --fit_head 40 --learning_rate 1e-12"
-    train.lra.main(f"listops --workdir {second} {small} {more}".split())
+    train.lra.main(last_wins(f"listops --workdir {second} {small} {more}"))
     head = open_run([LRA], str(second), "last").params["head"]
     assert set(np.unique(np.round(head["out"]["kernel"], 5))) == {-1.0, 0.0, 1.0}
     assert len(metrics_lines(second, ("step", "val_accuracy"))) == 1

@@ -13,6 +13,7 @@ import train.engine.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.masking import MaskedBatches, mask_tokens, num_asked
@@ -111,7 +112,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
 def _config(text, more=""):
     tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
     return train.cli.options.parse(
-        PRESETS, "mlm", f"--data {text} --workdir x {tiny} {more}".split(), prog="", about=""
+        PRESETS, "mlm", last_wins(f"--data {text} --workdir x {tiny} {more}"), prog="", about=""
     )
 
 
@@ -182,7 +183,9 @@ MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 
 
 def run(workdir, more=""):
-    train.mlm.main(f"--workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split())
+    train.mlm.main(
+        last_wins(f"--workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
+    )
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import eval.tasks.recall
 import train.recall
 from eval.harness.groups import by_network
 from eval.tasks.recall import draw, frontier
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -156,7 +157,7 @@ def test_batches_and_splits_are_all_different_and_the_same_again():
 
 
 def tiny_model(more=""):
-    config = RECALL.sized(parse(PRESETS, "full", f"{TINY} {more}".split(), prog="", about=""))
+    config = RECALL.sized(parse(PRESETS, "full", last_wins(f"{TINY} {more}"), prog="", about=""))
     model = RECALL.build(config)
     return config, model
 
@@ -196,7 +197,7 @@ def test_the_loss_is_that_of_the_answers_alone():
 
 def run(workdir, more=""):
     train.recall.main(
-        f"full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+        last_wins(f"full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import eval.tasks.regression
 import train.regression
 from eval.tasks.regression import draw, markdown
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -34,7 +35,7 @@ MEASURED = ("step", "loss", "grad_norm", "val_loss")
 
 def run(workdir, more="", preset="full-1"):
     train.regression.main(
-        f"{preset} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+        last_wins(f"{preset} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator for programs that allocate the same large arrays again and again."""
+"""The C library's allocator, set for programs that allocate the same large arrays again and again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the system; with other C libraries nothing happens.
+    """Makes glibc reuse freed memory instead of returning it to the system. Does nothing with other C libraries.
 
     On a CPU, JAX allocates a program's temporary arrays again in every call. By default glibc maps
     allocations larger than 32 MiB from the system and unmaps them afterwards, and in threads those larger than their

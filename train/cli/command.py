@@ -38,7 +38,7 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     except KeyboardInterrupt:
         return _report(name, "stopped", 130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output is gone, so that there is nobody to print an error for
+        sys.stderr.close()  # the reader of the output is gone, and nobody would see an error
         return 1
     except Exception as error:
         if is_memory_shortage(error):
@@ -54,15 +54,15 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
 
 @contextlib.contextmanager
 def _heeding_interrupts() -> Iterator[None]:
-    """A context in which Ctrl-C is not lost where Python ignores exceptions: it comes again.
+    """Repeats a Ctrl-C that arrived where Python ignores exceptions.
 
-    Such a place is JAX's function in the garbage collector, which imports and traces call so often that a large part of
-    all interrupts meet it."""
+    JAX's hook in the garbage collector is such a place. Imports and traces call it so often that it catches a large
+    part of all interrupts."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            _thread.start_new_thread(interrupt_again, ())  # here it would be ignored again
+            _thread.start_new_thread(interrupt_again, ())  # raised here, it would be ignored again
         else:
             before(unraisable)
 
@@ -83,7 +83,7 @@ def _heeding_interrupts() -> Iterator[None]:
 def _report(name: str, message: str, status: int) -> int:
     print(f"{name}: {message}", file=sys.stderr, flush=True)
     if status in (1, 2) and jax.distributed.is_initialized():
-        # An orderly exit waits for the other processes, which may be gone or waiting for this one.
+        # An orderly exit would wait for the other processes, which may be gone or waiting for this one.
         sys.stdout.flush()
         os._exit(status)
     return status

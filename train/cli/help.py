@@ -11,11 +11,11 @@ from train.engine.fields import Mark, marked
 
 
 def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
-    """What a command does, its most used options, and examples: at most 24 lines of at most 80 characters.
+    """What a command does, its usual options, and examples: at most 24 lines of 80 characters.
 
     Args:
-      presets: configurations by name. default: the one that is used when none is named.
-      name: the one whose values are shown.
+      presets: configurations by name. default: the preset that is used when none is named.
+      name: the preset whose values are shown.
       prog, about: the command, and a line about it.
     """
     config = presets[name]
@@ -32,7 +32,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
     other = next((preset for preset in presets if preset != default), default)
     needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
     data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
-    unnamed = f"PRESET is {default} where none is named"
+    unnamed = f"PRESET is {default} if none is named"
     unnamed += "." if name == default else f"; the values below are from {name}."
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",

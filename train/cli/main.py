@@ -1,4 +1,4 @@
-"""The one training command behind `python -m train.lm`, `train.lra` and the others."""
+"""The command behind `python -m train.lm`, `train.lra` and the others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from train.tasks.task import Task, read_config
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
-    """Trains what a command line asks for; see `--help`.
+    """Trains as the command line says; see `--help`.
 
     Args:
-      tasks: those whose presets the command knows; the first one's default preset is the command's.
+      tasks: their presets are the command's; the first task has the default preset.
       argv: the arguments, without the program's name.
       name: the command's module, "train.lm".
 
@@ -63,12 +63,12 @@ def is_started(workdir: str) -> bool:
 
 
 def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
-    """Trains what a configuration asks for, from the newest checkpoint in its folder, and logs what comes of it.
+    """Trains the configured model, from the newest checkpoint in its folder, and logs the result.
 
     Args:
       task: the task of the configuration.
       config: the configuration; its folder is `config.loop.workdir`.
-      report: what shows the progress, see `train.engine.loop.train`.
+      report: shows the progress, see `train.engine.loop.train`.
 
     Raises:
       UserError, RunError, Stopped: see `train.engine.loop.train`.
@@ -89,7 +89,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
         data = _load(task, config)
         config = task.sized(config, data)
         model = task.build(config)
-    else:  # checked first: to make the data may take minutes
+    else:  # checked first, because making the data may take minutes
         config = task.sized(config)
         model = task.build(config)
         data = _load(task, config)
@@ -128,8 +128,8 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
 
 
 def keep_programs(folder: str) -> None:
-    """Keeps compiled programs for the next start in a folder: the given one, else the one that JAX has been given, else
-    the user's; "none" keeps none."""
+    """Keeps compiled programs for the next start: in the given folder, else in JAX's, else in the user's cache.
+    "none" keeps nothing."""
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
     elif folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
@@ -137,10 +137,10 @@ def keep_programs(folder: str) -> None:
 
 
 def check_alike(stream: Stream, held_out: HeldOut) -> None:
-    """Refuses processes that do not have the same data, such as files of one name with other texts on their hosts.
+    """Refuses processes with different data, such as files of the same name but other contents on their hosts.
 
     Raises:
-      UserError: some have another state of input than the first, or other held-out data; raised by all processes.
+      UserError: a process has other training or held-out data than the first; raised by all processes.
     """
     first, *others = gather({**stream.get_state(), "held_out": held_out.digest})
     differing = [number for number, state in enumerate(others, 1) if state != first]
@@ -153,7 +153,7 @@ def check_alike(stream: Stream, held_out: HeldOut) -> None:
 
 
 def _check_task(task: Task[Any, Any], workdir: str) -> None:
-    """Refuses the folder of another task's run before anything is written into it, such as a tokenizer.
+    """Refuses the folder of another task's run, before a tokenizer or anything else is written into it.
 
     Raises:
       UserError: the folder has checkpoints of another task.
@@ -161,7 +161,7 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
     folder = epath.Path(workdir)
     try:
         values = read_values(folder / "config.json")
-    except UserError:  # no run, or one whose damage is reported when it is opened
+    except UserError:  # there is no run, or it is damaged, which opening it will report
         return
     other = values["task"]
     if other != task.name and Checkpoints(folder / "checkpoints").steps():
@@ -169,7 +169,7 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:
-    """The data of a run. The first process makes what is missing; the others wait and find it."""
+    """The data of a run. The first process makes what is missing, and the others wait for it."""
     with lead_first("data"):
         if is_lead():
             forget_unstarted(config.loop.workdir)

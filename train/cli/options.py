@@ -143,7 +143,7 @@ def _check_repeated(argv: Sequence[str], options: Sequence[str]) -> None:
 
 
 def _with_option(message: str, options: Sequence[str]) -> str:
-    """A message with its first word, where that is a field's name, replaced by the field's option."""
+    """The message with dashes in front if its first word is an option."""
     return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
 
 
@@ -175,7 +175,7 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     mechanism = MECHANISMS[name]()
     if field == "encoder_mechanism":  # the encoder has its own layers
         return _replace(model, field, mechanism)
-    # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
+    # --num_layers is read later; until then, the preset's number of layers is rounded up to whole blocks.
     layers = -(-model.num_layers // mechanism.group) * mechanism.group
     return _replace(model, field, mechanism, num_layers=layers)
 
@@ -196,12 +196,12 @@ def _unknown(name: str, known: Mapping[str, Any], num_shown: int) -> str:
 
 
 def _one_line(complaint: str) -> str:
-    """The error that tyro prints in a box, as one line: what is wrong, and what the option expects.
+    """The error that tyro prints in a box, as one line.
 
     tyro has errors as objects too, but only in a private module (`tyro._errors`) that it may change in any release.
     """
     text = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", complaint).splitlines())
-    # The top of the frame holds a title; on a terminal that knows ASCII only, the frame is a line and a rule.
+    # The box has a title at the top; on an ASCII terminal it is a line and a rule.
     body = text.partition("╮\n" if "╮" in text else "-\n")[2]
     lines = [line.strip("│╰╯ \t") for line in body.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
@@ -222,7 +222,7 @@ def _with_nearest(choice: re.Match[str]) -> str:
 
 
 def option_names(config: Any) -> list[str]:
-    """Names of the options that set the fields of a configuration."""
+    """The names of a configuration's options."""
     paths = [path for path in flatten(to_json(config)) if not _is_decided(config, path)]
     return [*_mechanism_fields(config), *(option_name(path) for path in paths if not path.endswith(".name"))]
 

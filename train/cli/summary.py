@@ -1,4 +1,4 @@
-"""What a command prints about a run: what is about to be trained, and what came out."""
+"""What a command prints about a run before and after training."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def num_parameters(params: Any) -> int:
 
 
 def mechanism_names(config: StackConfig) -> str:
-    """The names of a network's mechanisms, for people: "diag+norm", and "linformer to full" where an encoder has
-    another than its decoder."""
+    """The names of a network's mechanisms, for people: "diag+norm", or "linformer to full" if encoder and decoder
+    differ."""
     used = (config.mechanism, config.late_mechanism)
     names = "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
     encoder = config.encoder_mechanism if isinstance(config, EncoderDecoderConfig) else None
@@ -33,7 +33,7 @@ def mechanism_names(config: StackConfig) -> str:
 def beginning(
     loop: LoopConfig, model: StackConfig, *, parameters: int, mesh: Mesh, data: str, tokens: int
 ) -> list[str]:
-    """Lines about a run that is about to be trained.
+    """The lines before training.
 
     Args:
       loop, model: its settings. parameters: their number. mesh: the devices.
@@ -51,7 +51,7 @@ def beginning(
 
 
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
-    """The line about a run that is done.
+    """The line after training.
 
     Args:
       step: its last step. seconds: how long this process trained. measured: the last evaluation

@@ -87,7 +87,7 @@ class Corpus:
 @contextlib.contextmanager
 def reading(title: str, split: Split, *, by_document: bool) -> Iterator[Iterator[bytes]]:
     """The split's text as `text_pieces`, of one document each or as if all were one, with a progress bar on stderr (a
-    line where that is not a terminal) once it takes longer than a second."""
+    line if that is not a terminal) once it takes longer than a second."""
     started, shown = time.monotonic(), False
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -133,7 +133,7 @@ def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> 
 
 
 def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
-    """The corpus that `open_corpus` made, memory-mapped; None where it does not exist or is damaged."""
+    """The corpus that `open_corpus` made, memory-mapped; None if it does not exist or is damaged."""
     try:
         summary = read_json(folder / f"{name}.json", {"tokens": int, "digest": str})
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)

@@ -50,7 +50,7 @@ class DataConfig(Checked):
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
     names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD],
-    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize)
+    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.tokenize)
     or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
@@ -178,7 +178,7 @@ def load(
 
 
 def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The training text where it is read while training."""
+    """The training text, if it is read while training."""
     kind, _, rest = config.data.partition(":")
     if kind != "hf-stream" or "train" not in splits:
         return {}
@@ -221,7 +221,7 @@ def _load_mixture(
     for number, text in enumerate(weights):
         part = dataclasses.replace(config, data=text)
         if text.startswith("hf-stream:"):
-            raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.data.tokenize)")
+            raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.tokenize)")
         loaded.append(load(part, epath.Path(workdir) / "mixture" / str(number), splits))
     tokenizer = loaded[0][0]
     other = next((text for text, each in zip(weights, loaded) if each[0].digest != tokenizer.digest), None)

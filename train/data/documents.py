@@ -18,7 +18,7 @@ FirstLine = Callable[[bytes, bytes, bytes], bool]
 
 
 def check_documents(spec: str) -> FirstLine | None:
-    """How the lines that start a document are recognised; None where the source's records are the documents.
+    """How the lines that start a document are recognised; None if the source's records are the documents.
 
     Args:
       spec: "records"; "wikitext", for lines ` = Title = ` between empty lines, with one mark on each side, as sections
@@ -49,7 +49,7 @@ def check_documents(spec: str) -> FirstLine | None:
 def cut_documents(blocks: Iterable[bytes], *, first_line: FirstLine, keep: bool) -> Iterator[bytes]:
     """The blocks' text, with a document wherever `first_line` says so.
 
-    Empty lines in front of a document's first line belong to it where no other document is before them.
+    Empty lines in front of a document's first line belong to it unless another document precedes them.
 
     Args:
       keep: whether the documents of the blocks start there too.

@@ -129,8 +129,8 @@ def _key(text: str | bytes | None) -> bytes:
 
 
 class _Position(NamedTuple):
-    """Where a row is: the number of its pass, how many groups of documents it has read in it, where the last of them
-    begins, as `datasets` says it, and how many documents of that one have been taken."""
+    """A row's position: the number of its pass, the groups of documents it has read in it, where the last group
+    begins (a state of `datasets`), and how many documents of that group it has taken."""
 
     epoch: int
     groups: int
@@ -181,7 +181,7 @@ class _Row:
         return self._group[self._taken - 1]
 
     def take(self, count: int) -> Int[np.ndarray, " count"]:
-        """The next tokens; all but the first are given only once more, as the first of the next call."""
+        """The next tokens. The last one is given again, as the first of the next call."""
         pieces, have = [self.left], len(self.left)
         empty_passes = 0
         while have < count:

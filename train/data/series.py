@@ -70,7 +70,7 @@ class SeriesConfig(Checked):
 
 class Series(NamedTuple):
     """A table: names of its columns, their numbers, (R, 4) the time of each row (see CLOCK), the number of rows in a
-    day (None where a row is a day or more, or a day no whole number of rows), and by column the mean and the standard
+    day (None if a row is a day or more, or a day no whole number of rows), and by column the mean and the standard
     deviation of the training rows."""
 
     columns: tuple[str, ...]

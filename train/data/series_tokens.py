@@ -26,7 +26,7 @@ class TokenSeriesConfig(SeriesConfig):
 
 
 def scale_of(known: Float[np.ndarray, "*B L"]) -> Float[np.ndarray, "*B 1"]:
-    """The mean absolute value of numbers; 1 where they are all 0."""
+    """The mean absolute value of numbers; 1 if all are 0."""
     size = np.abs(known).mean(axis=-1, keepdims=True)
     return np.where(size > 0, size, 1.0)
 

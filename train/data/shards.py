@@ -1,4 +1,4 @@
-"""Tokens in ArrayRecord shards, as `train.data.tokenize` writes them: every host reads only the records it needs.
+"""Tokens in ArrayRecord shards, as `train.tokenize` writes them: every host reads only the records it needs.
 
 A folder holds tokens.json (what was tokenised, and how), the tokenizer's files, and for each shard
 SPLIT-NUMBER.array_record, whose records are `record` tokens each (the last one fewer), and SPLIT-NUMBER.json.
@@ -89,7 +89,7 @@ def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[st
         manifest = read_json(folder / MANIFEST, {"splits": dict[str, list[str]], "record": int})
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{option}: no tokens there ({one_line(error)}); expected a folder that `python -m train.data.tokenize` "
+            f"{option}: no tokens there ({one_line(error)}); expected a folder that `python -m train.tokenize` "
             "has finished"
         ) from error
     tokenizer = load_tokenizer(folder)

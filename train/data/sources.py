@@ -51,7 +51,7 @@ _NOT_STDLIB = {
 class _File:
     """A file of text, local or at an address that fsspec reads (gs://..., s3://...).
 
-    address: its path or address. size: its bytes, compressed where it is. version: changes when the file does.
+    address: its path or address. size: its bytes, compressed if it is. version: changes when the file does.
     """
 
     address: str
@@ -153,7 +153,7 @@ def _open(spec: str, holdout: float) -> Source:
 
 
 def _read(segment: _Segment) -> Iterator[bytes]:
-    """The segment's bytes in blocks, as a document; a line end is added where the last line has none."""
+    """The segment's bytes in blocks, as a document; a line end is added if the last line has none."""
     last, kind = b"\n", cast(type[bytes], DocumentStart)
     with _reading(segment.file), segment.file.open() as file:
         file.seek(segment.start)

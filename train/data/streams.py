@@ -15,7 +15,7 @@ from train.engine.errors import UserError
 
 
 def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
-    """The indices of the rows to give, by default all. Raises UserError where the batch has no rows."""
+    """The indices of the rows to give, by default all. Raises UserError if the batch has no rows."""
     if batch < 1:
         raise UserError(f"--batch: expected at least 1 row, got {batch}")
     chosen = np.arange(batch) if rows is None else np.asarray(rows)
@@ -137,7 +137,7 @@ class EvalStream:
         self.batch = batch
         """Rows of a batch, of all processes together."""
         self.digest = corpus.digest
-        """Hash of the whole text, whatever part of it is used."""
+        """Hash of the whole text, even if only a part of it is used."""
         self.num_targets = len(tokens) - 1
         """Targets of weight 1, over all processes."""
         self.num_bytes = corpus.num_bytes(1, len(tokens))

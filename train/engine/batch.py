@@ -60,7 +60,7 @@ class HeldOut(Protocol):
     Attributes:
       batch: rows of a batch, over all processes.
       num_bytes: bytes of text that the targets cover; None unless the data are text.
-      digest: a hash of the data; None where the configuration or the training stream's state identifies them.
+      digest: a hash of the data; None if the configuration or the training stream's state identifies them.
     """
 
     @property

@@ -25,7 +25,7 @@ _FLAT_PARTS = ("loop", "data", "model", "optimizer")
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """A configuration as nested dictionaries; a mechanism is its fields and its "name" in MECHANISMS."""
+    """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS."""
     values: dict[str, Any] = {}
     if isinstance(config, Mechanism):
         values["name"] = mechanism_name(config)
@@ -104,7 +104,7 @@ def option_name(path: str) -> str:
 
 
 def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
-    """Writes a configuration (from `to_json`): the file is whole or does not exist."""
+    """Writes a configuration (from `to_json`). The file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(values, indent=2) + "\n")
 

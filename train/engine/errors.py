@@ -1,20 +1,20 @@
-"""Errors of a command, and how its user sees them: one line on stderr and an exit status."""
+"""The errors of a command, which its user sees as one line on stderr and an exit status."""
 
 from __future__ import annotations
 
 import errno
 import zlib
 
-#: What reading a file raises that is missing, cut off or damaged, compressed or not.
+#: What reading a missing, truncated or damaged file raises, compressed or not.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class UserError(ValueError):
-    """Input that a user can correct: one line that names the option, what it got and what is expected."""
+    """Input that a user can correct. The message is one line: the option, what it got and what is expected."""
 
 
 class RunError(RuntimeError):
-    """A run that started and cannot continue: one line that says why and names the last good checkpoint."""
+    """A run that cannot continue. The message is one line: the reason and the last good checkpoint."""
 
 
 def is_memory_shortage(error: BaseException) -> bool:
@@ -43,7 +43,7 @@ def is_client_error(error: BaseException) -> bool:
 
 
 class Stopped(Exception):
-    """A run that a signal stopped, after saving; the line says how to resume it.
+    """A run that a signal stopped, after saving. The message says how to resume it.
 
     signum: the signal's number.
     """

@@ -1,8 +1,8 @@
-"""What a configuration's field says about itself, as part of its type.
+"""Marks on the fields of configurations, as part of their types.
 
-steps: Free[int] = 1000              a run that is resumed may have another value
-vocab_size: Decided[int] = 256       the task or its data set it: there is no such option
-pretrained: Needed[str] = ""         no run begins without it, so that the examples of --help name it
+steps: Free[int] = 1000              a resumed run may have another value
+vocab_size: Decided[int] = 256       the task or its data set it; there is no such option
+pretrained: Needed[str] = ""         required, so that the examples of --help name it
 model: Annotated[ModelConfig, Flat]  its fields are options without a prefix (--d_model, not --model.d_model)
 """
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Mark(enum.Enum):
-    """What a field may say."""
+    """The marks."""
 
-    FREE = "a run that is resumed may change it"
+    FREE = "a resumed run may change it"
     DECIDED = "the task or its data set it"
-    NEEDED = "no run begins without it"
+    NEEDED = "it is required"
 
 
 Free = Annotated[T, Mark.FREE]

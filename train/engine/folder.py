@@ -1,4 +1,4 @@
-"""The folder of a run is one command's at a time."""
+"""Only one command at a time trains in a folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from train.engine.storage import is_remote
 
 @contextlib.contextmanager
 def alone_in(workdir: str) -> Iterator[None]:
-    """A context in which no other command trains in this folder; two would mix their metrics and checkpoints.
+    """Keeps other commands from training in this folder; two would mix their metrics and checkpoints.
 
-    The first process makes the folder and takes the operating system's advisory lock of it, which ends with the
-    process however that ends and leaves no file. Object storage and network file systems without such locks have none,
-    nor has a folder that cannot be made, which is reported where it is written to. Folders that were made here and are
-    still empty at the end are removed.
+    The first process creates the folder and takes the operating system's advisory lock on it. The lock ends with the
+    process, however that ends, and leaves no file. Object storage and some network file systems have no such locks.
+    If the folder cannot be created, the first write reports it. Folders that were created here and are still empty at
+    the end are removed.
 
     Raises:
       UserError: another command trains there; raised by all processes.
@@ -32,7 +32,7 @@ def alone_in(workdir: str) -> Iterator[None]:
                 _lock(Path(workdir), stack)
             except BlockingIOError:
                 is_taken = True
-            except OSError:  # it cannot be locked
+            except OSError:  # this file system has no locks
                 pass
         if any(gather(is_taken)):
             raise UserError(f"--workdir: another command is training in {workdir}; expected another folder")
@@ -40,7 +40,7 @@ def alone_in(workdir: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
-    """Locks the folder until the stack is closed. Raises BlockingIOError where another process has the lock."""
+    """Locks the folder until the stack is closed. Raises BlockingIOError if another process has the lock."""
     import fcntl
 
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -52,11 +52,11 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
         # A command that has just failed may have removed the folder that was opened.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                stack.callback(_remove_empty, missing)  # called while the lock is there
+                stack.callback(_remove_empty, missing)  # runs before the lock is released
                 return
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # one is not empty, nor are those above it
+    with contextlib.suppress(OSError):  # once one is not empty, neither are its parents
         for folder in folders:
             folder.rmdir()

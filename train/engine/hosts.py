@@ -2,7 +2,7 @@
 lost.
 
 `jax.distributed` does the work. Every process runs the same program on the same numbers, so that all of them make the
-same decisions; what only one may see (a signal) is agreed upon first.
+same decisions; what only one of them sees (a signal) is agreed upon first.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from train.engine.watchdog import WATCHDOG
 # A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
 _HEARTBEAT_SECONDS = 30
 _MEETING_SECONDS = 300
-# How long a file that one process has written may take to be seen by the others, over a network file system.
+# How long it may take until the others see a file that one process has written to a network file system.
 _SHARING_SECONDS = 15
-# Dotted names of a configuration's fields that may differ between processes: the paths of one folder, and their places.
+# Fields of the configuration that may differ between processes: the path of the shared folder, and the process itself.
 _OWN = ("loop.workdir", "hosts")
 
 
@@ -67,7 +67,7 @@ class HostsConfig(Checked):
 
 
 def join(config: HostsConfig) -> None:
-    """Connects to the other processes, before anything uses devices; with one process it does nothing.
+    """Connects to the other processes, before anything uses devices. With one process it does nothing.
 
     Raises:
       UserError: they did not connect within five minutes.
@@ -91,17 +91,17 @@ def join(config: HostsConfig) -> None:
 
 
 def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
-    """Makes sure that all processes see one folder and were given the same options, without which they would wait for
-    each other for ever; with one process it does nothing.
+    """Makes sure that all processes see the same folder and have the same options; otherwise they would wait for each
+    other for ever. With one process it does nothing.
 
-    The first process writes its options under a new name in the folder, and the others must read them there.
+    The first process writes its options to a new file in the folder, and the others must find them there.
 
     Args:
       workdir: the folder as this process names it.
       config: the configuration as JSON.
 
     Raises:
-      UserError: some process does not find the file or has other options; raised by all processes.
+      UserError: a process does not find the file or has other options; raised by all processes.
     """
     if jax.process_count() == 1:
         return
@@ -109,7 +109,7 @@ def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
     token = np.frombuffer(secrets.token_bytes(8), np.uint8)
     is_new, problem = True, ""
     if is_lead():
-        with contextlib.suppress(OSError), as_os_errors():  # the others do not find it, then
+        with contextlib.suppress(OSError), as_os_errors():  # then the others do not find it
             is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             _shared_file(folder, token).write_text(json.dumps(config))
@@ -146,8 +146,8 @@ def _shared_file(folder: epath.Path, token: np.ndarray) -> epath.Path:
 
 
 def _in_a_cluster() -> bool:
-    """Whether the environment says that there are other processes, or may know of some, as on a TPU slice."""
-    # A batch script that has not called srun has the number of its tasks too, and is alone.
+    """Whether the environment knows of other processes, or might, as on a TPU slice."""
+    # A batch script has the number of its tasks too, but before it calls srun it is the only process.
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in os.environ:
         return True
     if len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
@@ -162,7 +162,7 @@ def is_lead() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """A JSON value of each process, in the order of the processes; all of them must call this together."""
+    """A JSON value from each process, in their order. All processes must call this together."""
     if jax.process_count() == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -175,7 +175,7 @@ def gather(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def lead_first(name: str) -> Iterator[None]:
-    """A context that the first process leaves before the others enter it: they find what it made."""
+    """Lets the first process finish the body before the others start it, so that they find what it made."""
     many = jax.process_count() > 1
     if many and not is_lead():
         multihost_utils.sync_global_devices(name)
@@ -188,16 +188,15 @@ def preempted(step: int) -> bool:
     """Whether all processes must stop after this step because one of them got SIGTERM; all return True at the same
     step.
 
-    Called by every process once a step; False where there is one process, which handles its signals itself.
+    Every process calls this once a step. With a single process it returns False: that one handles its signals itself.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
 
 @contextlib.contextmanager
 def ending_together(workdir: str) -> Iterator[None]:
-    """A context in which the loss of another process ends this one at once, with a line and exit status 1.
-
-    An orderly exit would wait for the lost process. Where JAX notices the loss first, because the other process is
+    """Ends this process at once, with a line and exit status 1, when another one is lost.
+    An orderly exit would wait for the lost process. If JAX notices the loss first, because the other process is
     silent, it ends this process with its own message.
     """
     try:

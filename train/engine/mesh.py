@@ -1,4 +1,4 @@
-"""How a run's arrays are sharded over the mesh: its state, its batches, and the rows each process reads."""
+"""How a run's state and batches are sharded over the mesh, and which rows each process reads."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def open_mesh(
     *,
     length: int | None = None,
 ) -> Mesh:
-    """The mesh of a run; it divides the run's rows, tokens, heads and widths evenly.
+    """The mesh of a run, which must divide its rows, tokens, heads and widths evenly.
 
     Args:
       config, loop, model: the run's settings.
       devices: by default of all processes.
-      length: tokens of a row, where all rows have the same length.
+      length: tokens of a row, if all rows have the same length.
 
     Raises:
       UserError: sizes that don't multiply to the number of devices, or don't divide what is sharded over them.
@@ -84,9 +84,9 @@ class TrainingPrograms(NamedTuple):
 def training_programs(
     mesh: Mesh, objective: Objective, config: OptimizerConfig, loop: LoopConfig
 ) -> TrainingPrograms:
-    """The programs of a run, to be called or lowered under `jax.set_mesh(mesh)`.
+    """The programs of a run. Call or lower them under `jax.set_mesh(mesh)`.
 
-    The optimiser's moments are sharded like their parameters, the memory by its rows; the rest is replicated.
+    The optimiser's moments are sharded like their parameters, the memory by rows. The rest is replicated.
 
     Raises:
       UserError: a parameter that the mesh doesn't divide.
@@ -140,7 +140,7 @@ def training_programs(
 
 
 def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
-    """The indices of the batch's rows that this process's devices need, ascending; all of them where they are
+    """The indices of the batch's rows that this process's devices need, ascending; all of them if the rows are
     replicated."""
     parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
@@ -150,7 +150,7 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
     """The arrays of a batch, sharded over the mesh by rows.
 
     Args:
-      batch: those rows that `host_rows` names. rows: the number of rows of all processes together.
+      batch: the rows that `host_rows` names. rows: the number of rows over all processes.
     """
     own = host_rows(mesh, rows)
 

@@ -1,4 +1,4 @@
-"""The reports of a run: metrics.jsonl, TensorBoard events, and progress bars or plain lines."""
+"""What a run reports: metrics.jsonl, TensorBoard events, and a progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from train.engine.wandb_log import WandbLog
 
 T = TypeVar("T")
 
-# Without a terminal, a line is printed at the first step and then at this interval.
+# Without a terminal, a line is printed at the first step and then this often.
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -40,8 +40,8 @@ _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def announce(message: str) -> None:
-    """Prints a line on stderr where that is a terminal, whose user waits while the data and the network are made. It
-    prints nothing elsewhere, where a command that ends with an error prints that line alone."""
+    """Prints a line on stderr if that is a terminal, whose user waits while the data and the network are made.
+    Elsewhere a command that fails prints the error alone."""
     if _CONSOLE.is_terminal:
         _CONSOLE.print(message, markup=False)
 
@@ -63,7 +63,8 @@ def silent() -> Iterator[None]:
 
 
 def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
-    """The pieces as they are made, with progress on stderr: a bar on a terminal, otherwise a line now and then.
+    """Yields the pieces as they are made and shows the progress on stderr: a bar on a terminal, otherwise a line now
+    and then.
 
     Args:
       sizes: the number of examples of each piece. title: what is made.
@@ -86,9 +87,8 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
 
 class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events.
-
-    A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
-    processes the first one writes. In object storage the files are copies of local ones (`storage.Mirror`).
+    A run that resumes after step s first drops the lines after s, so that no step appears twice. Only the first
+    process writes. In object storage the files are copies of local files (`storage.Mirror`).
 
     Args:
       workdir: the run's folder.
@@ -120,9 +120,7 @@ class MetricsLog:
         if is_remote(workdir):
             self._mirror = Mirror(epath.Path(workdir), log)
             folder = self._mirror.folder
-            written.append(
-                epath.Path(folder / "metrics.jsonl")
-            )  # what the store did not take from the last process
+            written.append(epath.Path(folder / "metrics.jsonl"))  # what the last process could not upload
         path = folder / "metrics.jsonl"
         with as_os_errors():
             kept = [
@@ -134,12 +132,12 @@ class MetricsLog:
         if missing > 0:
             log(f"{path} has no line of {missing} of the {last_step} steps before; they stay missing")
         write_whole(epath.Path(path), "".join(f"{line}\n" for line, _ in lines))
-        # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
+        # Unbuffered and in append mode, each line is one write. The next start drops a line that a crash cut off.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._events = TensorboardLog(folder, last_step) if tensorboard else None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError where it cannot be written."""
+        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError if it cannot be written."""
         if self._file is None:
             return
         _write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
@@ -149,7 +147,7 @@ class MetricsLog:
             self._events.write(line)
 
     def sync(self) -> bool:
-        """Copies the files to object storage, if that is where the run is; returns whether it has them."""
+        """Copies the files to object storage, if the run is there. Returns whether it has all of them."""
         if self._mirror is None:
             return True
         if self._events is not None:
@@ -169,7 +167,7 @@ class MetricsLog:
 
 
 def _write_all(file: BinaryIO, content: bytes) -> None:
-    """Writes to a file without a buffer, where a disk that becomes full takes a part without an error.
+    """Writes to an unbuffered file. A disk that becomes full takes a part of the content without an error.
 
     Raises:
       OSError: not all of it could be written.
@@ -179,7 +177,7 @@ def _write_all(file: BinaryIO, content: bytes) -> None:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without one that a crash cut off.
+    """The lines of a run's metrics.jsonl, without a line that a crash cut off.
 
     Raises:
       UserError: there is no such file, or it cannot be read.
@@ -210,7 +208,7 @@ class RunReport(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Shows a step that is done; `line` is its line in metrics.jsonl."""
+        """Shows a finished step; `line` is its line in metrics.jsonl."""
 
     def busy(self, note: str) -> None:
         """Shows what the run does between steps."""
@@ -251,7 +249,7 @@ class Reporter:
             self._progress.stop()
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Shows a step that is done; `line` is its line in metrics.jsonl."""
+        """Shows a finished step; `line` is its line in metrics.jsonl."""
         step, rate = line["step"], line["tokens_per_second"]
         note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
         note += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""

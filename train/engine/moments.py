@@ -1,11 +1,11 @@
-"""How much gradients vary over a run: running moments of their norms, a few numbers however long the run is.
+"""How much gradients vary over a run, from running moments of their norms.
 
 TransNormer (arXiv:2210.10340, section 4.2, table 2) compares mechanisms by the relative standard deviation of the
 gradients over all iterations: with g_t the gradient of step t,
 
     std_t(|g_t|) / mean_t(|g_t|).
 
-The paper does not say which quantity |g_t| is. Deviations of 0.2 to 0.6 of the mean are typical of norms (single
+The paper does not define |g_t|. Deviations of 0.2 to 0.6 of the mean are typical of norms (single
 entries, whose mean is about 0, would give far more), so norms are used here: of the whole gradient before clipping
 ("grad_rsd"), and of each tensor's gradient, averaged over the tensors ("grad_rsd_tensors"), where an unstable
 layer is not hidden by larger ones."""

@@ -1,4 +1,5 @@
-"""The learning rates of muP (Yang et al. 2022, arXiv:2203.03466, table 3), by the logical names of each parameter.
+"""The learning rates of muP (Yang et al. 2022, arXiv:2203.03466, table 3), from the logical axis names of the
+parameters.
 
 A network's `mup_base_width` is the width at which its learning rate was tuned. AdamW moves every entry of a weight by
 about the learning rate, whatever the size of the gradient; a sum over a dimension that grows with the width then moves
@@ -34,7 +35,7 @@ _OF_A_HEAD = frozenset(("heads", "kv_heads", "head_dim"))
 
 
 def make_rates(config: StackConfig) -> Callable[[Any], Any]:
-    """The `rates` of an objective (`train.engine.step.Objective`) on a network of that configuration."""
+    """The `rates` of an objective (`train.engine.step.Objective`) for this network."""
     if config.mup_base_width is None:
         return lambda boxed: None
     base, width = config.mup_base_width, config.d_model

@@ -16,7 +16,7 @@ from brl_jax.fields import Checked, NonNegative, Positive, Range
 
 Schedule = Callable[[Any], Any]
 
-# Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
+# Axes that do not turn a vector into a matrix: the axis that stacks equal layers, unnamed axes, and the cores of
 # structured weights, whose size is limited where they are used. Nor does "head_dim" next to one of _HEADS, whose
 # features it divides.
 _NO_FEATURES = ("layers", "block_in", None)
@@ -32,8 +32,8 @@ class OptimizerConfig(Checked):
     warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 100
     """Steps in which the learning rate grows from nearly 0 to its highest value."""
     decay: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
-    """How it falls after that: "cosine" or "linear" to final_share of the highest rate at the last step, "inverse_sqrt"
-    by sqrt(warmup_steps / step)."""
+    """How the rate falls afterwards: "cosine" or "linear" to final_share of the highest rate at the last step, or as
+    sqrt(warmup_steps / step) ("inverse_sqrt")."""
     final_share: Annotated[float, Range(0, 1)] = 0.1
     """Share of the highest learning rate that "cosine" and "linear" end with."""
     beta1: Annotated[float, Range(0, below=1)] = 0.9
@@ -80,7 +80,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
         # optax counts the steps of each schedule from its own start.
         rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
         decay = optax.join_schedules([rise, decay], [warmup])
-    # As a float, because optax mixes the count with floats, which strict promotion (the tests') refuses.
+    # As a float, because optax mixes the count with floats, which the tests' strict promotion refuses.
     return lambda count: jnp.asarray(decay(jnp.asarray(count, jnp.float32)), jnp.float32)
 
 
@@ -108,7 +108,7 @@ def decayed(boxed_params: Any) -> Any:
 
 
 def is_bias(path: Any) -> bool:
-    """Whether the parameter at a path of jax.tree_util is a bias, by its name."""
+    """Whether the name of the parameter at a jax.tree_util path says that it is a bias."""
     last = jax.tree_util.keystr(path[-1:], simple=True)
     return last == "bias" or last.endswith("_bias")
 
@@ -119,7 +119,8 @@ def make_optimizer(
     """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
 
     `rates`: the factor on the learning rate of each parameter (`mup`), a pytree of floats like the parameters;
-    None for one rate. The weight decay keeps the schedule's rate: the smaller rates of a wide model do not weaken it.
+    None for the same rate everywhere. The weight decay keeps the schedule's rate, so that a wide model's smaller
+    rates do not weaken it.
     """
     adamw = optax.chain(
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
@@ -130,7 +131,7 @@ def make_optimizer(
     chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # optax raises floats to integer powers, which strict promotion (the tests') refuses.
+        # optax raises floats to integer powers, which the tests' strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             return chain.update(updates, state, params)
 

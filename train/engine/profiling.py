@@ -24,8 +24,8 @@ def parse_steps(spec: str) -> range:
 
 
 class Profiler:
-    """Traces the steps of a run that `spec` names, on every process, in workdir/profile. A run in object storage writes
-    to the user's cache, as the profiler writes to local folders only."""
+    """Traces the steps that `spec` names, on every process, in workdir/profile. The profiler writes to local folders
+    only, so a run in object storage uses the user's cache."""
 
     def __init__(self, spec: str, workdir: str):
         self._steps = parse_steps(spec)

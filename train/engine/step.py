@@ -1,7 +1,7 @@
 """One step of training and one of evaluation: pure functions of (state, batch), for any task.
 
-The task is given as an `Objective`. What is carried from batch to batch (`memory`) is a pytree that only the task
-interprets. The caller jits the step, with the shardings it wants.
+An `Objective` defines the task. Only the task interprets the `memory`, a pytree that is carried from batch to batch.
+The caller jits the step, with its own shardings.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Objective:
       loss: see `Loss`.
       init_memory: number of rows -> the empty memory, a pytree or None.
       averages: names of what is reported with the loss, also averaged over the targets ("accuracy").
-      best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
-        averages (the higher one).
+      best: which held-out measure decides between two checkpoints: "loss" (lower is better), or one of the averages
+        (higher is better).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
-      start: the parameters of `init`, unboxed and on their devices -> those that a new run starts from.
+      start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
     """
 
     init: Callable[[Array], Any]
@@ -73,7 +73,7 @@ class Objective:
     def memory_names(self, memory: Any, rows: int, name: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
         """name(array, names of its dimensions) for each array of a memory with this number of rows.
 
-        Only the task interprets its memory; the dimension called "batch" is the one that grows with the number of rows.
+        Only the task interprets its memory; the dimension that grows with the number of rows is called "batch".
         """
 
         def one(array: Any, shape: Any, larger: Any) -> Any:
@@ -89,14 +89,14 @@ class Objective:
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything that a step changes; all of it is saved.
+    """Everything that a step changes, all of which is saved.
 
     Attributes:
       step: () int32, steps done.
       params: the parameters, unboxed.
       opt_state: optax's state.
       key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
-      memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
+      memory: what the rows of each microbatch carry, stacked into leaves (accumulation, ...).
       moments: of the gradients so far (`train.engine.moments`), or None if they are not logged.
     """
 
@@ -155,7 +155,7 @@ def means(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a loss in nats; inf where that is beyond a float."""
+    """The exponential of a loss in nats; inf if it exceeds a float."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,6 +1,6 @@
-"""Folders in object storage (gs://BUCKET/FOLDER): what differs from local ones.
+"""What differs between local folders and object storage (gs://BUCKET/FOLDER).
 
-An object appears whole or not at all, but it cannot be appended to or renamed, and a request may fail or take long.
+An object appears complete or not at all, but it cannot be appended to or renamed, and a request may fail or take long.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from etils import epath
 
 from train.engine.errors import UserError, is_client_error, one_line
 
-# Orbax writes checkpoints to these, and etils reads and writes their files. It knows s3:// only half.
+# Orbax writes checkpoints there, and etils reads and writes files. Its support of s3:// is incomplete.
 SCHEMES = ("gs",)
 # How often files that grow are copied to object storage, which takes at most one write of an object a second.
 _SECONDS_BETWEEN_COPIES = 30.0
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address, SCHEME://..., and not a local one."""
+    """Whether a path is an address, SCHEME://..., and not local."""
     return "://" in os.fspath(path)
 
 
@@ -52,10 +52,10 @@ def check_local(name: str, path: str | None) -> None:
 
 
 def check_client(option: str, path: str | os.PathLike[str]) -> None:
-    """Makes sure that object storage can be reached at all; called before a run's folder is used.
+    """Checks that object storage can be reached at all, before a run's folder is used.
 
     Raises:
-      UserError: the path is remote, and is of another store or the package that reads it is not installed.
+      UserError: the path is remote and the store is not supported, or the package that reads it is not installed.
     """
     if not is_remote(path):
         return
@@ -67,15 +67,15 @@ def check_client(option: str, path: str | os.PathLike[str]) -> None:
         raise UserError(f"{option}: {os.fspath(path)} needs gcsfs: pip install -e '.[gcs]'")
     import fsspec
 
-    # What the client reports, with tracebacks, is reported again in one line when it gives up.
+    # The client logs tracebacks; when it gives up, we report one line.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # A listing that was remembered would hide what other processes write.
+    # A cached listing would hide what other processes write.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """A context in which what the client of an object store raises is an OSError, as with local files."""
+    """Turns the exceptions of an object store's client into OSErrors, as local files raise them."""
     try:
         yield
     except Exception as error:
@@ -85,12 +85,12 @@ def as_os_errors() -> Iterator[None]:
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """The path from the root; epath.Path.resolve would take gs://... for a name in the working directory."""
+    """The absolute path; epath.Path.resolve would take gs://... for a name in the working directory."""
     return path if is_remote(path) else path.resolve()
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Renames a folder whose new parent need not exist: in object storage an empty folder does not."""
+    """Renames a folder. Its new parent need not exist, because object storage has no empty folders."""
     if not is_remote(target):
         source.rename(target)
         return
@@ -101,13 +101,13 @@ def move(source: epath.Path, target: epath.Path) -> None:
 
 
 def beside(path: epath.Path) -> epath.Path:
-    """A name in the folder of `path` that no other process uses, to write to before renaming."""
+    """A temporary name next to `path` that no other process uses, to be renamed once it is written."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex}"
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:
-    """Writes `path`, text in UTF-8, under another name that is then renamed; the folder must exist. In object storage a
-    file is whole as soon as it appears."""
+    """Writes a file (text as UTF-8) under a temporary name and renames it; the folder must exist. In object storage a
+    file is complete as soon as it appears."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
         path.write_bytes(content)
@@ -122,7 +122,7 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 
 
 def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:
-    """Copies files from folder to folder, in order; each is whole or does not exist.
+    """Copies files from folder to folder, in order. Each appears complete or not at all.
 
     Raises:
       OSError: one is missing or cannot be written.
@@ -138,15 +138,14 @@ def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iter
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """The user's cache folder."""
     return Path.home() / ".cache" / "brl-jax"
 
 
 class Mirror:
-    """A local folder whose files are copied to a remote one: now and then in the background, and when `sync` is called.
-
-    Object storage cannot append to a file. A store that fails for a while stops nothing: the files stay in the local
-    folder, and are copied as soon as it answers.
+    """A local folder whose files are copied to a remote folder, in the background and when `sync` is called.
+    Object storage cannot append to a file. If the store fails for a while, the files stay in the local folder and are
+    copied as soon as it answers; the run goes on.
 
     Args:
       remote: the remote folder.
@@ -191,7 +190,7 @@ class Mirror:
             return True
 
     def close(self) -> None:
-        """Copies what is left, and empties the local folder unless the store did not take all of it."""
+        """Copies what is left, and empties the local folder if the store took all of it."""
         self._closed.set()
         self._thread.join()
         if self.sync():

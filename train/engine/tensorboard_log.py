@@ -14,8 +14,8 @@ _SECONDS_BETWEEN_FLUSHES = 30.0
 class TensorboardLog:
     """An event file of a run.
 
-    tensorboardX's `SummaryWriter` leaves events to a thread. Where a full disk ends that thread, the queue before it
-    fills and its caller waits for ever. Its `EventsWriter` below writes at once.
+    tensorboardX's `SummaryWriter` leaves events to a thread. If a full disk ends that thread, its queue fills up and
+    the caller waits for ever. `EventsWriter`, used here, writes at once.
 
     Args:
       folder: the run's folder.
@@ -26,18 +26,18 @@ class TensorboardLog:
     """
 
     def __init__(self, folder: Path, last_step: int):
-        # Its package takes a while to load, so that commands that write no events don't.
+        # The package takes a while to load; commands that write no events don't load it.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._events = EventsWriter(str(folder / "events"))
-        # TensorBoard hides what an earlier file has of this step and those after it.
+        # TensorBoard hides the events of earlier files from this step on.
         start = SessionLog(status=SessionLog.START)
         self._events.write_event(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
         self._flushed = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds the metrics of a step; `line` has "step", and numbers otherwise. Raises OSError where it cannot."""
+        """Adds the metrics of a step: `line` has "step", and numbers otherwise. Raises OSError."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -50,11 +50,11 @@ class TensorboardLog:
             self.flush()
 
     def flush(self) -> None:
-        """Brings all events to the disk. Raises OSError where it cannot."""
+        """Writes all events to the disk. Raises OSError."""
         self._events.flush()
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes the file. Events for which the disk has no room are lost; metrics.jsonl has their numbers."""
+        """Closes the file. If the disk is full, events are lost; metrics.jsonl has their numbers."""
         with contextlib.suppress(OSError):
             self._events.close()

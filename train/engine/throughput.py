@@ -1,4 +1,4 @@
-"""How fast a run trains, as speeds are reported: tokens a second, MFU, goodput, waiting for input."""
+"""How fast a run trains: tokens a second, MFU, goodput, waiting for input."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PEAK_FLOPS = {
 
 
 def peak_flops(kind: str) -> float | None:
-    """The operations per second of a device of this kind (`jax.Device.device_kind`); None where it is not known."""
+    """The operations per second of a device of this kind (`jax.Device.device_kind`); None if it is not known."""
     names = [name for name in PEAK_FLOPS if kind.lower().startswith(name.lower())]
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
 def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
     """Operations of the matrix products of one training step: three times the forward pass's, as the backward
-    pass has two products for each. What rematerialisation computes again does not count.
+    pass has two products for each. Rematerialised operations do not count.
 
-    Counted are the products that the XLA implementation of the model traces to, masked parts of blocks included. The
-    compiler's own analysis would leave out what kernels and custom calls compute, and count loops once.
+    Counts the products in the model's XLA implementation, including masked parts of blocks. The compiler's own
+    analysis would leave out kernels and custom calls, and would count loops once.
     """
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -68,7 +68,7 @@ class Meter:
         self._began = time.perf_counter()
         self._waited = 0.0
         self._steps = 0
-        # Of all steps but the first, which is compiled: seconds, tokens, operations, seconds of waiting.
+        # Over all steps except the first, which compiles: seconds, tokens, operations, seconds of waiting.
         self._totals = [0.0, 0.0, 0.0, 0.0]
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ class Meter:
         self._waited += time.perf_counter() - before
 
     def flops(self, params: Any, batch: Arrays) -> float:
-        """`step_flops` where a share of the devices' speed can be given, else 0."""
+        """`step_flops` if the devices' peak is known, else 0."""
         if self._peak is None:
             return 0.0
         shapes = tuple((name, x.shape) for name, x in batch.items())

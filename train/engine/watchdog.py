@@ -29,11 +29,12 @@ IDLE_SECONDS = 1800.0
 
 
 class Watchdog:
-    """A thread that ends this process where it must not wait any longer.
+    """A thread that ends this process when it must not wait any longer.
 
-    Before and after the steps of training SIGTERM ends the process at once, with exit status 143: there is nothing to
-    save. During them (`watching`) it is passed on, so that all processes stop after the same step and save; after
-    `STOP_SECONDS` the process ends without. One that makes no step for `IDLE_SECONDS` ends with exit status 1.
+    Before and after the training steps there is nothing to save, and SIGTERM ends the process at once, with exit
+    status 143. During them (`watching`) the signal is passed on, so that all processes stop after the same step and
+    save; after `STOP_SECONDS` the process ends without saving. A process that makes no step for `IDLE_SECONDS` ends
+    with exit status 1.
 
     Args:
       end: ends the process with a line and an exit status.
@@ -47,7 +48,7 @@ class Watchdog:
         self._workdir = ""
 
     def start(self) -> None:
-        """Takes SIGTERM from JAX's preemption service, which must have begun; called by the main thread."""
+        """Takes SIGTERM from JAX's preemption service, which must be running. Call it from the main thread."""
         handlers = ctypes.CDLL(None).signal
         handlers.restype, handlers.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
         before = handlers(signal.SIGTERM, None)
@@ -61,7 +62,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, workdir: str) -> Iterator[None]:
-        """The steps of a run, in its folder: `alive` must be called during each of them."""
+        """Watches the steps of the run in a folder: each of them must call `alive`."""
         self._workdir, self._last = workdir, time.monotonic()
         try:
             yield
@@ -69,7 +70,7 @@ class Watchdog:
             self._last = None
 
     def alive(self) -> None:
-        """Notes that training goes on."""
+        """Records that training goes on."""
         if self._last is not None:
             self._last = time.monotonic()
 
@@ -97,7 +98,7 @@ class Watchdog:
         if signum in (signal.SIGTERM, signal.SIGINT):
             seconds = STOP_SECONDS if signum == signal.SIGTERM else INTERRUPT_SECONDS
             stop = (time.monotonic() + seconds, signum, seconds)
-            # Ctrl-C after SIGTERM shortens the time; a repeated signal does not lengthen it.
+            # Ctrl-C after SIGTERM shortens the time; repeating a signal does not extend it.
             self._stop = stop if self._stop is None else min(self._stop, stop)
 
     def _resume(self) -> str:
@@ -106,7 +107,7 @@ class Watchdog:
 
 
 def _end(reason: str, status: int) -> None:
-    """Ends the process at once: an orderly exit would wait for the other processes."""
+    """Ends the process at once. An orderly exit would wait for the other processes."""
     print(f"process {jax.process_index()} of {jax.process_count()} {reason}", file=sys.stderr, flush=True)
     os._exit(status)
 

@@ -56,7 +56,7 @@ def copy_objective(model: EncoderDecoder) -> Objective:
 
 
 class CopyTask(Task[CopyConfig, TextPairs | None]):
-    """Pairs of a source and a target. Symbols are drawn as they are needed, so that there is nothing to load (None)."""
+    """Pairs of a source and a target. Symbols are drawn as they are needed, so there is nothing to load (None)."""
 
     name = "copy"
     about = "Trains an encoder-decoder to copy, or on pairs of texts."

@@ -39,7 +39,7 @@ class CopyConfig(RunConfig):
 
 
 class _Parts(NamedTuple):
-    """The mechanisms of a preset: the decoder's, the encoder's where it is another, and the window between them."""
+    """The mechanisms of a preset: the decoder's, the encoder's if it differs, and the window between them."""
 
     mechanism: Mechanism
     encoder: Mechanism | None = None

@@ -108,7 +108,7 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
     is_sized_by_data = True
 
     def sized(self, config: GraphRunConfig, data: GraphData | None = None) -> GraphRunConfig:
-        """The graph decides the kinds of tokens and nodes, and the classes; where it is not read, the defaults do."""
+        """The graph decides the kinds of tokens and nodes, and the classes; if it is not read, the defaults do."""
         row_targets = 1 if config.model.network == "tokens" else config.data.row_targets
         if data is None:
             planned = dataclasses.replace(config.data, row_targets=max(row_targets, 1))

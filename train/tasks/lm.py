@@ -93,7 +93,7 @@ def held_out_stream(corpus: Corpus, config: LmConfig, limit: int, mesh: Mesh | N
 
 
 def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary, from its name. Raises UserError where the name does not give it."""
+    """The size of a tokenizer's vocabulary, from its name. Raises UserError if the name does not give it."""
     if tokenizer == "bytes":
         return 256
     if is_pretrained(tokenizer):

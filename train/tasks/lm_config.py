@@ -35,7 +35,7 @@ _WIKITEXT103_TOKENS = 118_000_000
 
 @dataclasses.dataclass(frozen=True)
 class LmLoopConfig(LoopConfig):
-    """The loop over a text; each row continues where it stopped at the step before."""
+    """The loop over a text; each row continues where it stopped in the previous step."""
 
     length: Length = 512
     """Tokens of a row in one step."""
@@ -159,7 +159,7 @@ def _transnormer(variant: Variant, **options: Any) -> LmConfig:
 
 
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
-    """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs whatever the
+    """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs at every
     length; the learning rate and the warm-up are our choice."""
     rows = 256
     return LmConfig(
@@ -303,10 +303,8 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-full": _wikitext103(FullConfig()),
     "wikitext103-local": _wikitext103(LocalConfig(window=128)),
     "wikitext103-local-64": _wikitext103(LocalConfig(window=64)),
-    "wikitext103-local-128": _wikitext103(LocalConfig(window=128)),
     "wikitext103-brl": _wikitext103(_brl(128, 512)),
     "wikitext103-brl-64": _wikitext103(_brl(64, 512)),
-    "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
     "wikitext103-transnormer-t1": _transnormer("t1"),
     "wikitext103-transnormer-t2": _transnormer("t2"),
     # The ends of its table 8, which T2 lies between: one kind of attention in all layers of the same network.

@@ -63,7 +63,7 @@ class MlmDataConfig(DataConfig):
         if self.data.startswith("hf-stream:"):
             raise UserError(
                 f"--data: expected a text whose tokens are made first, such as tokens:DIR (python -m "
-                f"train.data.tokenize), got {self.data}"
+                f"train.tokenize), got {self.data}"
             )
 
 
@@ -108,8 +108,8 @@ def _small(mechanism: Mechanism) -> MlmConfig:
 
 
 def _uncased() -> MlmConfig:
-    """English text as lower-case words: what a network of this size learns of them carries over to GLUE's sentences,
-    whatever their case and spacing. A quarter of the tokens are asked for, which adds less time than reading others."""
+    """English text as lower-case words: what a network of this size learns from them carries over to GLUE's sentences
+    with any case and spacing. A quarter of the tokens are masked, which costs less time than reading more text."""
     small = _small(FullConfig())
     return dataclasses.replace(
         small,

@@ -166,7 +166,7 @@ def recall_objective(model: DecoderLM) -> Objective:
 
 
 class RecallTask(Task[RecallConfig, None]):
-    """Recall; the rows are drawn as they are needed, so that there is nothing to load."""
+    """Recall. The rows are drawn as they are needed, so there is nothing to load."""
 
     name = "recall"
     about = "Trains a decoder to recall records from far back."

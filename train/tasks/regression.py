@@ -103,7 +103,7 @@ def regression_objective(model: Regressor, kind: Prompt) -> Objective:
 
 
 class RegressionTask(Task[RegressionConfig, None]):
-    """In-context linear regression; the prompts are drawn as they are needed, so that there is nothing to load."""
+    """In-context linear regression. The prompts are drawn as they are needed, so there is nothing to load."""
 
     name = "regression"
     about = "Trains a decoder on in-context linear regression."

@@ -61,10 +61,10 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def sized(self, config: C, data: D | None = None) -> C:
-        """The configuration with the sizes of the model that the task and its data decide.
+        """The configuration with the model's sizes set by the task and its data.
 
         Args:
-          data: None where they are not read, as when a run is only planned.
+          data: None if they are not read, as when a run is only planned.
 
         Raises:
           UserError: without the data, the sizes cannot be known.
@@ -72,7 +72,7 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def model(self, config: C) -> Any:
-        """The network of a configuration (from `sized`). Raises ValueError where its parts don't fit each other."""
+        """The network of a configuration (from `sized`). Raises ValueError if its parts don't fit each other."""
 
     @abc.abstractmethod
     def objective(self, model: Any, config: C) -> Objective:
@@ -104,7 +104,7 @@ class Task(abc.ABC, Generic[C, D]):
         return Streams(self.training_stream(config, data, mesh), held_out, held_out)
 
     def row_length(self, config: C) -> int | None:
-        """Tokens of a row, where a mesh may share them among devices; None where it may not."""
+        """Tokens of a row, where a mesh may share them among devices; None if it may not."""
         return None
 
     def measures(self, config: C, data: D, split: str, held_out: HeldOut, sums: Mapping[str, float]) -> dict:
@@ -161,8 +161,8 @@ class Task(abc.ABC, Generic[C, D]):
     def differences(
         self, old: Mapping[str, Any], config: C, free: Collection[str] | None = None
     ) -> list[str]:
-        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration; of a run of
-        another task the task alone.
+        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration; for a run
+        of another task, the task alone.
 
         Args:
           old: from config.json or a checkpoint. Fields that its version did not have yet have their defaults.

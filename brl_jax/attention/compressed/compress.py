@@ -34,6 +34,7 @@ from brl_jax.attention.core.scores import (
     hide_infinite_bias,
     weights_dtype,
 )
+from brl_jax.attention.core.varying import vary_like
 
 # Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time, but on GPUs.
 _WHOLE = 4096
@@ -223,8 +224,10 @@ def _for_pieces(query, key, contrast_key, value, bias, mask, lengths) -> xla.Ope
 
 def difference(outs, gamma, dtype):
     """The first attention's output less gamma times the second's; of shape (..., N, V)."""
-    out = outs[0] if gamma is None else outs[0] - gamma[:, None] * outs[1]
-    return out.astype(dtype)
+    if gamma is None:
+        return outs[0].astype(dtype)
+    each_head = gamma.reshape((1,) * (outs[1].ndim - 2) + (-1, 1))
+    return (outs[0] - each_head * outs[1]).astype(dtype)
 
 
 def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None) -> Form:
@@ -232,18 +235,21 @@ def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
         x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
-        outs, log_sums = xla.forward(x, piece, scale, score, axis_name)
+        outs, log_sums = xla.forward(vary_like(x, x), piece, scale, score, axis_name)
         return difference(outs, gamma, query.dtype), (outs, log_sums)
 
     def gradient(operands, result, kept, d_out):
         query, key, contrast_key, value, gamma, bias, mask, lengths = operands
         x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
+        # Each device computes a part of the gradient of a query that all share; the parts are summed.
+        _, shared = jax.vjp(lambda *shared: vary_like(shared, x), query, bias)
         outs, log_sums = kept
         _, pull = jax.vjp(lambda outs, gamma: difference(outs, gamma, query.dtype), outs, gamma)
         d_outs, d_gamma = pull(d_out)
-        d = xla.backward(x, outs, log_sums, d_outs, piece, scale, score)
+        d = xla.backward(vary_like(x, x), outs, log_sums, d_outs, piece, scale, score)
+        d_query, d_bias = shared((d.query, d.bias))
         d_key, d_contrast_key = (*d.keys, None)[:2]
-        return d.query, d_key, d_contrast_key, d.value, d_gamma, d.bias, None, None
+        return d_query, d_key, d_contrast_key, d.value, d_gamma, d_bias, None, None
 
     return Form(run, gradient)
 

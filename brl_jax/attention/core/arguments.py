@@ -22,11 +22,11 @@ def check_dtype(name: str, array: Array) -> None:
 
 
 def check_dtypes(query: Array, key: Array, value: Array) -> None:
-    check_dtype("query", query)
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        check_dtype("query", query)
     for array, name in ((key, "key"), (value, "value")):
-        require(
-            array.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}, got {array.dtype}"
-        )
+        if array.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, got {array.dtype}")
 
 
 def is_int(x: Any) -> bool:
@@ -133,14 +133,17 @@ def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tu
             f"{query_shape[1]} queries, {key_shape[1]} keys",
         )
         segment_ids = (segment_ids, segment_ids)
-    require(len(segment_ids) == 2, f"segment_ids must be an array or a pair of them, got {len(segment_ids)}")
-    ids = tuple(jnp.asarray(x) for x in segment_ids)
-    for x, shape, whose in zip(ids, (query_shape, key_shape), ("queries", "keys")):
-        require(
-            x.shape == shape[:2] and jnp.issubdtype(x.dtype, jnp.integer),
-            f"segment_ids of the {whose} must be ints of shape {shape[:2]}, got {x.dtype} of shape {x.shape}",
-        )
-    return tuple(x.astype(jnp.int32) for x in ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be an array or a pair of them, got {len(segment_ids)}")
+    ids = []
+    for x, shape, whose in zip(segment_ids, (query_shape, key_shape), ("queries", "keys")):
+        x = jnp.asarray(x)
+        if x.shape != shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids of the {whose} must be ints of shape {shape[:2]}, got {x.dtype} of shape {x.shape}"
+            )
+        ids.append(x.astype(jnp.int32))
+    return tuple(ids)
 
 
 def check_positions_shape(positions: Any, query: Array, key: Array) -> None:

@@ -37,9 +37,13 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        symbolic = [i for i in arrays if any(map(jax.export.is_symbolic_dim, leaves[i].shape))]
-        explicit = [i for i in arrays if _is_explicit(leaves[i])]
+        arrays, symbolic, explicit = [], [], False
+        for i, x in enumerate(leaves):
+            if isinstance(x, jax.Array):
+                arrays.append(i)
+                explicit = explicit or AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+                if any(map(jax.export.is_symbolic_dim, x.shape)):
+                    symbolic.append(i)
         if not symbolic and not explicit:
             return function(*args, **kwargs)
 

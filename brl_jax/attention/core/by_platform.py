@@ -58,6 +58,7 @@ def by_platform(
     kept: Any = (),
     plain: Callable[..., Any],
     axis_name: str | None = None,
+    needs_devices: bool = False,
 ) -> Any:
     """Calls the form of the platform that the call is lowered for.
 
@@ -70,15 +71,19 @@ def by_platform(
       plain: `plain(*operands)` returns the results by JAX's operations, differentiable any number of times.
       axis_name: inside `jax.shard_map`, an axis over which the forms exchange values, so that the results are the same
         on all its devices.
+      needs_devices: whether a form uses cuDNN or calls back to Python, whose lowering asks JAX for the devices.
     """
-    operands = vary_like(operands, operands)
+    operands = vary_like(operands, operands, but=axis_name)
     leaves, structure = jax.tree.flatten(operands)
-    first = jax.typeof(leaves[0])
-    if axis_name is not None:
-        (first,) = jax.make_jaxpr(lambda x: lax.psum(x, axis_name))(leaves[0]).out_avals
+    # The axes that results vary over: those of all operands, but for the one that is summed over.
+    first = next(
+        (x for x in map(jax.typeof, leaves) if axis_name not in x.manual_axis_type.varying),
+        jax.typeof(leaves[0]),
+    )
     results, kept = jax.tree.map(functools.partial(_like, first), (results, kept))
     function = _Function(choose, plain, structure, results, kept, _Context.current())
-    outs = _call.bind(*leaves, function=function, keep=False)
+    asks = _asks_for_devices() if needs_devices else None
+    outs = _call.bind(*leaves, function=function, keep=False, asks=asks)
     return jax.tree.unflatten(function.out_structure, outs)
 
 
@@ -101,6 +106,14 @@ def platform_jaxpr(equation: Any, platform: str) -> Any:
     run = functools.partial(rules[equation.primitive], platform, **equation.params)
     with traced_for(platform):
         return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
+
+
+@functools.cache
+def _asks_for_devices() -> Any:
+    """A jaxpr that is never run. JAX passes the devices on to lowering rules only if it finds an operation that needs
+    them, in the program or in a parameter like this; the operations of a form do not exist yet."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.make_jaxpr(functools.partial(jax.pure_callback, lambda x: x, number))(number)
 
 
 def _like(first: Any, x: Any) -> Any:
@@ -249,20 +262,22 @@ def _primitive(name: str, run: Callable[..., list], result_types: Callable[..., 
 # --- The call: the results, followed by what is kept if `keep` is true ---
 
 
-def _run_call(platform: str, *leaves: Any, function: _Function, keep: bool) -> list:
+def _run_call(platform: str, *leaves: Any, function: _Function, keep: bool, asks: Any) -> list:
     outs = function.run(platform, *leaves)
     return outs if keep else outs[: len(function.results)]
 
 
-def _call_types(function: _Function, keep: bool) -> list:
+def _call_types(function: _Function, keep: bool, asks: Any) -> list:
     return [*function.results, *function.kept] if keep else function.results
 
 
 _call = _primitive("by_platform", _run_call, _call_types)
 
 
-def _differentiate_call(leaves: Any, tangents: Any, *, function: _Function, keep: bool) -> tuple[list, list]:
-    outs = _call.bind(*leaves, function=function, keep=True)
+def _differentiate_call(
+    leaves: Any, tangents: Any, *, function: _Function, keep: bool, asks: Any
+) -> tuple[list, list]:
+    outs = _call.bind(*leaves, function=function, keep=True, asks=asks)
     moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
     count = len(leaves)
 
@@ -287,16 +302,18 @@ def _differentiate_call(leaves: Any, tangents: Any, *, function: _Function, keep
 
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
-    d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear)
+    d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
     # What is kept has no tangents: the gradient alone reads it, and its derivatives are those of the plain function.
     outs = outs if keep else outs[: len(d_results)]
     d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
     return outs, [*d_results, *d_kept]
 
 
-def _batch_call(leaves: Any, axes: Any, *, function: _Function, keep: bool) -> tuple[list, list[int]]:
+def _batch_call(
+    leaves: Any, axes: Any, *, function: _Function, keep: bool, asks: Any
+) -> tuple[list, list[int]]:
     mapped = _Mapped(function, tuple(axes), _axis_size(leaves, axes))
-    outs = _call.bind(*leaves, function=mapped, keep=keep)
+    outs = _call.bind(*leaves, function=mapped, keep=keep, asks=asks)
     return outs, [0] * len(outs)
 
 
@@ -342,18 +359,18 @@ class _Linear:
         return list(arrays[:count]), list(arrays[count:])
 
 
-def _run_linear(platform: str, *arrays: Any, linear: _Linear) -> list:
+def _run_linear(platform: str, *arrays: Any, linear: _Linear, asks: Any) -> list:
     return linear.run(platform, *linear.split(arrays))
 
 
-_linear = _primitive("by_platform_linear", _run_linear, lambda linear: list(linear.outputs))
+_linear = _primitive("by_platform_linear", _run_linear, lambda linear, asks: list(linear.outputs))
 
 
-def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear) -> tuple[list, list]:
+def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear, asks: Any) -> tuple[list, list]:
     residuals, values = linear.split(arrays)
     d_residuals, d_values = linear.split(tangents)
-    outs = _linear.bind(*arrays, linear=linear)
-    d_outs = _linear.bind(*residuals, *map(ad.instantiate_zeros, d_values), linear=linear)
+    outs = _linear.bind(*arrays, linear=linear, asks=asks)
+    d_outs = _linear.bind(*residuals, *map(ad.instantiate_zeros, d_values), linear=linear, asks=asks)
     moving = [i for i, change in enumerate(d_residuals) if _moves(change)]
     if moving:
 
@@ -366,16 +383,16 @@ def _differentiate_linear(arrays: Any, tangents: Any, *, linear: _Linear) -> tup
     return outs, d_outs
 
 
-def _transpose_linear(cotangents: Any, *arrays: Any, linear: _Linear) -> list:
+def _transpose_linear(cotangents: Any, *arrays: Any, linear: _Linear, asks: Any) -> list:
     residuals, values = linear.split(arrays)
     given = map(ad.instantiate_zeros, cotangents)
-    outs = _linear.bind(*residuals, *given, linear=linear.transpose())
+    outs = _linear.bind(*residuals, *given, linear=linear.transpose(), asks=asks)
     # Values that are known here are zeros, for values without a tangent. They get no cotangent.
     wanted = [out if ad.is_undefined_primal(value) else None for out, value in zip(outs, values)]
     return [None] * len(residuals) + wanted
 
 
-def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear) -> tuple[list, list[int]]:
+def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear, asks: Any) -> tuple[list, list[int]]:
     size = _axis_size(arrays, axes)
     residuals, values = linear.split(arrays)
     residual_axes, value_axes = linear.split(axes)
@@ -396,7 +413,7 @@ def _batch_linear(arrays: Any, axes: Any, *, linear: _Linear) -> tuple[list, lis
     forwards = (over(linear.run), over(linear.plain))
     backwards = (over(linear.transposed), over(linear.plain_transposed))
     types = (_stacked(size, linear.inputs), _stacked(size, linear.outputs))
-    outs = _linear.bind(*residuals, *values, linear=_Linear(*forwards, *backwards, *types))
+    outs = _linear.bind(*residuals, *values, linear=_Linear(*forwards, *backwards, *types), asks=asks)
     return outs, [0] * len(outs)
 
 

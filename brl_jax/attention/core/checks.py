@@ -20,32 +20,27 @@ def require(condition: bool, message: str) -> None:
 
 def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value")) -> None:
     """Checks (B, T, N, H), (B, S, K, H), (B, S, K, H) with N a multiple of K and nothing empty."""
+    # Without `require`, whose messages would be made for each call that passes.
     for array, name in zip((query, key, value), names):
-        require(
-            hasattr(array, "shape") and hasattr(array, "dtype"),
-            f"{name} must be an array, got {type(array).__name__}",
-        )
-        require(
-            array.ndim == 4, f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}"
-        )
-        require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ValueError(f"{name} must be an array, got {type(array).__name__}")
+        if array.ndim != 4:
+            raise ValueError(f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} must not be empty, got shape {array.shape}")
     q, k, v = names
-    require(
-        key.shape[:3] == value.shape[:3],
-        f"{v} must have {k}'s batch, length and heads {key.shape[:3]}, got {value.shape[:3]}",
-    )
-    require(
-        query.shape[0] == key.shape[0],
-        f"{k} must have {q}'s batch size {query.shape[0]}, got {key.shape[0]}",
-    )
-    require(
-        query.shape[3] == key.shape[3],
-        f"{k} must have {q}'s head_dim {query.shape[3]}, got {key.shape[3]}",
-    )
-    require(
-        query.shape[2] % key.shape[2] == 0,
-        f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}",
-    )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{v} must have {k}'s batch, length and heads {key.shape[:3]}, got {value.shape[:3]}"
+        )
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(f"{k} must have {q}'s batch size {query.shape[0]}, got {key.shape[0]}")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"{k} must have {q}'s head_dim {query.shape[3]}, got {key.shape[3]}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}"
+        )
 
 
 def check_bias_shape(bias: Any, shape: tuple[int, ...], axes: str) -> None:
@@ -89,9 +84,11 @@ def check_finite(owner: object, *names: str) -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError, with the nearest choice, unless value is one of them."""
+    if value in choices:
+        return
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
 
 def concrete_values(array: Any) -> np.ndarray | None:

@@ -78,12 +78,15 @@ def dispatch(
       NotImplementedError: if the backend that is asked for cannot take the call, or, at lowering time, if the call is
         lowered for a platform on which that backend does not run.
     """
-    names = [None, "xla"]
-    for backend in (backend for row in backends.values() for backend in row):
-        names += [backend.implementation, f"{backend.implementation}_interpret"]
-    check_implementation(implementation, *names)
+    names: list[str | None] = [None, "xla"]
+    suited = False
+    for row in backends.values():
+        for backend in row:
+            names += [backend.implementation, f"{backend.implementation}_interpret"]
+            suited = suited or (implementation is None and not backend.unsuited)
+    if implementation not in names:
+        check_implementation(implementation, *names)
     rows = backends if implementation is None else {}
-    suited = any(not backend.unsuited for row in rows.values() for backend in row)
     if forms is None:
         if implementation in (None, "xla") and not suited:
             return xla(*operands)
@@ -95,7 +98,17 @@ def dispatch(
         choice = _named(name, implementation, backends, operands, kept)
     if results is None:
         results = jax.eval_shape(xla, *operands)
-    return by_platform(choice, *operands, results=results, kept=kept, plain=xla, axis_name=axis_name)
+    half = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(operands))  # cuDNN takes nothing wider
+    cudnn = half and any(b.implementation == "cudnn" and not b.unsuited for row in rows.values() for b in row)
+    return by_platform(
+        choice,
+        *operands,
+        results=results,
+        kept=kept,
+        plain=xla,
+        axis_name=axis_name,
+        needs_devices=cudnn or str(implementation).endswith("_interpret"),
+    )
 
 
 class _Choice:

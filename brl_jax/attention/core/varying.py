@@ -10,14 +10,20 @@ from jax import lax
 T = TypeVar("T")
 
 
-def vary_like(tree: T, others: Any) -> T:
+def vary_like(tree: T, others: Any, *, but: str | None = None) -> T:
     """The arrays of a pytree, as arrays that vary over the mesh axes that any array of `others` varies over.
 
     Under `shard_map` the carry of a loop must have one type from start to end: an initial value of zeros does not vary
     over the mesh axes that the sums in it come to vary over.
+
+    Args:
+      but: an axis that is left as it is.
     """
-    arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array))
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    axes: frozenset[Any] = frozenset()
+    for x in jax.tree.leaves(others):
+        if isinstance(x, jax.Array):
+            axes |= jax.typeof(x).manual_axis_type.varying
+    axes -= {but}
 
     def widen(x: Any) -> Any:
         missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)

@@ -273,6 +273,7 @@ def _through_cudnn(*arguments, scale, is_causal, everywhere):
         *arguments,
         results=_results(arguments[0], arguments[2], False),
         plain=plain,
+        needs_devices=True,
     )
 
 

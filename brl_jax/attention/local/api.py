@@ -160,10 +160,12 @@ def local_attention(
         a platform on which it does not run. ("cudnn" raises ValueError where it cannot serve the call.)
     """
     check_qkv(query, key, value)
-    require(value.shape == key.shape, f"value must have key's shape {key.shape}, got {value.shape}")
+    if value.shape != key.shape:
+        raise ValueError(f"value must have key's shape {key.shape}, got {value.shape}")
     check_dtypes(query, key, value)
     pattern = _check_pattern(local_window_size, pattern, is_causal)
-    _check_offset("query_offset", query_offset)
+    if not is_int(query_offset):
+        raise ValueError(f"query_offset must be a static int, got {query_offset!r}")
     scale = check_scale(scale, query.shape[3])
     bias = _with_mask(check_bias(bias, query, key), check_mask(mask, query, key))
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
@@ -211,7 +213,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     if implementation == "cudnn":  # by name it takes more calls than by itself
         cudnn.check(call, x)
         form = without_kept(functools.partial(cudnn.attend, call))
-        return by_platform(lambda *_: form, x, results=results, plain=plain)
+        return by_platform(lambda *_: form, x, results=results, plain=plain, needs_devices=True)
     backends = _backends(call)
     if implementation is not None:
         backends["cuda"] = backends["cuda"][1:]
@@ -286,11 +288,11 @@ def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
-    require(
-        (window is None) != (pattern is None),
-        "exactly one of local_window_size and pattern must be given, got "
-        + ("neither" if window is None else "both"),
-    )
+    if (window is None) == (pattern is None):
+        raise ValueError(
+            "exactly one of local_window_size and pattern must be given, got "
+            + ("neither" if window is None else "both")
+        )
     if window is not None:
         sides = (window, window) if is_int(window) else window
         require(
@@ -298,20 +300,14 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
             f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
         )
         return SlidingWindow(int(sides[0]), int(sides[1]))
-    require(
-        isinstance(pattern, Pattern),
-        f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}",
-    )
-    require(
-        pattern.causal_ok or not is_causal,
-        f"is_causal must be False with {type(pattern).__name__}: its global tokens see the whole sequence "
-        "and are seen by all of it, so that information would travel backwards through them",
-    )
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}")
+    if is_causal and not pattern.causal_ok:
+        raise ValueError(
+            f"is_causal must be False with {type(pattern).__name__}: its global tokens see the whole sequence "
+            "and are seen by all of it, so that information would travel backwards through them"
+        )
     return pattern
-
-
-def _check_offset(name: str, offset: Any) -> None:
-    require(is_int(offset), f"{name} must be a static int, got {offset!r}")
 
 
 def _split_key_offset(key_offset: Any) -> tuple[int | None, Array | None]:

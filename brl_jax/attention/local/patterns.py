@@ -35,10 +35,10 @@ def at_least(pattern: object, lowest: int, *names: str) -> None:
     for name in names:
         number = getattr(pattern, name)
         is_int = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        require(
-            is_int and number >= lowest,
-            f"{name} of {type(pattern).__name__} must be an int of at least {lowest}, got {number!r}",
-        )
+        if not (is_int and number >= lowest):
+            raise ValueError(
+                f"{name} of {type(pattern).__name__} must be an int of at least {lowest}, got {number!r}"
+            )
 
 
 class Pattern:
@@ -119,10 +119,8 @@ class SlidingWindow(Pattern):
     @classmethod
     def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
         """The window w of the papers: w keys up to the query's own, included, if causal; else w // 2 on each side."""
-        require(
-            isinstance(width, (int, np.integer)) and width >= 1,
-            f"width must be an int of at least 1, got {width!r}",
-        )
+        if not (isinstance(width, (int, np.integer)) and width >= 1):
+            raise ValueError(f"width must be an int of at least 1, got {width!r}")
         return cls(int(width) - 1, 0) if is_causal else cls(int(width) // 2, int(width) // 2)
 
     @property

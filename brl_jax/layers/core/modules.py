@@ -27,6 +27,8 @@ class _Dense(nn.DenseGeneral):
 
     def __call__(self, inputs: Any) -> Any:
         y = super().__call__(inputs)
+        if jax.sharding.get_abstract_mesh().empty:
+            return y
         # What lies between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
@@ -58,6 +60,8 @@ def dense(
     kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
     if scale == 0:
         kernel_init = nn.initializers.zeros_init()
+    sharded = not jax.sharding.get_abstract_mesh().empty
+    product = functools.partial(_gathering_product, axes) if sharded else None
     return _Dense(
         features,
         axis=tuple(range(-contract, 0)),
@@ -67,7 +71,7 @@ def dense(
         dtype=dimensions.dtype,
         param_dtype=dimensions.param_dtype,
         output_axes=axes[-outputs:],
-        dot_general=functools.partial(_gathering_product, axes),
+        dot_general=product,
         name=name,
         **kwargs,
     )

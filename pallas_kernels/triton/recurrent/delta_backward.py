@@ -122,7 +122,7 @@ def delta_state_gradient(
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_states (B, K, chunks, F, V) and d_first (B, K, F, V), the gradients after the chunks and of the first state."""
+    """d_states (B, K, chunks, F, V) and d_first (B, K, F, V): gradients of the states after chunks and of the first."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     K: tl.constexpr = N // G
     kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention.core import dispatch as kernels
+from brl_jax.attention.core.by_platform import by_platform, without_kept
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
 
@@ -232,3 +234,15 @@ def test_short_sequences_lower_for_tpu(length):
 
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
         assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_form_may_be_partitioned_by_hand():
+    """As cuDNN's is. JAX tells lowering rules the devices only if a program seems to need them (`by_platform`)."""
+    x = jnp.ones(3)
+    sine = custom_partitioning(jnp.sin)
+    sine.def_partition(partition=lambda *_: None, sharding_rule="i -> i")
+
+    def call(x):
+        return by_platform(lambda *_: without_kept(sine), x, results=x, plain=jnp.sin, needs_devices=True)
+
+    np.testing.assert_allclose(jax.jit(call)(x), np.sin(1.0), rtol=1e-6)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train.errors import UserError
 
 from eval.chips import gpu_check, gpu_operations, gpu_worker
 from pallas_kernels.triton.compress import api as compress
 from pallas_kernels.triton.core.sizes import adjusted_tiles
 from pallas_kernels.triton.local import api as local
+from train.engine.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,28 +8,19 @@ import pytest
 from eval.speed.__main__ import main
 from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
 from eval.speed.generation_pictures import picture
+from tests.eval.speed.test_speed import replaced
 from train.engine.errors import UserError
 
-SMALL = [
-    "--generation",
-    "--heads",
-    "2",
-    "--head_dim",
-    "8",
-    "--layers",
-    "4",
-    "--window",
-    "8",
-    "--context",
-    "4",
-]
+SMALL = ["--heads", "2", "--head_dim", "8", "--layers", "4", "--window", "8", "--context", "4"]
 SMALL += ["--vocabulary", "11", "--repeats", "1"]
 
 
 @pytest.mark.slow
 def test_times_both_networks_and_draws(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    main([*SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")])
+    main(
+        ["--generation", *SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")]
+    )
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert all(rows["tlinformer"][f"{what}_s"] > 0 for what in ("first_token", "miss", "hit"))
     assert rows["plain decoder"]["hit_s"] > 0
@@ -87,4 +78,4 @@ def test_lines_through_misses_and_hits():
 )
 def test_bad_input(arguments, message):
     with pytest.raises(UserError, match=message):
-        main([*SMALL, *arguments])
+        main(replaced("--generation", *SMALL, *arguments))

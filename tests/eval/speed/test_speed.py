@@ -29,10 +29,21 @@ FUNCTIONS = [*SMALL, "--levels", "functions"]
 TWO = ["--mechanisms", "full", "local"]
 
 
+def replaced(*words):
+    """A command line on which later options replace earlier ones, which the command would refuse."""
+    options = {}
+    for word in words:
+        if word.startswith("--"):
+            options[word] = own = [word]
+        else:
+            own.append(word)
+    return [word for own in options.values() for word in own]
+
+
 @pytest.mark.slow
 def test_functions_table_and_json(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    main([*FUNCTIONS, "--json", str(path)])
+    main(replaced(*FUNCTIONS, "--json", str(path)))
     result = json.loads(path.read_text())
     assert result["options"]["window"] == 16
     rows = {(row["length"], row["name"]): row for row in result["rows"]}
@@ -55,7 +66,7 @@ def test_functions_table_and_json(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_without_torch(capsys):
-    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"])
+    main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "local"))
     assert "torch" not in capsys.readouterr().out
 
 
@@ -67,7 +78,7 @@ def test_references_without_a_gpu(monkeypatch, capsys):
 
     monkeypatch.setattr(gpu_references, "importlib", types.SimpleNamespace(import_module=missing))
     options = ["--torch", "False", "--mechanisms", "local", "--lengths", "40", "--repeats", "1"]
-    main([*FUNCTIONS, *options, "--references", *gpu_references.NAMES])
+    main(replaced(*FUNCTIONS, *options, "--references", *gpu_references.NAMES))
     printed = " ".join(capsys.readouterr().out.split())
     for name in gpu_references.NAMES:
         assert name in printed
@@ -248,7 +259,7 @@ class LeakyConfig(FullConfig):
 def test_wrong_layer_gets_no_number(monkeypatch, capsys):
     monkeypatch.setattr(layers, "default_config", lambda name, length: LeakyConfig())
     with pytest.raises(RunError, match="wrong results: full at n = 40"):
-        main([*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"])
+        main(replaced(*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"))
     printed = " ".join(capsys.readouterr().out.split())
     assert "WRONG RESULT: decoding is off the forward pass" in printed
 
@@ -264,7 +275,7 @@ def test_results_must_be_finite_and_of_their_shape():
 def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
     """The smaller programs still get their numbers, and the table says why the others have none."""
     monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
-    main([*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"])
+    main(replaced(*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"))
     printed = " ".join(capsys.readouterr().out.split())
     assert "no room" in printed
     assert "GiB of temporary memory" in printed
@@ -282,7 +293,7 @@ def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
 
 
 def test_too_slow_in_a_run(capsys):
-    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"])
+    main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"))
     printed = " ".join(capsys.readouterr().out.split())
     assert "functions, full at n = 96: too slow: a round would take about 0 s" in printed
 
@@ -293,7 +304,7 @@ def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(functions.CASES, "full", leaks)
     path = tmp_path / "speed.json"
     with pytest.raises(RunError, match="wrong results: full at n = 40, full at n = 96"):
-        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
+        main(replaced(*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)))
     assert "WRONG RESULT" in " ".join(capsys.readouterr().out.split())
     for row in json.loads(path.read_text())["rows"]:
         assert ("forward_s" in row) == (row["name"] == "local")
@@ -308,7 +319,7 @@ def test_wrong_gradient_gets_no_number(monkeypatch):
     wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: no_key_gradient)
     monkeypatch.setitem(functions.CASES, "full", wrong)
     with pytest.raises(RunError, match="wrong results"):
-        main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full"])
+        main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "full"))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -328,7 +339,7 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
     ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
     path = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
-        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
+        main(replaced(*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)))
     rows = json.loads(path.read_text())["rows"]
     assert [(row["length"], row["name"]) for row in rows if row.get("forward_s")] == [
         (40, "full"),
@@ -389,7 +400,7 @@ def test_bfloat16_results_are_checked_too(tmp_path):
     path = tmp_path / "speed.json"
     argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types without saying so
-        main([*SMALL, *argv, "--json", str(path)])
+        main(replaced(*SMALL, *argv, "--json", str(path)))
     rows = json.loads(path.read_text())["rows"]
     assert {row["level"] for row in rows} == {"functions", "layers"}
     assert all(row["note"] == "" for row in rows)
@@ -426,7 +437,7 @@ def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, cap
     names = ["full", "local", "linear", "diag"]
     argv = [*FUNCTIONS, "--torch", "False", "--lengths", "40", "--repeats", "2", "--json", str(path)]
     with pytest.raises(RunError, match="wrong results: full at n = 40"):
-        main([*argv, "--mechanisms", *names])
+        main(replaced(*argv, "--mechanisms", *names))
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == set(names)
     assert "WRONG RESULT" in rows["full"]["note"]

@@ -6,6 +6,7 @@ import pytest
 
 import train.lm
 from eval.studies.compute import _curve, draw, main, markdown
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.engine.errors import UserError
 
@@ -62,7 +63,7 @@ def test_command(tmp_path, capsys):
     }.items():
         folder = tmp_path / "others" if name == "other" else tmp_path / "runs"
         argv = f"--workdir {folder}/{name} --data text:{tmp_path}/text.txt {TINY} {options}"
-        train.lm.main(argv.split())
+        train.lm.main(last_wins(argv))
     capsys.readouterr()
     main(["--workdir", f"{tmp_path}/runs/full-0"])
     result = json.loads(capsys.readouterr().out)

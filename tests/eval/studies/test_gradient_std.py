@@ -6,6 +6,7 @@ import pytest
 
 import train.lm
 from eval.studies.gradient_std import main
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.engine.errors import UserError
 
@@ -17,7 +18,7 @@ TINY = (
 
 def _train(folder, name, steps, *more):
     argv = f"--workdir {folder}/{name} --data text:{folder}/text.txt --steps {steps} {TINY}"
-    train.lm.main([*argv.split(), *more])
+    train.lm.main(last_wins([*argv.split(), *more]))
 
 
 @pytest.mark.slow

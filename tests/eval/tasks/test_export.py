@@ -14,6 +14,7 @@ from brl_jax.layers import MECHANISMS
 from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.harness.runs import open_run
+from tests.support.command_lines import last_wins
 from train.data import load_tokenizer
 from train.engine.config_file import to_json
 from train.engine.errors import UserError
@@ -29,7 +30,7 @@ def exported(tmp_path, capsys, options, dtype="float32"):
     """The run in the folder `out`, its own parameters, and what the command printed."""
     for split in ("train", "valid"):
         (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
-    train.lm.main(f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run {LINE} {options}".split())
+    train.lm.main(last_wins(f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run {LINE} {options}"))
     line = f"--workdir {tmp_path}/run --out {tmp_path}/out --dtype {dtype}"
     eval.tasks.export.main(line.split())
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -19,9 +19,9 @@ from train.data.documents import check_documents, cut_documents
 from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
 from train.data.splits import DocumentStart
 from train.data.streams import EvalStream, TokenStreams
-from train.data.tokenize import main as tokenize
 from train.data.tokenizers.base import text_pieces
 from train.engine.errors import UserError
+from train.tokenize import main as tokenize
 
 WIKITEXT = Path("../shared/data/wikitext2")
 WIKI = (

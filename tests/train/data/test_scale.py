@@ -14,9 +14,9 @@ from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
 from train.data.sources import open_source
-from train.data.tokenize import main as tokenize
 from train.data.tokenizers.named import load_tokenizer, train_tokenizer
 from train.engine.errors import UserError
+from train.tokenize import main as tokenize
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "été", "zeta")
 
@@ -84,7 +84,7 @@ def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     line = ["tokenize", "--data", text, "--out", str(folder), "--record", "7"]
     monkeypatch.setattr(sys, "argv", line)
-    assert command(tokenize, "train.data.tokenize") == 2
+    assert command(tokenize, "train.tokenize") == 2
     assert "--out: " in capsys.readouterr().err
 
 

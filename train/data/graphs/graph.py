@@ -36,7 +36,7 @@ class RawGraph:
       relations: in both directions.
       target: the type whose nodes have labels.
       nodes, labels: (N,) ints, nodes of that type, and their classes, (N,) ints or, where a node may have several,
-        (N, C) zeros and ones. is_test: (N,) bools, which of them are for the test; None where the files don't say.
+        (N, C) zeros and ones. is_test: (N,) bools, which of them are for the test; None if the files don't say.
       num_classes: number of classes.
     """
 
@@ -153,8 +153,9 @@ def reduced(raw: RawGraph, width: int) -> tuple[np.ndarray, ...]:
 
 
 def standardise(features: np.ndarray, exists: np.ndarray) -> None:
-    """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: where all
-    rows are alike, as means of many nodes or numbers of one sign, what tells nodes apart is small in comparison."""
+    """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: if all
+    rows are similar (means of many nodes, numbers of one sign), the differences between nodes are small in
+    comparison."""
     if exists.any():
         features -= features[exists].mean(axis=0)
         size = float(np.sqrt(np.mean(np.square(features[exists]))))
@@ -174,7 +175,7 @@ def _described(raw: RawGraph, kind: int, width: int) -> Any:
 
 
 def _principal(matrix: Any, width: int) -> np.ndarray:
-    """The rows' coordinates along the first right singular vectors, fewer where there are fewer."""
+    """The rows' coordinates along the first right singular vectors, as many as there are."""
     from sklearn.utils.extmath import randomized_svd
 
     number = min(width, min(matrix.shape))

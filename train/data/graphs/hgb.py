@@ -32,7 +32,7 @@ def is_hgb(folder: Path) -> bool:
 
 
 def hgb_files(folder: Path) -> list[Path]:
-    """The files of a graph, info.dat among them where there is one.
+    """The files of a graph, including info.dat if it exists.
 
     Raises:
       UserError: one is missing.
@@ -51,7 +51,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 class _Nodes(NamedTuple):
-    """Where each id stands: place[id] = (type, place within the type); and the features' entries by type."""
+    """The place of each id: place[id] = (type, place within the type); and the features' entries by type."""
 
     place: dict[int, tuple[int, int]]
     counts: tuple[int, ...]
@@ -62,7 +62,7 @@ def read_hgb(folder: Path) -> RawGraph:
     """The graph of a folder.
 
     Raises:
-      UserError: a file is missing or a line of it is wrong: an id that stands twice, a link or a label of a node that
+      UserError: a file is missing or a line of it is wrong: an id that occurs twice, a link or a label of a node that
         does not exist, features of two lengths in one type, links of one type between other types than its first link,
         a class that is not known. The error names the file and the line.
     """

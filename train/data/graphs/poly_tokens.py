@@ -103,7 +103,8 @@ class PolyTokens:
 def _walk(
     relations: Sequence[Relation], path: Metapath, nodes: np.ndarray, number: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """The ends (N, number) of random walks along a path, -1 where a walk finds no link or ends where another did."""
+    """The ends (N, number) of random walks along a path, -1 for a walk that finds no link or ends at another walk's
+    end."""
     at = np.repeat(nodes[:, None], number, axis=1)
     for i in path:
         start, links = relations[i].adjacency.indptr, relations[i].adjacency.indices

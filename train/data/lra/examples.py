@@ -197,7 +197,7 @@ def _limited(chunks: Iterator[Chunk], limit: int) -> Iterator[Chunk]:
 
 
 def _places(lengths: Int[np.ndarray, " n"], kept: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"] | None:
-    """The positions of the first `kept` tokens of sequences of `lengths`; None where all are kept."""
+    """The positions of the first `kept` tokens of sequences of `lengths`; None if all are kept."""
     if np.array_equal(lengths, kept):
         return None
     skipped = np.cumsum(lengths - kept) - (lengths - kept)

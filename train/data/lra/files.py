@@ -75,7 +75,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T]) -> Iterator[T]:
-    """What `parse` returns for each line; where it raises ValueError, the error names the line.
+    """What `parse` returns for each line. If it raises ValueError, the error names the line.
 
     Raises:
       UserError: the line's number and what was wrong.

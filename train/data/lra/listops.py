@@ -273,7 +273,7 @@ _TOKEN_OF[ord("]")] = END
 
 
 def _parse(line: bytes) -> tuple[bytes, int]:
-    """Tokens and label of one line of a .tsv file; raises ValueError where it is not one."""
+    """Tokens and label of one line of a .tsv file; raises ValueError if it is malformed."""
     columns = line.split(b"\t")
     if len(columns) != 2:
         raise ValueError(f"expected 2 columns (Source, Target), got {len(columns)}")
@@ -300,7 +300,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def open_files(folder: Path) -> Source | None:
-    """The release's basic_{train,val,test}.tsv (or .tsv.gz), in the folder or its listops-1000; None where there are
+    """The release's basic_{train,val,test}.tsv (or .tsv.gz), in the folder or its listops-1000; None if there are
     none.
 
     Raises:

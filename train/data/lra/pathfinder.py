@@ -292,9 +292,10 @@ def write_release(
     processes: int,
     dashes: int = HARD,
 ) -> None:
-    """Writes a folder as the Long Range Arena's release has them: LEVEL/imgs/N/sample_I.png, and LEVEL/metadata/N.npy,
-    where LEVEL comes from `LEVELS`. The metadata are text in spite of their name, a line an image: folder, file,
-    number, label, dashes of the long and of the short paths, number of short paths. The folder is whole or not there.
+    """Writes a folder in the layout of the Long Range Arena's release: LEVEL/imgs/N/sample_I.png, and
+    LEVEL/metadata/N.npy, where LEVEL comes from `LEVELS`. Despite their name the metadata are text, a line an image:
+    folder, file, number, label, dashes of the long and of the short paths, number of short paths. The folder is whole
+    or not there.
 
     The splits are written one after the other without marks, as in the release; `open_files` splits them again.
 
@@ -321,7 +322,7 @@ def _write_batch(folder: Path, batch: int, images: Images, dashes: int, short_pa
 
 
 def _parse(line: bytes) -> tuple[str, int]:
-    """The image's path and the label in a line of metadata; raises ValueError where it is not one."""
+    """The image's path and the label in a line of metadata; raises ValueError if it is malformed."""
     columns = line.decode(errors="replace").split()
     if len(columns) < 4:
         raise ValueError(f"expected at least 4 columns (folder, file, number, label), got {len(columns)}")

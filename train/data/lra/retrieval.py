@@ -27,7 +27,7 @@ _PAIRS = 256
 def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
     """AAN's .tsv files in a folder or its tsv_data; else pairs of passages from the books that books.tsv lists there.
 
-    None where there are neither.
+    None if there are neither.
 
     Args:
       seed, sizes: of the pairs of passages, which are drawn.
@@ -46,7 +46,7 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
 
 
 def _parse_aan(line: bytes) -> tuple[bytes, bytes, int]:
-    """Both texts and the label of a line; raises ValueError where it is not one."""
+    """Both texts and the label of a line; raises ValueError if it is malformed."""
     columns = line.split(b"\t")
     if len(columns) != 5:
         raise ValueError(f"expected 5 columns (label, id, id, text, text), got {len(columns)}")

@@ -40,7 +40,7 @@ def open_tfds_source() -> Source:
 
 def open_files(folder: Path) -> Source | None:
     """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
-    or its aclImdb; every tenth training review is for validation, of aclImdb's every tenth of each class. None where
+    or its aclImdb; every tenth training review is for validation, of aclImdb's every tenth of each class. None if
     there are none.
 
     Raises:
@@ -74,7 +74,7 @@ def _source(name: str, stats: Any, readers: dict[str, Any]) -> Source:
 
 
 def _parse(line: bytes) -> tuple[bytes, int]:
-    """Text and label of a line of JSON; raises ValueError where it is not one."""
+    """Text and label of a line of JSON; raises ValueError if it is malformed."""
     try:
         row = parse_json(line, {"text": str, "label": int})
     except ValueError as error:

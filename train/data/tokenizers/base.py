@@ -62,12 +62,12 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
-        """Tokens of `text`, (length,) int32. Raises UserError where a part of the text has no token."""
+        """Tokens of `text`, (length,) int32. Raises UserError if a part of the text has no token."""
 
     def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
         """Tokens of a text of a data set, (length,) int32: unknown words and characters have a token too.
 
-        Raises UserError where a part of the text has no token and the tokenizer has none for unknown ones.
+        Raises UserError if a part of the text has no token and the tokenizer has none for unknown ones.
         """
         return self.encode(text)
 
@@ -80,7 +80,7 @@ class Tokenizer(abc.ABC):
         """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too. No token has
         text of two documents.
 
-        Raises UserError where the text is not UTF-8 (bytes: never).
+        Raises UserError if the text is not UTF-8 (bytes: never).
         """
 
     def _payload(self) -> dict[str, str]:

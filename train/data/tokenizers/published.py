@@ -25,7 +25,8 @@ def is_pretrained(spec: str) -> bool:
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A tokenizer of the tokenizers library or of SentencePiece, with the special tokens it has but adding none.
+    """A tokenizer of the tokenizers library or of SentencePiece, which keeps its special tokens and adds none to a
+    text.
 
     Such tokenizers may change the text, so that the bytes of a token are known only together: `token_bytes` is the size
     of the token's own text, and the rest of a document, or of its pieces of 64 KiB, is counted at its last token.

@@ -1,22 +1,14 @@
-"""Writes generated data in the layout of the Long Range Arena's release: python -m train.data.lra TASK --out DIR.
-
-TASK is listops (basic_{train,val,test}.tsv) or pathfinder (images and metadata). The last line of stdout is one JSON
-object with the number of examples written, and the number a minute.
-"""
+"""Generated data of the Long Range Arena, written in the layout of its release."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 import tyro
 
-from train.cli.command import command
-from train.cli.options import parse_options
 from train.data.lra import listops, pathfinder
 from train.data.lra.listops import ListOpsSpec
 from train.data.lra.tasks import LraDataConfig, sizes
@@ -24,7 +16,7 @@ from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions:
+class ReleaseOptions:
     """What to write."""
 
     task: tyro.conf.Positional[Literal["listops", "pathfinder"]] = "listops"
@@ -49,14 +41,12 @@ class GenerateOptions:
     """Processes at a time; 0: one a core."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the files; see the module's text and --help."""
-    options = parse_options(
-        GenerateOptions(),
-        argv,
-        prog="python -m train.data.lra",
-        about="Writes generated data of the Long Range Arena.",
-    )
+def write_release(options: ReleaseOptions) -> None:
+    """Writes the files, and prints a JSON object: how many examples, and how many a minute.
+
+    Raises:
+      UserError: an option is out of range, or the folder exists.
+    """
     if not options.out:
         raise UserError("--out: expected the name of a new folder, got none")
     values = {name: value for name, value in vars(options).items() if name != "out"}
@@ -83,7 +73,3 @@ def main(argv: Sequence[str]) -> None:
             {"task": options.task, "out": options.out, "examples": total, "examples_per_minute": per_minute}
         )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(command(main, "train.data.lra"))

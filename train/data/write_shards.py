@@ -1,8 +1,4 @@
-"""Writes a text's tokens as ArrayRecord shards: python -m train.data.tokenize --data TEXT --tokenizer NAME --out DIR.
-
-`train.lm --data tokens:DIR` trains on them. The text is read once and tokenised by several processes; each shard is the
-tokens of a part of it and is whole or does not exist. The same command again writes the shards that are missing.
-"""
+"""Tokenises a text in several processes, and writes its tokens as ArrayRecord shards (`train.data.shards`)."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +20,6 @@ from etils import epath
 
 from brl_jax.fields import Range
 from brl_jax.json_files import read_json
-from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
 from train.data.shards import MANIFEST, SHARD
 from train.data.sources import open_source
@@ -62,23 +56,14 @@ class TokenizeOptions(DataConfig):
             )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the shards; see the module's text and --help."""
-    from train.cli.options import parse_options
-
-    about = "Writes a text's tokens as ArrayRecord shards."
-    options = parse_options(TokenizeOptions(), argv, prog="python -m train.data.tokenize", about=about)
-    if not options.out:
-        raise UserError("--out: expected the folder of the shards")
-    write_shards(options)
-
-
 def write_shards(options: TokenizeOptions) -> None:
     """Writes the shards of all splits of a text that do not exist yet, and last tokens.json.
 
     Raises:
       UserError: the text or the tokenizer is not available, or the folder is of another text or tokenizer.
     """
+    if not options.out:
+        raise UserError("--out: expected the folder of the shards")
     check_tokenizer(options.tokenizer)
     folder = Path(options.out).expanduser()
     source = open_source(options.data, options.holdout, options.documents)
@@ -133,7 +118,7 @@ def write_shards(options: TokenizeOptions) -> None:
 
 
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
-    """Raises UserError where the folder holds shards of something else."""
+    """Raises UserError if the folder holds shards of something else."""
     try:
         before = read_json(folder / _STARTED, dict)
     except FileNotFoundError:
@@ -197,7 +182,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 class _Progress:
-    """A line on stderr now and then. size: the bytes of the text, where they are known."""
+    """A line on stderr now and then. size: the bytes of the text, if known."""
 
     def __init__(self, title: str, size: int | None):
         self._title, self._size = title, size
@@ -214,7 +199,3 @@ class _Progress:
         of = f" of {self._size / 1e6:,.0f}" if self._size else ""
         left = f"  {clock((self._size - self._done) / rate)} left" if self._size else ""
         log(f"{self._title}: {self._done / 1e6:,.0f}{of} MB  {rate / 1e6:.1f} MB/s{left}")
-
-
-if __name__ == "__main__":
-    sys.exit(command(main, "train.data.tokenize"))

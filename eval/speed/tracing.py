@@ -1,0 +1,292 @@
+"""What a call costs before it runs: python -m eval.speed --tracing.
+
+For each public function, forward and with the gradient: seconds of processor time to trace and to lower it, calls of
+functions of this library while it is traced, and operations in the traced program. `jax.nn.dot_product_attention` comes
+first, in the same run. The last row is one decoding step of a decoder with two local layers, traced and lowered whole.
+JAX's caches are cleared before each measurement, and the fastest round counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import brl_jax as bj
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.layers import LocalConfig
+from brl_jax.models import DecoderConfig, DecoderLM
+from eval.harness.output import json_path
+from eval.speed import report
+from train.cli.options import parse_options
+
+#: What the ratios are to.
+BASE = "jax.nn.dot_product_attention"
+_PACKAGES = ("brl_jax", "pallas_kernels")
+
+
+@dataclasses.dataclass(frozen=True)
+class TracingOptions:
+    """The shapes of the calls. Tracing does not read them, but long sequences take other forms than short ones."""
+
+    length: int = 1024
+    """Tokens."""
+    window: int = 256
+    """Keys that a query of a local function sees."""
+    heads: int = 4
+    """Heads of query, key and value."""
+    head_dim: int = 64
+    """Features of a head."""
+    repeats: int = 3
+    """Rounds; the fastest counts."""
+    functions: tuple[str, ...] = ()
+    """Rows to measure besides the first; all if empty."""
+    json: str | None = None
+    """File to write the rows to."""
+
+    def __post_init__(self):
+        check_at_least(self, "length", "window", "heads", "head_dim", "repeats")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one program costs; `calls` counts functions of this library, `operations` those of JAX in the program."""
+
+    name: str
+    gradient: bool
+    trace: float
+    lower: float
+    calls: int
+    operations: int
+
+
+def rows(options: TracingOptions) -> Iterator[Row]:
+    """The measurements, one after the other."""
+    for name, (function, arrays) in _programs(options).items():
+        if options.functions and name not in (BASE, *options.functions):
+            continue
+        yield _measure(name, False, function, arrays, options.repeats)
+        if name != "decoding step":
+            yield _measure(name, True, _gradient(function, len(arrays)), arrays, options.repeats)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Prints the table; see the module's text and --help."""
+    about = "What calls cost before they run: seconds to trace and to lower, calls and operations."
+    options = parse_options(TracingOptions(), argv, prog="python -m eval.speed --tracing", about=about)
+    path = json_path(options.json)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+    bases: dict[bool, Row] = {}
+    measured = []
+    for row in rows(options):
+        base = bases.setdefault(row.gradient, row)
+        measured.append(dataclasses.asdict(row))
+        table.add_row(
+            row.name + (", gradient" if row.gradient else ""),
+            f"{row.trace:.3f}",
+            f"{row.trace / base.trace:.1f}",
+            f"{row.lower:.3f}",
+            f"{(row.trace + row.lower) / (base.trace + base.lower):.1f}",
+            str(row.calls),
+            str(row.operations),
+        )
+    Console().print(table)
+    if path is not None:
+        report.write_json(path, measured, options)
+
+
+def library_calls(function: Callable[[], Any]) -> int:
+    """Calls of Python functions of this library while a function runs."""
+    roots = tuple(f"/{package}/" for package in _PACKAGES)
+    count = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        if event == "call" and any(root in frame.f_code.co_filename for root in roots):
+            count += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def _measure(name: str, gradient: bool, function: Callable[..., Any], arrays: Any, repeats: int) -> Row:
+    def trace() -> Any:
+        jax.clear_caches()
+        return jax.jit(lambda *arrays: function(*arrays)).trace(*arrays)
+
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        traced = trace()
+        middle = time.process_time()
+        traced.lower()
+        times.append((middle - start, time.process_time() - middle))
+    to_trace, to_lower = (min(seconds) for seconds in zip(*times))
+    return Row(name, gradient, to_trace, to_lower, library_calls(trace), _operations(traced.jaxpr.jaxpr))
+
+
+def _operations(jaxpr: Any) -> int:
+    """Operations of a program, with those inside other operations."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += 1
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: isinstance(x, (core.Jaxpr, core.ClosedJaxpr))
+        ):
+            inner = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+            count += _operations(inner) if isinstance(inner, core.Jaxpr) else 0
+    return count
+
+
+def _gradient(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    def total(*arrays: Any) -> Any:
+        return sum(jnp.sum(x) for x in jax.tree.leaves(function(*arrays)))
+
+    return jax.grad(total, tuple(range(count)))
+
+
+def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
+    """name -> (function, arguments)."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+
+    tokens, rate = array(o.length, o.heads, o.head_dim), array(o.length, o.heads)
+    few = array(16, o.heads, o.head_dim)
+    qkv, history = (tokens,) * 3, (few, tokens, tokens, tokens)
+    blocks = array(o.length // o.window, 16, o.heads, o.head_dim)
+    local = functools.partial(bj.local_attention, local_window_size=(o.window - 1, 0), is_causal=True)
+    causal: dict[str, Any] = {"is_causal": True}
+    columns = jnp.zeros((o.length, 64)) + 1 / o.length
+    sizes, sorted_blocks = bj.BlockSizes(), -(-o.length // 64)
+    ranks = (o.head_dim // 2, o.head_dim // 4, o.head_dim // 4)
+
+    def native_sparse(q: Any, k: Any, v: Any) -> Any:
+        short_k, short_v = (bj.compression_blocks(x, sizes).mean(2) for x in (k, v))
+        return bj.native_sparse_attention(q, k, v, short_k, short_v, q[..., :3], sizes=sizes, window=o.window)
+
+    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        BASE: (functools.partial(jax.nn.dot_product_attention, **causal), qkv),
+        "local_attention": (local, qkv),
+        "local_attention, Strided": (
+            functools.partial(bj.local_attention, pattern=bj.Strided(32), **causal),
+            qkv,
+        ),
+        "local_attention, ALiBi": (
+            lambda q, k, v: local(q, k, v, bias=bj.ALiBi(bj.alibi_slopes(o.heads))),
+            qkv,
+        ),
+        "full_attention": (functools.partial(bj.full_attention, **causal), qkv),
+        "compress": (functools.partial(bj.compress, gamma=0.1), history),
+        "compress_blocks": (
+            functools.partial(bj.compress_blocks, gamma=0.1, block_size=o.window, history_size=o.window // 4),
+            (blocks, tokens, tokens, tokens),
+        ),
+        "propagate": (functools.partial(bj.propagate, strength=0.5), (tokens, few, few)),
+        "linear_attention": (functools.partial(bj.linear_attention, **causal), qkv),
+        "norm_attention": (functools.partial(bj.norm_attention, **causal), qkv),
+        "cosformer_attention": (
+            functools.partial(bj.cosformer_attention, max_length=o.length, **causal),
+            qkv,
+        ),
+        "delta_rule": (bj.delta_rule, (*qkv, rate)),
+        "gated_delta_rule": (lambda q, k, v, b, d: bj.gated_delta_rule(q, k, v, b, -d), (*qkv, rate, rate)),
+        "kimi_delta_rule": (lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, b, -k), (*qkv, rate)),
+        "gau_attention": (functools.partial(bj.gau_attention, **causal), qkv),
+        "mixed_chunk_attention": (
+            lambda q, k, v: bj.mixed_chunk_attention(q, k, q, k, v, **causal),
+            qkv,
+        ),
+        "bsbr_attention": (lambda q, k, v: bj.bsbr_attention(q, k, v, q, k, **causal), qkv),
+        "flow_attention": (functools.partial(bj.flow_attention, **causal), qkv),
+        "diag_attention": (functools.partial(bj.diag_attention, **causal), qkv),
+        "mlr_attention": (functools.partial(bj.mlr_attention, ranks=ranks, **causal), qkv),
+        "hopfield_attention": (functools.partial(bj.hopfield_attention, **causal), qkv),
+        "linformer_attention": (
+            lambda q, k, v: bj.linformer_attention(
+                q, k, v, key_projection=columns.T, value_projection=columns.T
+            ),
+            qkv,
+        ),
+        "nystrom_attention": (bj.nystrom_attention, qkv),
+        "kernelized_attention": (bj.kernelized_attention, qkv),
+        "native_sparse_attention": (native_sparse, qkv),
+        "prob_sparse_attention": (lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=_key()), qkv),
+        "lsh_attention": (
+            lambda q, k, v: bj.lsh_attention(q, v, jnp.ones((2, o.head_dim, 8)), **causal),
+            qkv,
+        ),
+        "sinkhorn_attention": (
+            functools.partial(bj.sinkhorn_attention, block_size=64, **causal),
+            (*qkv, array(sorted_blocks, o.heads, sorted_blocks)),
+        ),
+        "performer_attention": (
+            lambda q, k, v: bj.performer_attention(
+                q, k, v, projection=jnp.ones((o.head_dim, o.head_dim)), **causal
+            ),
+            qkv,
+        ),
+        "long_short_attention": (
+            lambda q, k, v: bj.long_short_attention(q, k, v, k[..., :8], window=o.window, **causal),
+            qkv,
+        ),
+        "luna_attention": (
+            lambda q, k, v: bj.luna_attention(q, k, v, jnp.ones((16, o.heads, o.head_dim))),
+            qkv,
+        ),
+        "skyformer_attention": (
+            lambda q, k, v: bj.skyformer_attention(q, k, v, samples=jnp.linspace(0.0, 0.9, 32)),
+            qkv,
+        ),
+        "global_window_attention": (
+            functools.partial(
+                bj.global_window_attention, ranks=(o.head_dim // 2,) * 2, window=o.window, **causal
+            ),
+            qkv,
+        ),
+        "synthesizer_attention": (
+            lambda v: bj.synthesizer_attention(
+                v, jnp.ones((o.length, o.heads, 8)), jnp.ones((o.length, o.heads, 8))
+            ),
+            (tokens,),
+        ),
+    }
+    decoder = DecoderLM(
+        DecoderConfig(
+            vocab_size=256,
+            num_layers=2,
+            d_model=o.heads * o.head_dim,
+            num_heads=o.heads,
+            mechanism=LocalConfig(window=o.window),
+        )
+    )
+    token = jnp.zeros((1, 1), jnp.int32)
+    variables = nn.unbox(jax.eval_shape(decoder.init, jax.random.key(0), token))
+    cache = jax.eval_shape(lambda: decoder.init_cache(1, o.length))
+    programs["decoding step"] = (
+        lambda variables, token, cache: decoder.apply(variables, token, cache=cache),
+        (variables, token, cache),
+    )
+    return programs
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)

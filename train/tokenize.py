@@ -1,0 +1,24 @@
+"""Writes a text's tokens as ArrayRecord shards: python -m train.tokenize --data TEXT --tokenizer NAME --out DIR.
+
+`train.lm --data tokens:DIR` trains on them. Several processes tokenise the text, which is read once. Each shard holds
+the tokens of a part of it and is complete or does not exist. The same command again writes the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.data.write_shards import TokenizeOptions, write_shards
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the shards; see the module's text and --help."""
+    about = "Writes a text's tokens as ArrayRecord shards."
+    write_shards(parse_options(TokenizeOptions(), argv, prog="python -m train.tokenize", about=about))
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.tokenize"))
