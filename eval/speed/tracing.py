@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> None:
     path = json_path(options.json)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     bases: dict[bool, Row] = {}
     measured = []
     for row in rows(options):
@@ -139,8 +139,8 @@ def _measure(name: str, gradient: bool, function: Callable[..., Any], arrays: An
         middle = time.process_time()
         traced.lower()
         times.append((middle - start, time.process_time() - middle))
-    fastest = (min(seconds) for seconds in zip(*times))
-    return Row(name, gradient, *fastest, library_calls(trace), _operations(traced.jaxpr.jaxpr))
+    to_trace, to_lower = (min(seconds) for seconds in zip(*times))
+    return Row(name, gradient, to_trace, to_lower, library_calls(trace), _operations(traced.jaxpr.jaxpr))
 
 
 def _operations(jaxpr: Any) -> int:
@@ -174,16 +174,16 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
     qkv, history = (tokens,) * 3, (few, tokens, tokens, tokens)
     blocks = array(o.length // o.window, 16, o.heads, o.head_dim)
     local = functools.partial(bj.local_attention, local_window_size=(o.window - 1, 0), is_causal=True)
-    causal = {"is_causal": True}
+    causal: dict[str, Any] = {"is_causal": True}
     columns = jnp.zeros((o.length, 64)) + 1 / o.length
     sizes, sorted_blocks = bj.BlockSizes(), -(-o.length // 64)
     ranks = (o.head_dim // 2, o.head_dim // 4, o.head_dim // 4)
 
     def native_sparse(q: Any, k: Any, v: Any) -> Any:
-        short = (bj.compression_blocks(x, sizes).mean(2) for x in (k, v))
-        return bj.native_sparse_attention(q, k, v, *short, q[..., :3], sizes=sizes, window=o.window)
+        short_k, short_v = (bj.compression_blocks(x, sizes).mean(2) for x in (k, v))
+        return bj.native_sparse_attention(q, k, v, short_k, short_v, q[..., :3], sizes=sizes, window=o.window)
 
-    programs = {
+    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         BASE: (functools.partial(jax.nn.dot_product_attention, **causal), qkv),
         "local_attention": (local, qkv),
         "local_attention, Strided": (
@@ -263,7 +263,9 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             qkv,
         ),
         "global_window_attention": (
-            functools.partial(bj.global_window_attention, ranks=ranks, window=o.window, **causal),
+            functools.partial(
+                bj.global_window_attention, ranks=(o.head_dim // 2,) * 2, window=o.window, **causal
+            ),
             qkv,
         ),
         "synthesizer_attention": (

@@ -323,7 +323,7 @@ def test_state_and_cases():
     assert eval.tasks.recall.chosen_cases(data, (16, 64), (2, 12)) == (Case(16, 2), Case(64, 2), Case(64, 12))
     with pytest.raises(UserError, match="--pairs must be at least 1, got 0"):
         eval.tasks.recall.chosen_cases(data, (), (0, 4))
-    with pytest.raises(UserError, match="--length must be at least 1, got -5"):
+    with pytest.raises(UserError, match="--length must be at least 7 with 2 pairs and gap 0, got -5"):
         eval.tasks.recall.chosen_cases(data, (64, -5), ())
 
 

@@ -43,6 +43,7 @@ _SMALL_MEMORY = 120
 _ADDRESSABLE = 2**31
 #: Packages that a launch needs.
 _PACKAGES = ("triton", "jax_triton")
+_IMPORTING = threading.Lock()
 
 
 def interprets() -> bool:
@@ -73,7 +74,16 @@ def obstacle() -> str | None:
     capability = target_capability()
     if capability < LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
+    _import_packages()
     return None
+
+
+@functools.cache
+def _import_packages() -> None:
+    """Two threads that import Triton at the same time each see half of it, and programs are compiled from threads."""
+    with _IMPORTING:
+        for name in _PACKAGES:
+            importlib.import_module(name)
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class DeltaSizes(NamedTuple):
 # counts of registers and spills (`python -m eval.gpu_costs`).
 _SUMS = {
     (90, 128): SumSizes(
-        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 2)
+        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 4, 2), Launch(128, 4, 2)
     ),
     (90, 256): SumSizes(
         256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1)
@@ -82,8 +82,8 @@ _SUMS = {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
-        Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 3), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 3),
+        Launch(128, 8, 1), Launch(128, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): DeltaSizes(
         64, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),

@@ -9,7 +9,7 @@ import pytest
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, DiagConfig, NormConfig
 from eval.harness.pictures import save
-from eval.speed import classifiers
+from eval.speed import training as speed_training
 from eval.speed.__main__ import main as speed_main
 from eval.speed.networks import CONTROL, network, network_names
 from eval.speed.options import SpeedOptions
@@ -29,7 +29,7 @@ def test_every_bidirectional_mechanism_has_a_network_and_the_control_mixes_nothi
     listed = [name for name, kind in MECHANISMS.items() if kind().bidirectional]
     assert network_names() == (*listed, "transnormer_t1", "transnormer_t2", CONTROL)
     assert "deltanet" not in network_names()
-    cases = classifiers.cases(SpeedOptions(), 64)
+    cases = speed_training.classifiers(SpeedOptions(), 64)
     assert sorted(case.name for case in cases) == sorted(network_names())
     assert {case.name: case.growth for case in cases}["full"] == 2
     alone = network(CONTROL, length=128, size=16).mechanism

@@ -39,8 +39,22 @@ def local(query, key, value, sinks, ids):
     )  # fmt: skip
 
 
+def recurrence(*names):
+    """A call with these operands beyond query, key, value and the state."""
+
+    def run(query, key, value, state, *more):
+        operands = triton.Operands(query, key, value, state, **dict(zip(names, more)))
+        return triton.recurrence(operands, out_dtype=jnp.bfloat16).total
+
+    shapes = {"segments": TOKEN, "key_sum": jax.ShapeDtypeStruct((1, 4, 128), jnp.float32)}
+    key = half(1, 1024, 4, 128)
+    state = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.float32)
+    return run, (WIDE, key, key, state, *(shapes.get(name, NUMBER) for name in names))
+
+
 MANY, FEW, WIDE = half(1, 1024, 8, 64), half(1, 64, 8, 64), half(1, 1024, 8, 128)
 HEADS = jax.ShapeDtypeStruct((8,), jnp.float32)
+NUMBER = jax.ShapeDtypeStruct((1, 1024, 4), jnp.float32)
 TOKEN = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 OPERATIONS: dict[str, tuple[Any, tuple]] = {
     "local": (local, (WIDE, WIDE, WIDE, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
@@ -70,6 +84,10 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
         lambda q, k, v, *ranges: triton.squared_relu_attention(q, k, v, triton.Ranges(*ranges)),
         (half(1, 1024, 1, 256), half(1, 1024, 1, 256), half(1, 1024, 1, 192), *4 * [TOKEN]),
     ),
+    "sum": recurrence("key_sum", "segments"),
+    "sum_decay": recurrence("log_decay", "segments"),
+    "delta": recurrence("beta", "segments"),
+    "delta_decay": recurrence("log_decay", "beta", "segments"),
 }
 
 
@@ -127,6 +145,10 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         "propagate": 3,
         "selected": 4,
         "squared_relu": 4,
+        "sum": 7,
+        "sum_decay": 8,
+        "delta": 10,
+        "delta_decay": 10,
     }
     assert len(found) == expected[operation]
     for number, (arrays, launch) in enumerate(found):

@@ -43,7 +43,7 @@ def found(tmp_path_factory):
 
 
 # Mechanisms for each operation: local attention and gated attention units in a decoder, compress and propagate in an
-# encoder, compress by blocks in a decoder, and the blocks that native sparse attention chooses.
+# encoder, compress by blocks in a decoder, native sparse attention, and each kind of recurrence.
 LAWS = (
     "law_1_causal[local-sinks]",
     "law_1_causal[gau]",
@@ -51,11 +51,16 @@ LAWS = (
     "law_3_oracle[local-sinks-causal]",
     "law_3_oracle[gau-causal]",
     "law_3_oracle[native_sparse-causal]",
+    "law_3_oracle[linear-causal]",
+    "law_3_oracle[mamba2-causal]",
+    "law_3_oracle[deltanet-causal]",
+    "law_3_oracle[gated_deltanet-causal]",
     "law_3_oracle[brl-output-bidirectional]",
     "law_3_oracle[brl-output-causal]",
     "law_4_packing[local-sinks]",
     "law_4_packing[gau]",
     "law_4_packing[native_sparse]",
+    "law_4_packing[gated_deltanet]",
     "law_4_padding[brl-output]",
 )
 

@@ -1,0 +1,142 @@
+"""Calls with a form for each platform: what is traced, exported and differentiated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import brl_jax
+from brl_jax.attention.core.by_platform import Form, branches, by_platform, platform_jaxpr, traced_for
+
+
+def squares(traced):
+    """x^2 with a form for CPUs and one for others, which note when they are traced; the gradient keeps 2x."""
+
+    def choose(platform, x):
+        factor = 1.0 if platform == "cpu" else 3.0
+
+        def run(x):
+            traced.append((platform, "run"))
+            return factor * x**2, 2 * x
+
+        def gradient(operands, result, kept, d_result):
+            traced.append((platform, "gradient"))
+            return (factor * kept * d_result,)
+
+        return Form(run, gradient)
+
+    def call(x):
+        return by_platform(choose, x, results=x, kept=x, plain=lambda x: x**2)
+
+    return call
+
+
+def test_only_the_platform_that_is_lowered_for_is_traced():
+    traced = []
+    call = squares(traced)
+    step = jax.jit(jax.grad(lambda x: call(x).sum())).trace(jnp.arange(3.0))
+    assert not traced
+    for platform in ("cpu", "tpu"):
+        step.lower(lowering_platforms=(platform,))
+        assert set(traced) <= {(platform, "run"), (platform, "gradient")}
+        assert (platform, "gradient") in traced
+        traced.clear()
+    np.testing.assert_array_equal(step.lower().compile()(jnp.arange(3.0)), 2 * np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.checkpoint, jax.vmap, lambda f: jax.vmap(jax.checkpoint(f))]
+)
+def test_derivatives(wrap):
+    call = wrap(squares([]))
+    x = jnp.asarray([1.0, 2.0, -3.0])
+    total = lambda x: call(x).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(total)(x), 2 * x)
+    np.testing.assert_allclose(jax.jvp(total, (x,), (jnp.ones_like(x),))[1], (2 * x).sum())
+    np.testing.assert_allclose(jax.hessian(total)(x), 2 * np.eye(3), atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(total))(jnp.stack([x, 2 * x])), [2 * x, 4 * x])
+
+
+def test_a_scan_keeps_what_the_gradient_needs():
+    call = squares([])
+
+    def total(x):
+        return jax.lax.scan(lambda carry, x: (carry + call(x).sum(), None), 0.0, x)[0]
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(x), 2 * x)
+
+
+def test_settings_of_the_call_hold_when_it_is_lowered():
+    """The precision of products is that around the call, not that around compilation."""
+
+    def product(x):
+        return by_platform(lambda *_: Form(lambda x: (x @ x, ())), x, results=x, plain=lambda x: x @ x)
+
+    x = jnp.ones((4, 4))
+
+    def precise(x):
+        with jax.default_matmul_precision("highest"):
+            return product(x)
+
+    assert "HIGHEST" in jax.jit(precise).lower(x).as_text()
+    assert "HIGHEST" not in jax.jit(product).lower(x).as_text()
+
+
+def test_branches_inside_a_form():
+    """Inside a form one branch is traced; elsewhere all are, and lowering picks one."""
+    call = lambda x: branches(x, cuda=lambda x: x + 1, default=lambda x: x)  # noqa: E731
+    assert "cond" in str(jax.make_jaxpr(call)(1.0)) or "platform_index" in str(jax.make_jaxpr(call)(1.0))
+    with traced_for("cuda"):
+        assert float(call(1.0)) == 2
+    with traced_for("tpu"):
+        assert float(call(1.0)) == 1
+
+
+def test_the_operations_of_a_call_can_be_counted():
+    (equation,) = jax.make_jaxpr(squares([]))(jnp.ones(3)).eqns
+    on_tpu = str(platform_jaxpr(equation, "tpu"))
+    assert "3.0" in on_tpu
+    assert "3.0" not in str(platform_jaxpr(equation, "cpu"))
+    (other,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    assert platform_jaxpr(other, "cpu") is None
+
+
+QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+FEW = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.float32)
+
+
+def windowed(query, key, value):
+    return brl_jax.local_attention(query, key, value, local_window_size=(63, 0))
+
+
+@pytest.mark.parametrize("platforms", [("cpu", "tpu"), ("tpu", "cuda")])
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (windowed, (QUERY,) * 3),
+        (jax.grad(lambda *x: windowed(*x).sum(), (0, 1, 2)), (QUERY,) * 3),
+        (lambda q, k, c, v: brl_jax.compress(q, k, c, v, gamma=0.3), (FEW, QUERY, QUERY, QUERY)),
+    ],
+)
+def test_export_for_several_platforms(function, shapes, platforms):
+    exported = export.export(jax.jit(function), platforms=platforms)(*shapes)
+    assert "tpu_custom_call" in exported.mlir_module()
+    if "cpu" in platforms:
+        random = np.random.default_rng(0)
+        arrays = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in shapes]
+        for got, want in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(function(*arrays))):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoder_exports_for_several_platforms():
+    config = brl_jax.DecoderConfig(
+        vocab_size=17, num_layers=2, d_model=64, num_heads=2, mechanism=brl_jax.MECHANISMS["local"](window=32)
+    )
+    model, tokens = brl_jax.DecoderLM(config), jnp.zeros((1, 256), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    exported = export.export(jax.jit(lambda v, t: model.apply(v, t)[0]), platforms=("cpu", "tpu"))(
+        variables, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype)
+    )
+    assert "tpu_custom_call" in exported.mlir_module()
