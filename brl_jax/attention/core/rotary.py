@@ -69,8 +69,8 @@ class RopeScaling:
             )
             if self.truncate:
                 first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, head_dim - 1)
-            kept = 1 - (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+            first, last = max(first, 0.0), min(last, head_dim - 1.0)
+            kept = 1 - (np.arange(head_dim // 2, dtype=np.float64) - first) / max(last - first, 1e-3)
         kept = np.clip(kept, 0.0, 1.0)
         return plain * kept + plain / self.factor * (1 - kept)
 

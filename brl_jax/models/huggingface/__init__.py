@@ -119,7 +119,7 @@ def save(
     values["torch_dtype"] = dtype
     # Without an id transformers would take its architecture's default, which is another token here.
     kept_ids = config.token_ids if isinstance(config, PretrainedConfig) else {}
-    values |= dict.fromkeys(TOKEN_IDS) | kept_ids
+    values |= {**dict.fromkeys(TOKEN_IDS), **kept_ids}
     generation = config.generation if isinstance(config, PretrainedConfig) else None
     write_folder(
         path,

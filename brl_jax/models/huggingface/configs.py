@@ -96,7 +96,7 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     """
     architecture = architecture_of(values)
     known = (*_REQUIRED, *architecture.defaults)
-    check_fields(FIELDS, dict.fromkeys(_REQUIRED) | values)
+    check_fields(FIELDS, {**dict.fromkeys(_REQUIRED), **values})
     for name, value in values.items():
         is_ignored = name in _IGNORED or name in architecture.ignored or name.startswith("_")
         if name not in known and not is_ignored and value not in (None, False):
