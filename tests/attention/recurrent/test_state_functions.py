@@ -247,7 +247,7 @@ def test_bad_input(name):
     query, key, value = inputs(9)
     state = case.init(2, 2, 8)
     other = CASES["delta" if "delta" not in name else "linear"].init(2, 2, 8)
-    on_tpu = (
+    with_kernels = (
         "linear",
         "feature_decay",
         "head_decay",
@@ -257,9 +257,12 @@ def test_bad_input(name):
         "gated_delta",
         "kimi_delta",
     )
-    kernel = "triton" if name == "gau" else "pallas"
-    with_kernel = f"None, 'xla', '{kernel}' or '{kernel}_interpret'"
-    implementations = with_kernel if name in ("gau", *on_tpu) else "None or 'xla'"
+    of_triton = "'triton' or 'triton_interpret'"
+    implementations = "None or 'xla'"
+    if name == "gau":
+        implementations = f"None, 'xla', {of_triton}"
+    elif name in with_kernels:
+        implementations = f"None, 'xla', 'pallas', 'pallas_interpret', {of_triton}"
     wrong = {
         "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
         f"state must be a {type(state).__name__}": {"state": other},
