@@ -1,5 +1,6 @@
 """What `local_attention` says where its GPU kernel does not support a call; tests/pallas_kernels/triton has numbers."""
 
+import importlib.machinery
 import importlib.util
 import re
 import subprocess
@@ -45,7 +46,7 @@ def test_missing_packages_are_named(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
 
 
 @pytest.mark.usefixtures("installed")
