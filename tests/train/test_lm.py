@@ -339,7 +339,7 @@ def _command(monkeypatch, capsys, main, name, argv):
         (
             eval.tasks.lm.main,
             ["--workdir", "{run}", "--checkpoint", "7"],
-            ["--checkpoint", "best, last or one of", "7"],
+            ["--checkpoint", "one of best, last", "7"],
         ),
         (eval.tasks.lm.main, ["--workdir", "{run}", "--split", "train"], ["--split", "train", "valid"]),
         (eval.tasks.lm.main, ["--workdir", "{run}", "--data", "text:{new}/*"], ["--data", "no file"]),

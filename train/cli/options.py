@@ -14,8 +14,8 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -86,7 +86,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     _check_version(argv)
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
-    _check_repeated(argv, options)
+    _check_repeated(argv, set(options) - _repeatable(default))
     # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
     plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
@@ -134,7 +134,13 @@ def _check_version(argv: Sequence[str]) -> None:
         raise SystemExit(0)
 
 
-def _check_repeated(argv: Sequence[str], options: Sequence[str]) -> None:
+def _repeatable(default: Any) -> set[str]:
+    """The options that may be given several times."""
+    hints = get_type_hints(type(default), include_extras=True)
+    return {name for name, hint in hints.items() if tyro.conf.UseAppendAction in get_args(hint)[1:]}
+
+
+def _check_repeated(argv: Sequence[str], options: Collection[str]) -> None:
     """Raises UserError if an option is given twice: tyro would silently take the last one."""
     given = [_name_of(word) for word in argv if word.startswith("--")]
     for name in dict.fromkeys(given):
