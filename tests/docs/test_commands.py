@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 import train.cli.options
+from eval.chips import gpu_check
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
+#: What parses the options of every command.
+PARSERS = (train.cli.options.parse_options, gpu_check.parse)
 # Placeholders for a value of the reader's choice, each with a value.
 _PLACEHOLDERS = {
     "lra-TASK-NAME": "lra-listops-full",
@@ -71,15 +74,15 @@ def test_command_parses(command, monkeypatch, tmp_path):
         main = importlib.import_module(f"{module}.__main__").main
     except ModuleNotFoundError:
         main = importlib.import_module(module).main
-    original = train.cli.options.parse_options
+    for original in PARSERS:
 
-    def parse_only(*args, **kwargs):
-        original(*args, **kwargs)
-        raise Parsed
+        def parse_only(*args, original=original, **kwargs):
+            original(*args, **kwargs)
+            raise Parsed
 
-    for loaded in list(sys.modules.values()):
-        if getattr(loaded, "parse_options", None) is original:
-            monkeypatch.setattr(loaded, "parse_options", parse_only)
+        for loaded in list(sys.modules.values()):
+            if getattr(loaded, original.__name__, None) is original:
+                monkeypatch.setattr(loaded, original.__name__, parse_only)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Parsed):
         main(argv)

@@ -254,13 +254,13 @@ def delta_key_gradient(
     ends = end * tl.sum(writes * key, 1)
     acc += end[:, None] * writes
     # The pairs of A.
-    factor = transposed_pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     pairs = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     lower = tl.where(r[:, None] > r[None, :], -lower * pairs, 0.0)
-    upper = tl.where(r[:, None] < r[None, :], -upper * factor * strength[None, :], 0.0)
     by_reader = tl.sum(lower * overlap, 1)
     d_strength += by_reader
+    factor = transposed_pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+    upper = tl.where(r[:, None] < r[None, :], -upper * factor * strength[None, :], 0.0)
     flows += strength * by_reader - tl.sum(upper * overlap, 1)
     both = lower * strength[:, None] + upper
     acc = tl.dot(both.to(key.dtype), key, acc, input_precision=PRECISION)

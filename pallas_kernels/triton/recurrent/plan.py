@@ -64,8 +64,8 @@ class DeltaSizes(NamedTuple):
     key_gradient: Launch
 
 
-# By the least compute capability and the most padded features of a query that they are for. Chosen by the compiler's
-# counts of registers and spills (`python -m eval.gpu_costs`).
+# By the least compute capability and the most padded features of a query that they are for. Chosen so that no kernel
+# spills registers (`python -m eval.gpu_costs`), and for 90 by times on an H200 too.
 _SUMS = {
     (90, 128): SumSizes(
         256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 4, 2), Launch(128, 4, 2)
@@ -74,11 +74,17 @@ _SUMS = {
         256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1)
     ),
     (80, 128): SumSizes(
-        256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1)
+        256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1)
     ),
     (80, 256): SumSizes(
         256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1)
     ),
+}
+# The gradients of queries and keys, of up to 128 features, where the state decays: these kernels hold more numbers.
+_DECAYED = {
+    100: (Launch(128, 8, 2), Launch(128, 8, 1)),
+    90: (Launch(128, 8, 2), Launch(128, 8, 2)),
+    80: (Launch(128, 8, 1), Launch(128, 8, 1)),
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
@@ -90,7 +96,7 @@ _DELTAS = {
         Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
     ),
     (80, 128): DeltaSizes(
-        64, 16, 8, Launch(64, 8, 1), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1),
+        64, 16, 8, Launch(64, 8, 1), Launch(32, 4, 2), Launch(32, 4, 1), Launch(64, 8, 1), Launch(32, 4, 1),
         Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
     (80, 256): DeltaSizes(
@@ -110,13 +116,17 @@ _INTERPRETED = (
 )
 
 
-def sum_sizes(features: int, dtype: Any) -> SumSizes:
-    """The sizes for queries of so many features and a type, on the GPU that is compiled for."""
+def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
+    """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
     if bridge.interprets():
         return _INTERPRETED[0]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[0]
-    return _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
+    sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
+    if not decays or padded(features) > 128:
+        return sizes
+    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
+    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
