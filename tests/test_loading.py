@@ -117,7 +117,8 @@ def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["brl-train", "lmm"])
     assert commands.train() == 2
     assert (
-        "NAME: expected one of copy, forecast, glue, graph, lm, lra, mlm, recall, regression, got 'lmm'"
+        "NAME: expected one of copy, forecast, glue, graph, lm, lra, lra_data, mlm, recall, regression, tokenize, "
+        "got 'lmm'"
         in capsys.readouterr().err
     )
     monkeypatch.setattr(sys, "argv", ["brl-train", "lm", "--steps", "0"])

@@ -82,7 +82,9 @@ def block_sums(
       read: multiplies weights by the block's values.
     """
     scores = rounded(scores)
-    maximum = jnp.maximum(jnp.max(scores, -1), MASKED)
+    # Results do not depend on what is subtracted, so neither do gradients. That of a maximum divides by the number of
+    # scores that equal it, which is 0 if a compiler computes the scores again with other roundings.
+    maximum = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1), MASKED))
     weights = jnp.exp(scores - finite_maximum(maximum)[..., None])
     return SoftmaxSums(maximum, jnp.sum(weights, -1), read(weights))
 
@@ -91,7 +93,6 @@ def merge_sums(*parts: SoftmaxSums) -> SoftmaxSums:
     """The sums over the keys of all parts, which share none."""
     if len(parts) == 1:
         return parts[0]
-    # Results do not depend on what is subtracted, so neither do gradients.
     maximum = lax.stop_gradient(functools.reduce(jnp.maximum, (part.maximum for part in parts)))
     shares = [jnp.exp(part.maximum - maximum) for part in parts]
     normalisers = [share * part.normaliser for share, part in zip(shares, parts)]
