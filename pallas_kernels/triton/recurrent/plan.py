@@ -65,10 +65,10 @@ class DeltaSizes(NamedTuple):
 
 
 # By the least compute capability and the most padded features of a query that they are for. Chosen so that no kernel
-# spills registers (`python -m eval.gpu_costs`), and for 90 by times on an H200 too.
+# spills registers (`python -m eval.gpu_costs`; docs/gpu.md names those that do), and for 90 by times on an H200 too.
 _SUMS = {
     (90, 128): SumSizes(
-        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 4, 2), Launch(128, 4, 2)
+        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 4, 2), Launch(128, 8, 2)
     ),
     (90, 256): SumSizes(
         256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1)
@@ -88,7 +88,7 @@ _DECAYED = {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 3), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 3),
+        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 3), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
         Launch(128, 8, 1), Launch(128, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): DeltaSizes(
@@ -104,6 +104,10 @@ _DELTAS = {
         Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
+_DELTAS |= {
+    (100, 128): _DELTAS[90, 128]._replace(state_gradient=Launch(32, 4, 3)),
+    (100, 256): _DELTAS[90, 256],
+}
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
