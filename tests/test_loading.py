@@ -118,8 +118,7 @@ def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
     assert commands.train() == 2
     assert (
         "NAME: expected one of copy, forecast, glue, graph, lm, lra, lra_data, mlm, recall, regression, tokenize, "
-        "got 'lmm'"
-        in capsys.readouterr().err
+        "got 'lmm'" in capsys.readouterr().err
     )
     monkeypatch.setattr(sys, "argv", ["brl-train", "lm", "--steps", "0"])
     assert commands.train() == 2

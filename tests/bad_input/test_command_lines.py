@@ -137,7 +137,7 @@ OTHERS = {
     ("train.glue", "cola --length 3"): "--length must be at least 8",
     ("train.glue", "wnli"): "PRESET: got 'wnli'",
     ("train.graph", "acm-brl"): "--data_dir: expected a folder or a file, got none",
-    ("train.graph", "acm-brl --data_dir /nowhere"): "--data_dir: there is no file or folder /nowhere",
+    ("train.graph", "acm-brl --data_dir /nowhere"): "--data_dir: no file or folder /nowhere",
     ("train.graph", "acm-brl --network gnc"): "--network",
     ("train.graph", "acm-brl --num_classes 3"): "unknown option --num_classes",
     ("eval.graph", "--workdir /nowhere"): "--workdir: no run there",

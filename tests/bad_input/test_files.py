@@ -48,7 +48,10 @@ def one_line(status, err, expected=2):
         ({5: HOURS[4]}, f"got {HOURS[4]} after {HOURS[4]} in row 6"),
         ({5: HOURS[3]}, f"got {HOURS[3]} after {HOURS[4]} in row 6"),
         ({5: HOURS[5] + "+00:00"}, "all with or all without a time zone"),
-        ({5: "yesterday"}, "holds what is no date or number"),
+        (
+            {5: "yesterday"},
+            "has a cell that is neither a date nor a number: Invalid isoformat string: 'yesterday'",
+        ),
     ],
 )
 def test_times_of_a_table(change, message, tmp_path, monkeypatch, capsys):

@@ -117,11 +117,11 @@ class MixedStreams(RepeatedBatches):
             rows = [(mixture.corpora[which], place * span + within * length) for which, place in places]
             taken = [corpus.tokens.take(start + window, mode="wrap") for corpus, start in rows]
             tokens = np.stack(taken).astype(np.int32)
-            batch = Batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, reset=np.bool_(index == 0))
+            arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
             if segments:
                 ids = [corpus.segment_ids(np.array([start]), length) for corpus, start in rows]
-                batch = batch.with_arrays(segment_ids=np.concatenate(ids))
-            return batch
+                arrays["segment_ids"] = np.concatenate(ids)
+            return Batch(arrays, reset=np.bool_(index == 0))
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))
