@@ -156,11 +156,11 @@ def checks(dtype: str) -> Iterator[dict]:
 def interpreted() -> Iterator[dict]:
     """The checks without a GPU, of small sizes: the kernels in float32 and float16, the rest through XLA in float32."""
     size = {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20, "batch": 2}
+    changes: dict[str, dict] = {"compress_blocks": {"kv_heads": None}, "selected": {"batch": 1}}
     for dtype in ("float32", "float16"):
         for name in (*RECURRENT, *KERNELS):
             if name != "native_sparse":  # whose kernel is `selected`
-                alike = {"compress_blocks": {"kv_heads": None}, "selected": {"batch": 1}}.get(name, {})
-                yield _task("check", name, size | alike, "triton", dtype=dtype)
+                yield _task("check", name, size | changes.get(name, {}), "triton", dtype=dtype)
     for name in (*RECURRENT, *OTHERS, "native_sparse"):
         yield _task("check", name, size | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
@@ -231,24 +231,28 @@ class Process:
             line = [sys.executable, str(ROOT / "eval" / "chips" / "gpu_peers.py")]
         elif (folder := wheel_assemblers()) is not None:  # an older one on PATH refuses a newer Triton's code
             environment["PATH"] = f"{folder}{os.pathsep}{environment.get('PATH', '')}"
-        self.peer, self.task, self.ready, self.busy = peer, None, False, True
+        self.task: dict | None = None
+        self.peer, self.ready, self.busy = peer, False, True
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process has failed
         self.rest, self.held = b"", 0.0
         self.process = subprocess.Popen(
             line, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors
         )
-        os.set_blocking(self.process.stdout.fileno(), False)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdout.fileno(), False)
 
     def write(self, text: str) -> None:
         try:
-            self.process.stdin.write(f"{text}\n".encode())
-            self.process.stdin.flush()
+            self.stdin.write(f"{text}\n".encode())
+            self.stdin.flush()
         except BrokenPipeError:
             pass  # its end is read from the other pipe
 
     def read(self) -> list[dict] | None:
         """The messages that have come; None at the end."""
-        data = self.process.stdout.read()
+        data = self.stdout.read()
         if data == b"":
             return None
         *lines, self.rest = (self.rest + (data or b"")).split(b"\n")
@@ -336,7 +340,7 @@ class Crew:
     def start(self, peer: bool) -> None:
         self.starts += 1
         process = Process(self.options, peer)
-        self.selector.register(process.process.stdout, selectors.EVENT_READ, process)
+        self.selector.register(process.stdout, selectors.EVENT_READ, process)
 
     @property
     def processes(self) -> list[Process]:
@@ -355,9 +359,9 @@ class Crew:
                 other.process.send_signal(number)
 
     def give_turn(self) -> None:
-        waiting = [process for process in self.processes if process.ready]
+        waiting = {p.task["order"]: p for p in self.processes if p.ready and p.task is not None}
         if self.timing is None and waiting:
-            self.timing = min(waiting, key=lambda process: process.task["order"])
+            self.timing = waiting[min(waiting)]
             self.timing.ready, self.timing.held = False, time.monotonic()
             self.signal_others(signal.SIGSTOP)
             self.timing.write("go")
@@ -389,7 +393,7 @@ class Crew:
 
     def bury(self, process: Process) -> None:
         """A process has ended: its task failed, and another process takes its place."""
-        self.selector.unregister(process.process.stdout)
+        self.selector.unregister(process.stdout)
         process.process.kill()
         process.process.wait()
         if self.timing is process:

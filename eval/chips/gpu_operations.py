@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import brl_jax
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.scores import Score
 from brl_jax.attention.sorting.selected import selected_attention
 
 
@@ -35,6 +37,9 @@ class Size(NamedTuple):
         return self.head_dim**-0.5
 
 
+Call = Callable[[Size, Implementation | None], Callable[..., Any]]
+
+
 class Operation(NamedTuple):
     """One operation.
 
@@ -46,7 +51,7 @@ class Operation(NamedTuple):
     """
 
     arguments: str
-    call: Callable[[Size, str | None], Callable[..., Any]]
+    call: Call
     oracle: Callable[..., np.ndarray]
     products: Callable[[Size], float] | None = None
 
@@ -172,7 +177,7 @@ def _compress_blocks(z: Size, query, key, contrast, value, gamma) -> np.ndarray:
     parts = [slice(block * step, block * step + history) for block in range(3)]
     return np.stack(
         [
-            _compress(z, query[:, b], *(x[:, at] for x in (key, contrast, value)), gamma)
+            _compress(z, query[:, b], key[:, at], contrast[:, at], value[:, at], gamma)
             for b, at in enumerate(parts)
         ],
         1,
@@ -262,7 +267,8 @@ def _ranks(z: Size) -> tuple[int, ...]:
 
 def _mlr(z: Size, query, key, value) -> np.ndarray:
     i, j = _grid(z.n)
-    scores, start, ranks = 0.0, 0, _ranks(z)
+    scores: np.ndarray = np.zeros(())
+    start, ranks = 0, _ranks(z)
     for level, rank in enumerate(ranks):
         block = -(-z.n // 2 ** (len(ranks) - 1)) * 2 ** (len(ranks) - 1 - level)
         features = slice(start, start := start + rank)
@@ -291,14 +297,14 @@ def _native_sparse(z: Size, query, key, value, short_key, short_value, gates) ->
 # --- The library's calls ---
 
 
-def _of(name: str, **options: Any) -> Callable[[Size, str | None], Callable[..., Any]]:
+def _of(name: str, **options: Any) -> Call:
     return lambda z, implementation: functools.partial(
         getattr(brl_jax, name), implementation=implementation, **options
     )
 
 
-def _of_delta(name: str) -> Callable[[Size, str | None], Callable[..., Any]]:
-    def make(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_delta(name: str) -> Call:
+    def make(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
         def call(query: Any, key: Any, value: Any, *gates: Any) -> Any:
             named = dict(zip(("beta", "log_decay"), gates))
             return getattr(brl_jax, name)(query, key, value, **named, implementation=implementation)
@@ -308,8 +314,8 @@ def _of_delta(name: str) -> Callable[[Size, str | None], Callable[..., Any]]:
     return make
 
 
-def _of_local(**options: Any) -> Callable[[Size, str | None], Callable[..., Any]]:
-    def make(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_local(**options: Any) -> Call:
+    def make(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
         def call(query: Any, key: Any, value: Any, segments: Any = None, sinks: Any = None) -> Any:
             return brl_jax.local_attention(
                 query, key, value, pattern=brl_jax.SlidingWindow.of_width(z.window, True), is_causal=True,
@@ -321,7 +327,7 @@ def _of_local(**options: Any) -> Callable[[Size, str | None], Callable[..., Any]
     return make
 
 
-def _of_compress(score: str = "softmax") -> Callable[[Size, str | None], Callable[..., Any]]:
+def _of_compress(score: Score = "softmax") -> Call:
     return lambda z, i: (
         lambda q, k, c, v, g: brl_jax.compress(
             q, k, c, v, gamma=g, scale=z.scale, score=score, implementation=i
@@ -329,7 +335,7 @@ def _of_compress(score: str = "softmax") -> Callable[[Size, str | None], Callabl
     )
 
 
-def _of_blocks(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_blocks(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return lambda q, k, c, v, g: brl_jax.compress_blocks(
         q,
         k,
@@ -343,7 +349,7 @@ def _of_blocks(z: Size, implementation: str | None) -> Callable[..., Any]:
     )
 
 
-def _of_propagate(score: str = "softmax") -> Callable[[Size, str | None], Callable[..., Any]]:
+def _of_propagate(score: Score = "softmax") -> Call:
     return lambda z, i: (
         lambda q, k, v, s: brl_jax.propagate(
             q, k, v, strength=s, scale=z.scale, score=score, implementation=i
@@ -351,7 +357,7 @@ def _of_propagate(score: str = "softmax") -> Callable[[Size, str | None], Callab
     )
 
 
-def _decayed(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _decayed(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return lambda q, k, v, log: brl_jax.linear_attention(
         q,
         k,
@@ -364,23 +370,23 @@ def _decayed(z: Size, implementation: str | None) -> Callable[..., Any]:
     )
 
 
-def _packed(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _packed(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return lambda q, k, v, ids: brl_jax.linear_attention(
         q, k, v, segment_ids=ids, is_causal=True, implementation=implementation
     )
 
 
-def _of_selected(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_selected(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return functools.partial(
         selected_attention, size=64, scale=z.scale, aligned=True, implementation=implementation
     )
 
 
-def _of_native_sparse(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_native_sparse(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return functools.partial(brl_jax.native_sparse_attention, window=z.window, implementation=implementation)
 
 
-def _of_mlr(z: Size, implementation: str | None) -> Callable[..., Any]:
+def _of_mlr(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
     return functools.partial(
         brl_jax.mlr_attention, ranks=_ranks(z), is_causal=True, implementation=implementation
     )

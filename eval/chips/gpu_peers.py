@@ -5,6 +5,7 @@ It is run as a file, without PYTHONPATH: PyTorch's compiler wants the Triton tha
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -103,7 +104,7 @@ def measure(task: dict, turn: Callable[[Callable[[], Any]], Any]) -> dict:
     for run in (forward, both):  # compile before the turn at the GPU
         run()
     torch.cuda.synchronize()
-    seconds = [turn(lambda run=run: seconds_a_call(torch, run)) for run in (forward, both)]
+    seconds = [turn(functools.partial(seconds_a_call, torch, run)) for run in (forward, both)]
     return {"ms": seconds[0] * 1e3, "ms_both": seconds[1] * 1e3, "by": f"torch {torch.__version__}"}
 
 

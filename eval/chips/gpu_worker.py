@@ -18,7 +18,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from brl_jax.attention.core.dispatch import Implementation
 
 ROUNDS = 3
 # How long a round of calls lasts at least, and the bytes of inputs over which calls rotate: more than any L2 cache.
@@ -52,7 +55,7 @@ def relative_error(got: Any, right: Any) -> float:
     import numpy as np
 
     got, right = (np.asarray(x, np.float64) for x in (got, right))
-    error = float(np.linalg.norm(got - right) / max(np.linalg.norm(right), 1e-30))
+    error = float(np.linalg.norm(got - right) / max(float(np.linalg.norm(right)), 1e-30))
     return error if math.isfinite(error) else math.inf
 
 
@@ -108,12 +111,15 @@ def compile_program(function: Callable, arguments: Any, *, autotune: bool | None
     middle = time.perf_counter()
     tuned = autotune or (autotune is None and not kernels)
     on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile({} if tuned or not on_gpu else {"xla_gpu_autotune_level": 0})
+    options: dict[str, Any] = {} if tuned or not on_gpu else {"xla_gpu_autotune_level": 0}
+    compiled = lowered.compile(options)
+    memory = compiled.memory_analysis()
+    assert memory is not None
     facts = {
         "by": "+".join(kernels) or "XLA",
         "lower_s": round(middle - start, 2),
         "compile_s": round(time.perf_counter() - middle, 2),
-        "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
+        "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
     }
     return compiled, facts
 
@@ -190,7 +196,7 @@ def check(task: dict, worker: Worker) -> Iterator[dict]:
     yield {"errors": errors, "worst": worst, "most": most, "wrong": not worst <= most, **facts}
 
 
-def _named(task: dict, worker: Worker) -> str | None:
+def _named(task: dict, worker: Worker) -> Implementation | None:
     """The implementation to ask for."""
     given = task["implementation"]
     if worker.interpret and given == "triton":
@@ -328,7 +334,7 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
                     lambda *x, program=program: program(*x), arguments, autotune=False
                 )
             got = jax.block_until_ready(run(*arguments))
-            row |= {"ms": worker.turn(lambda run=run: seconds_a_call(run, [arguments])) * 1e3, **facts}
+            row |= {"ms": worker.turn(functools.partial(seconds_a_call, run, [arguments])) * 1e3, **facts}
             if new is None:
                 default = chosen["default"]
                 right, row["tile"], row["fields"] = got, list(default), list(default._fields)

@@ -37,7 +37,7 @@ class RowTiles(NamedTuple):
 # By minimum compute capability, and whether there are more than 128 compressed tokens. Chosen by the compiler's counts
 # of registers and spills (`python -m eval.gpu_costs`).
 _TILES = {
-    (90, False): RowTiles(RowTile(128, None, 4, 1), RowTile(64, None, 8, 1), RowTile(64, 64, 4, 2)),
+    (90, False): RowTiles(RowTile(128, None, 8, 1), RowTile(64, None, 8, 1), RowTile(64, 64, 4, 2)),
     (90, True): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 8, 1), RowTile(64, 64, 8, 2)),
     (80, False): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 4, 1), RowTile(32, 64, 8, 1)),
     (80, True): RowTiles(RowTile(32, None, 8, 1), RowTile(32, None, 8, 1), RowTile(32, 64, 8, 1)),

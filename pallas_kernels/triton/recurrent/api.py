@@ -189,7 +189,8 @@ class _Shape(NamedTuple):
     @classmethod
     def of(cls, arrays: Named) -> _Shape:
         query, value = arrays["query"], arrays["value"]
-        return cls(*query.shape[:3], value.shape[2], query.shape[3], value.shape[3], query.dtype)
+        (batch, length, heads, features), (kv_heads, values) = query.shape, value.shape[2:]
+        return cls(batch, length, heads, kv_heads, features, values, query.dtype)
 
     def tokens(self, *rest: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.length, *rest), dtype)
@@ -357,9 +358,9 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
             "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
         }  # fmt: skip
         grid = (totals.shape[2], shape.kv_heads, shape.batch)
-        operands = (arrays["log_decay"], arrays.get("segments", none), query_flow, key_flow, ends, totals)
         (found["log_decay"],) = _start(
-            kernels.recurrent_decay_gradient, plan.Launch(0, 4, 1), operands,
+            kernels.recurrent_decay_gradient, plan.Launch(0, 4, 1),
+            (arrays["log_decay"], arrays.get("segments", none), query_flow, key_flow, ends, totals),
             (shape.tokens(shape.kv_heads),), grid, constants,
         )  # fmt: skip
     return found

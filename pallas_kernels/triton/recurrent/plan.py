@@ -80,6 +80,10 @@ _SUMS = {
         256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1)
     ),
 }
+_SUMS |= {
+    (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
+    (100, 256): _SUMS[90, 256],
+}
 # The gradients of queries and keys, of up to 128 features, where the state decays: these kernels hold more numbers.
 _DECAYED = {
     100: (Launch(128, 8, 2), Launch(128, 8, 1)),
