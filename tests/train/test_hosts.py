@@ -133,7 +133,7 @@ def test_processes_that_do_not_belong_together_end(more, same_folder, message, t
 _STUCK = """
 import ctypes, os, signal, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from train import watchdog
+from train.engine import watchdog
 watchdog.{limit} = 0.3
 watchdog.WATCHDOG.start()
 with watchdog.WATCHDOG.watching("runs/x"):

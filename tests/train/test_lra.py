@@ -15,6 +15,7 @@ import pytest
 
 import eval.tasks.lra
 import train.lra
+from brl_jax.checkpoints import seal
 from brl_jax.layers import CosformerConfig, FlowformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.harness.groups import compared
@@ -200,7 +201,8 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     (tmp_path / "local" / "config.json").write_text(json.dumps(config))
     meta = tmp_path / "local" / "checkpoints" / "6" / "meta" / "metadata"
     for misses, mentioned in ((1, True), (2, False)):
-        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"best": {"score": 0.0, "misses": misses}}))
+        ended = json.loads(meta.read_text()) | {"best": {"score": 0.0, "misses": misses}}
+        meta.write_text(json.dumps(seal(ended, {})))
         eval.tasks.lra.main(["--table", str(tmp_path)])
         assert ("is at step 6" in capsys.readouterr().err) == mentioned
     again.clear()
