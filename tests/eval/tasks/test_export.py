@@ -56,7 +56,7 @@ def test_a_folder_of_parameters(tmp_path):
     shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), shapes)["params"]
-    values = {"task": "lm", "model": to_json(config)}
+    values = {"network": "DecoderLM", "model": to_json(config)}
     save_export(tmp_path / "out", params, values, step=7, dtype="bfloat16")
     loaded = load_export(tmp_path / "out")
     assert (loaded.model.config, loaded.step) == (config, 7)
@@ -77,10 +77,8 @@ def test_a_folder_of_parameters(tmp_path):
 
 
 def test_a_network_that_nobody_reads_is_not_written(tmp_path):
-    with pytest.raises(
-        ValueError, match="is of the task 'mlm', which can be trained and evaluated, but not loaded"
-    ):
-        save_export(tmp_path / "out", {}, {"task": "mlm", "model": {}}, step=7)
+    with pytest.raises(ValueError, match="network must be one of DecoderLM, .* got 'MaskedLM'"):
+        save_export(tmp_path / "out", {}, {"network": "MaskedLM", "model": {}}, step=7)
     assert not (tmp_path / "out").exists()
 
 
