@@ -72,7 +72,7 @@ def test_a_folder_of_parameters(tmp_path):
     values["model"]["norm"] = "rms"
     values["model"]["use_bias"] = True
     (tmp_path / "out" / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"not those of config\.json: stack"):
+    with pytest.raises(ValueError, match=r"do not match config\.json: stack"):
         load_export(tmp_path / "out")
 
 
