@@ -117,7 +117,7 @@ def test_memory_does_not_grow_with_the_layers():
         ),
         (
             {"mechanism": GauConfig()},
-            "reversible must be False with mechanism GauConfig, whose layers are not a mixer and a feed-forward network",
+            "reversible must be False with mechanism GauConfig, whose layers are not a mixer and a feed-forward",
         ),
     ],
 )
