@@ -113,11 +113,11 @@ def test_memory_does_not_grow_with_the_layers():
         ({"remat": "full"}, "remat must be 'none' with reversible layers, got 'full'"),
         (
             {"mechanism": BRLConfig()},
-            "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual",
+            "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual stream",
         ),
         (
             {"mechanism": GauConfig()},
-            "reversible must be False with mechanism GauConfig, whose layers are not a mixer",
+            "reversible must be False with mechanism GauConfig, whose layers are not a mixer and a feed-forward",
         ),
     ],
 )
