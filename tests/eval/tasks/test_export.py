@@ -77,7 +77,7 @@ def test_a_folder_of_parameters(tmp_path):
 
 
 def test_a_network_that_nobody_reads_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="network must be one of DecoderLM, .* got 'MaskedLM'"):
+    with pytest.raises(ValueError, match=r"network must be one of DecoderLM, .* got 'MaskedLM'"):
         save_export(tmp_path / "out", {}, {"network": "MaskedLM", "model": {}}, step=7)
     assert not (tmp_path / "out").exists()
 
