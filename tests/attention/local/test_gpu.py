@@ -86,10 +86,11 @@ def test_who_interprets_kernels_of_their_own_gets_xla_by_default(monkeypatch):
     expected = local_attention(x, x, x, local_window_size=3, implementation="xla")
     for function in (local_attention, jax.jit(local_attention, static_argnames="local_window_size")):
         np.testing.assert_allclose(function(x, x, x, local_window_size=3), expected, rtol=1e-6)
+    by_name = jax.jit(lambda x: local_attention(x, x, x, local_window_size=3, implementation="triton"))
     with pytest.raises(
         NotImplementedError, match="TRITON_INTERPRET=1 must be unset before Triton is imported"
     ):
-        jax.eval_shape(lambda: local_attention(x, x, x, local_window_size=3, implementation="triton"))
+        by_name.trace(x).lower(lowering_platforms=("cuda",))
 
 
 def test_the_default_does_without_triton(monkeypatch):
