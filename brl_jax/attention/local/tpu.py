@@ -90,7 +90,7 @@ def gradient(
         known = (out, lse)
         return jax.vjp(lambda x: launches[0].run(x, interpret, known), x)[1]((d_out, d_lse))
     # The sink takes 1 - share of each row's weights and has the value 0.
-    share = jax.nn.sigmoid(lse - x.sinks)
+    share = jax.nn.sigmoid(lse - x.sinks[None, None])
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
     d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
     d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
