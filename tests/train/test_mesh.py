@@ -78,7 +78,7 @@ def test_only_one_layers_weights_are_gathered_at_a_time(result):
 
 
 @pytest.mark.xfail(
-    reason="a layer's residuals, kept for the gradient that is traced for one platform, are gathered in the backward pass"
+    reason="residuals of a layer, kept for the gradient of one platform, are gathered in the backward pass"
 )
 @named_gathers
 @pytest.mark.slow
