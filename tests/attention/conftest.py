@@ -3,7 +3,6 @@
 import pytest
 
 from brl_jax.attention.core.by_platform import traced_for
-from brl_jax.attention.local import api as local
 
 
 @pytest.fixture
@@ -14,20 +13,7 @@ def all_at_once():
 
 
 @pytest.fixture
-def schedule(request, monkeypatch):
-    """Both schedules run here: the CPU's, and the one that other platforms lower to."""
-    if request.param == "loop":
+def schedule(request):
+    """Both schedules run here: the CPU's ("loop"), and the one that other platforms lower to."""
+    with traced_for("cpu" if request.param == "loop" else "default"):
         yield request.param
-        return
-    taken = []
-
-    def forms(call):
-        taken.append(call)
-        return {"default": of_platforms(call)["default"]}
-
-    of_platforms = local.xla.forms
-    local._choose.clear_cache()
-    monkeypatch.setattr(local.xla, "forms", forms)
-    yield request.param
-    assert taken
-    local._choose.clear_cache()
