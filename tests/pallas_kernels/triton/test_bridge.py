@@ -1,5 +1,8 @@
 """The way to a GPU kernel, as far as it goes without Triton: the target, the launch, vmap."""
 
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +97,7 @@ def test_the_floor_of_triton(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bridge, "_PACKAGES", ())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)  # another test may have imported the real one
     for given, refused in (
         ("3.6.0", True),
         ("3.7.0+git1", True),
@@ -102,6 +106,7 @@ def test_the_floor_of_triton(monkeypatch, tmp_path):
         (None, False),
     ):
         (tmp_path / "triton.py").write_text("" if given is None else f"__version__ = '{given}'\n")
+        importlib.invalidate_caches()
         bridge.triton_version.cache_clear()
         assert bridge.triton_version() == (given or "")
         expected = f"Triton must be 3.7.1 or newer, got {given}" if refused else None
