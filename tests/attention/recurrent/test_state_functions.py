@@ -261,7 +261,7 @@ def test_bad_input(name):
     with_kernel = f"None, 'xla', '{kernel}' or '{kernel}_interpret'"
     implementations = with_kernel if name in ("gau", *on_tpu) else "None or 'xla'"
     wrong = {
-        "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
+        "chunk_size must be at least 1, got 0": {"chunk_size": 0},
         f"state must be a {type(state).__name__}": {"state": other},
         r"state\.\w+ must be .*shape \(2, ": {"state": case.init(3, 2, 8)},
         r"key_value_seq_lengths must be ints of shape \(2,\)": {
@@ -316,5 +316,5 @@ def test_positions_of_another_shape_are_refused():
 
 @pytest.mark.parametrize(("num_features", "head_dim"), [(0, 8), (4, 0), (2.5, 8)])
 def test_projections_without_features_are_refused(num_features, head_dim):
-    with pytest.raises(ValueError, match="must be an int of at least 1"):
+    with pytest.raises(ValueError, match="must be (at least 1, got 0|an integer, got 2.5)"):
         brl_jax.performer_projection(jax.random.key(0), num_features, head_dim)
