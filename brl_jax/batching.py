@@ -10,21 +10,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import declared
 from brl_jax.decoding import (
     PREFILL,
     absorb,
     check_model,
     check_rows,
-    check_sampling,
+    check_sampled,
     check_stop_tokens,
     is_greedy,
     is_int,
     prefill,
     sample,
 )
+from brl_jax.fields import Count, Fraction, NonNegative
 
 
 class Request(NamedTuple):
@@ -55,20 +57,21 @@ class Completion(NamedTuple):
     finish_reason: Literal["stop", "length"]
 
 
+@declared
 def generate_requests(
     model: nn.Module,
     variables: Any,
     requests: Iterable[Request],
     *,
-    slots: int = 8,
-    length: int | None = None,
-    rng: Array | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    slots: Count = 8,
+    length: Count | None = None,
+    rng: PRNGKeyArray | None = None,
+    temperature: NonNegative = 1.0,
+    top_k: Count | None = None,
+    top_p: Fraction | None = None,
     stop_tokens: Sequence[int] = (),
     numbers: Iterable[int] | None = None,
-    every: int = 32,
+    every: Count = 32,
 ) -> Iterator[Completion]:
     """Continues requests of any length in a batch of fixed shape (continuous batching), and yields each as it ends::
 
@@ -111,9 +114,10 @@ def generate_requests(
         not hasattr(model, "encode"),
         f"model must be a decoder without an encoder, got {type(model).__name__}",
     )
-    for name, value in (("slots", slots), ("every", every), ("length", 1 if length is None else length)):
-        require(is_int(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
-    check_sampling(1, rng, temperature, top_k, top_p)
+    require(
+        isinstance(requests, Iterable), f"requests must be Requests in a list or iterator, got {requests!r}"
+    )
+    check_sampled(rng, temperature)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     stops = check_stop_tokens(stop_tokens, vocabulary)
     numbered: Iterator[tuple[int, Request]] = (

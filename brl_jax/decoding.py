@@ -10,25 +10,28 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import declared
+from brl_jax.fields import Count, Fraction, NonNegative
 
 # Prompts are read in pieces of this many tokens, so a long prompt needs no more memory than one piece.
 PREFILL = 2048
 
 
+@declared
 def generate(
     model: nn.Module,
     variables: Any,
     prompts: Int[Array, "B P"] | np.ndarray | Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Count,
     lengths: Int[Array, "B"] | np.ndarray | Sequence[int] | None = None,
-    rng: Array | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    rng: PRNGKeyArray | None = None,
+    temperature: NonNegative = 1.0,
+    top_k: Count | None = None,
+    top_p: Fraction | None = None,
     stop_tokens: Sequence[int] = (),
     source: Int[Array, "B S"] | np.ndarray | None = None,
     source_lengths: Int[Array, "B"] | np.ndarray | None = None,
@@ -80,18 +83,19 @@ def generate(
     return jnp.concatenate([run.prefix, run.advance(run.state, run.steps).tokens], axis=1)
 
 
+@declared
 def stream(
     model: nn.Module,
     variables: Any,
     prompts: Int[Array, "B P"] | np.ndarray | Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
-    every: int = 1,
+    max_new_tokens: Count,
+    every: Count = 1,
     lengths: Int[Array, "B"] | np.ndarray | Sequence[int] | None = None,
-    rng: Array | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    rng: PRNGKeyArray | None = None,
+    temperature: NonNegative = 1.0,
+    top_k: Count | None = None,
+    top_p: Fraction | None = None,
     stop_tokens: Sequence[int] = (),
     source: Int[Array, "B S"] | np.ndarray | None = None,
     source_lengths: Int[Array, "B"] | np.ndarray | None = None,
@@ -112,7 +116,6 @@ def stream(
     Raises:
       ValueError: as `generate`, or if `every` is below 1; raised at the call.
     """
-    require(is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
     run = _Run.start(
         model,
         variables,
@@ -187,7 +190,7 @@ class _Run(NamedTuple):
         check_model(model, variables)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
         prompts, lengths = check_rows("prompts", prompts, lengths, vocabulary)
-        check_sampling(max_new_tokens, rng, temperature, top_k, top_p)
+        check_sampled(rng, temperature)
         stops = check_stop_tokens(stop_tokens, vocabulary)
         rng = jax.random.key(0) if rng is None else rng
 
@@ -249,8 +252,9 @@ def is_int(value: Any) -> bool:
 def check_model(model: Any, variables: Any) -> None:
     """Raises ValueError unless the model is a decoder and the variables hold parameters."""
     require(
-        hasattr(model, "init_cache") and hasattr(model, "absorbable"),
-        f"model must be a decoder with init_cache and absorbable, such as DecoderLM, got {type(model).__name__}",
+        hasattr(model, "init_cache") and hasattr(model, "absorbable") and not isinstance(model, type),
+        "model must be a decoder with init_cache and absorbable, such as DecoderLM(config), got "
+        + (f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__),
     )
     is_mapping = isinstance(variables, Mapping)
     require(
@@ -315,33 +319,14 @@ def is_greedy(temperature: float) -> bool:
     return temperature < 1e-6
 
 
-def check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raises ValueError if a sampling setting is out of range."""
-    require(
-        is_int(max_new_tokens) and max_new_tokens >= 1,
-        f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}",
-    )
-    require(
-        isinstance(temperature, (int, float, np.number)) and bool(0 <= temperature < float("inf")),
-        f"temperature must be a finite number, not negative, got {temperature!r}",
-    )
-    require(
-        top_k is None or (is_int(top_k) and top_k >= 1),
-        f"top_k must be an integer of at least 1, got {top_k!r}",
-    )
-    require(
-        top_p is None or (isinstance(top_p, (int, float, np.number)) and bool(0 < top_p <= 1)),
-        f"top_p must be above 0 and at most 1, got {top_p!r}",
-    )
+def check_sampled(rng: Any, temperature: float) -> None:
+    """Raises ValueError if tokens are sampled without a random key."""
     require(temperature == 0 or rng is not None, "rng is needed to sample; give a key or temperature=0")
-    require(
-        rng is None or hasattr(rng, "dtype"), f"rng must be a key, such as jax.random.key(0), got {rng!r}"
-    )
 
 
 def check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
     """Returns the stop tokens as a list; raises ValueError if one is outside the vocabulary."""
-    stops = list(stop_tokens) if isinstance(stop_tokens, (Sequence, np.ndarray)) else [stop_tokens]
+    stops = list(stop_tokens)
     require(
         all(is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
         f"stop_tokens must be tokens of the vocabulary ({vocabulary}), got {stop_tokens!r}",

@@ -100,7 +100,11 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     complaint = complaint_about(value, hint)
     if complaint is not None:
         value = _offending(value, hint)
-        raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            got = f"{value.dtype} of shape {value.shape}"
+        else:
+            got = f"{value!r}{_hint(value, hint)}"
+        raise ValueError(f"{name} must be {complaint}, got {got}")
 
 
 def _offending(value: Any, hint: Any) -> Any:
@@ -144,8 +148,13 @@ def is_checked(hint: Any) -> bool:
     if origin is Annotated:
         return is_checked(arguments[0])
     if origin in (types.UnionType, typing.Union):
-        return all(is_checked(kind) for kind in arguments if kind is not type(None))
+        kinds = [kind for kind in arguments if kind is not type(None) and not _is_array(kind)]
+        return bool(kinds) and all(map(is_checked, kinds))
     return origin in (Literal, Mapping, Sequence, tuple) or hint in (bool, int, float, str)
+
+
+def _is_array(hint: Any) -> bool:
+    return hasattr(hint, "array_type")  # jaxtyping's annotations
 
 
 def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
@@ -164,6 +173,8 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
             value is choice or (type(value) is type(choice) and value == choice) for choice in arguments
         )
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
+    if _is_array(hint):
+        return None if hasattr(value, "dtype") and hasattr(value, "shape") else "an array"
     if hint is bool:
         return None if isinstance(value, bool | np.bool_) else "True or False"
     if hint in (int, float):
@@ -173,7 +184,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if origin is Mapping:
         return None if isinstance(value, Mapping) else "an object"
     if origin is Sequence:
-        if not isinstance(value, Sequence) or isinstance(value, str):
+        if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
             return "a list"
         return next(filter(None, (complaint_about(item, arguments[0], within) for item in value)), None)
     if origin is tuple and arguments:

@@ -244,3 +244,10 @@ def check_mechanism(name: str, value: object) -> None:
     raise ValueError(
         f"{name} must be the configuration of a mechanism, such as FullConfig() or MECHANISMS['full'](), got {got}"
     )
+
+
+def check_config(config: object, kind: type) -> None:
+    """Raises ValueError unless a network's `config` is of the class that it needs."""
+    if not isinstance(config, kind):
+        got = "None" if config is None else type(config).__name__
+        raise ValueError(f"config must be a {kind.__name__}, got {got}")

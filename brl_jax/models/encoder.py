@@ -14,7 +14,7 @@ from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models.config import StackConfig
+from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, existing
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling, PoolingKind
@@ -96,6 +96,7 @@ class Encoder(nn.Module):
     config: EncoderConfig
 
     def setup(self):
+        check_config(self.config, EncoderConfig)
         c, d = self.config, self.config.dimensions
         self.inputs = Inputs(
             d,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.fields import Count, Range
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.models.config import StackConfig, check_mechanism
+from brl_jax.models.config import StackConfig, check_config, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.inputs import Positions, existing
@@ -122,6 +122,7 @@ class EncoderDecoder(nn.Module):
 
     def setup(self):
         c = self.config
+        check_config(c, EncoderDecoderConfig)
         self.decoder = DecoderLM(c)
         self.encoder = make_stack(c.encoder.mechanisms, c.encoder_dimensions, c.remat)
         self.dropout = nn.Dropout(c.dropout)

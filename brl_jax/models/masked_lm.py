@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import concrete_values, require
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.models.config import check_config
 from brl_jax.models.encoder import Encoder, EncoderConfig
 from brl_jax.models.inputs import check_ints
 
@@ -39,6 +40,7 @@ class MaskedLM(nn.Module):
     config: EncoderConfig
 
     def setup(self):
+        check_config(self.config, EncoderConfig)
         if self.config.inputs != "embed":
             raise ValueError(f"inputs must be 'embed' in a masked language model, got {self.config.inputs!r}")
         self.encoder = Encoder(self.config)

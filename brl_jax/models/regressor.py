@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.fields import Length, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models.config import StackConfig
+from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.inputs import Inputs, Positions
 from brl_jax.models.networks import make_stack
 
@@ -72,6 +72,7 @@ class Regressor(nn.Module):
     config: RegressorConfig
 
     def setup(self):
+        check_config(self.config, RegressorConfig)
         c, d = self.config, self.config.dimensions
         self.inputs = Inputs(d, c.num_inputs, kind="features", added=c.positions, max_length=c.max_length)
         nn.share_scope(self, self.inputs)

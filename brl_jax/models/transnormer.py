@@ -58,6 +58,8 @@ def transnormer(
       ValueError: the variant is unknown, or `kind` rejects a setting.
     """
     check_choice("variant", variant, get_args(Variant))
+    if not (isinstance(kind, type) and issubclass(kind, StackConfig)):
+        raise ValueError(f"kind must be a class of configurations, such as DecoderConfig, got {kind!r}")
     t1 = variant == "t1"
     early = DiagConfig(block_size=block_size, score="relu" if t1 else "softmax", norm=attention_norm)
     late = NormConfig(feature_map="elu" if t1 else "elu+1", norm=attention_norm)

@@ -494,6 +494,225 @@ CALLS = {
 }
 
 
+FLAGS = {
+    "is_causal": ("full", "local", "diag", "mlr", "hopfield", "linear", "bsbr", "flow", "kernelized"),
+    "return_residual": ("full", "local"),
+    "normalize": ("linear",),
+    "divide_by_levels": ("mlr",),
+    "normalize_keys": ("delta",),
+    "return_state": ("linear", "delta", "luna"),
+}
+
+
+@pytest.mark.parametrize(("flag", "name"), [(flag, name) for flag, names in FLAGS.items() for name in names])
+@pytest.mark.parametrize("value", ["no", None, 1, jnp.zeros((2,), bool)], ids=str)
+def test_flag(flag, name, value):
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, got"):
+        SOFTMAX[name](**{flag: value})
+
+
+LSH = brl.lsh_rotations(jax.random.key(0), H, num_buckets=4)
+
+
+def one_token_step(**options):
+    levels = {"ranks": (4, 4), "block_sizes": (None, 4)}
+    state = brl.init_mlr_state(B, 16, N, H, **levels)
+    return brl.mlr_attention_step(Q[:, :1], K[:, :1], V[:, :1], state, **options)
+
+
+def long_short_step(**options):
+    state = brl.init_long_short_state(B, 16, N, H, 2, window=4, chunk_size=2)
+    return brl.long_short_step(Q[:, :3], K[:, :3], V[:, :3], Q[:, :3, :, :2], state, **options)
+
+
+def long_short(**options):
+    return brl.long_short_attention(Q, K, V, Q[..., :2], **options)
+
+
+def diag_step(**options):
+    state = brl.init_diag_state(B, N, H, block_size=4)
+    return brl.diag_attention_step(Q[:, :3], K[:, :3], V[:, :3], state, **options)
+
+
+def lsh_step(**options):
+    state = brl.init_lsh_state(B, T, N, num_buckets=4)
+    return brl.lsh_step(Q[:, :2], Q, V, LSH, state, **options)
+
+
+def sinkhorn_step(**options):
+    return brl.sinkhorn_step(Q[:, :2], K, V, array(B, 3, N, 3), block_size=4, **options)
+
+
+def prob_sparse_step(**options):
+    state = brl.init_prob_sparse_state(B, T, N)
+    options = {"rng": jax.random.key(0)} | options
+    return brl.prob_sparse_step(Q[:, :2], K, V, jnp.zeros((B, N, H)), state, **options)
+
+
+def compress_blocks(lengths):
+    few = jnp.stack([TOKENS] * 4, 1)
+    return brl.compress_blocks(
+        few, K, K, V, gamma=0.1, block_size=3, history_size=3, history_lengths=jnp.asarray(lengths)
+    )
+
+
+SIDES = array(2, N, H)
+
+
+def rotary(right=SIDES[1], **options):
+    return brl.local_attention(Q, K, V, **WINDOW, bias=brl.RotaryBias(SIDES[0], right, **options))
+
+
+WEIGHTS = [array(1, 8, N, 2), array(2, 4, N, 2)]
+
+#: What annotations say, and values that are known.
+DECLARED = {
+    "gamma is NaN": (lambda: compress(gamma=math.nan), "gamma must be"),
+    "gamma is text": (lambda: compress(gamma="x"), "gamma must be an array or a number"),
+    "strength is NaN": (lambda: propagate(strength=math.nan), "strength must be"),
+    "strength is None": (lambda: propagate(strength=None), "strength must be"),
+    "bsbr: strength is NaN": (lambda: SOFTMAX["bsbr"](strength=math.nan), "strength must be"),
+    "norm: epsilon is NaN": (lambda: SOFTMAX["norm"](epsilon=math.nan), "epsilon must be"),
+    "norm: epsilon below 0": (lambda: SOFTMAX["norm"](epsilon=-1), "epsilon must be at least 0, got -1"),
+    "long_short: epsilon below 0": (lambda: long_short(epsilon=-1.0), "epsilon must be"),
+    "long_short: norms in a tuple": (lambda: long_short(norms=(1, 2)), "norms must be Norms"),
+    "linear: rope_theta 0": (
+        lambda: SOFTMAX["linear"](positions=jnp.arange(T)[None], rope_theta=0.0),
+        "rope_theta must be above 0, got 0.0",
+    ),
+    "linear: positions are floats": (
+        lambda: SOFTMAX["linear"](positions=jnp.zeros((1, T))),
+        "positions must be integers, got float32",
+    ),
+    "RotaryBias: theta below 0": (lambda: rotary(theta=-1.0), "theta must be"),
+    "RotaryBias: sides of other heads": (
+        lambda: rotary(right=array(N + 1, H)),
+        "left and right of RotaryBias must have one shape",
+    ),
+    "ALiBi of a list": (lambda: brl.local_attention(Q, K, V, **WINDOW, bias=brl.ALiBi([0.5] * N)), "slopes"),
+    "alibi_slopes(2.5)": (lambda: brl.alibi_slopes(2.5), "num_heads must be"),
+    "mlr_step: a count beyond the tokens": (
+        lambda: one_token_step(count=9),
+        "count must be from 0 to 1, got 9",
+    ),
+    "long_short_step: a count below 0": (
+        lambda: long_short_step(count=-1),
+        "count must be from 0 to 3, got -1",
+    ),
+    "diag_step: a count beyond the tokens": (lambda: diag_step(count=5), "count must be from 0 to 3"),
+    "lsh_step: a start below 0": (lambda: lsh_step(start=-1), "start must be from 0 to 10, got -1"),
+    "lsh_step: a start beyond the room": (lambda: lsh_step(start=99), "start must be from 0 to 10"),
+    "sinkhorn_step: a start beyond the room": (lambda: sinkhorn_step(start=77), "start must be from 0 to 10"),
+    "prob_sparse_step: a start beyond the room": (
+        lambda: prob_sparse_step(start=200, count=1),
+        "start must be from 0 to 11",
+    ),
+    "compress_blocks: a history beyond its size": (
+        lambda: compress_blocks([0, 99, 0, 0]),
+        r"history_lengths must be from 0 to 3, got \[\[ 0 99",
+    ),
+    "compress_blocks: a history below 0": (lambda: compress_blocks([0, -9, 0, 0]), "history_lengths must be"),
+    "compress: an axis that no mesh has": (
+        lambda: compress(axis_name="nope"),
+        "axis_name must be .* got 'nope'",
+    ),
+    "performer: rng is a number": (
+        lambda: brl.performer_attention(Q, K, V, rng=0),
+        r"rng must be a random key, such as jax.random.key\(0\), or None, got 0",
+    ),
+    "performer_projection: rng is a number": (lambda: brl.performer_projection(3, 8, 8), "rng must be"),
+    "lsh_rotations: no rng": (lambda: brl.lsh_rotations(None, 8), "rng must be a random key"),
+    "sinkhorn: rng is text": (
+        lambda: brl.sinkhorn_attention(Q, K, V, array(B, 3, N, 3), block_size=4, rng="k"),
+        "rng must be a random key",
+    ),
+    "prob_sparse: no rng": (lambda: brl.prob_sparse_attention(Q, K, V, rng=None), "rng must be a random key"),
+    "generate: three keys": (
+        lambda: generate(temperature=1.0, rng=jax.random.split(jax.random.key(0), 3)),
+        "rng must be a random key",
+    ),
+    "generate: 2**40 new tokens": (
+        lambda: generate(max_new_tokens=2**40),
+        "max_new_tokens must be at most",
+    ),
+    "generate: a stop token that is a number": (
+        lambda: generate(stop_tokens=3),
+        "stop_tokens must be a list, got 3",
+    ),
+    "generate: a class": (
+        lambda: generate(model=brl.DecoderLM, variables=zeros(decoder())),
+        "model must be .* got the class DecoderLM",
+    ),
+    "generate_requests: none": (
+        lambda: brl.generate_requests(decoder(), zeros(decoder()), None),
+        "requests must be",
+    ),
+    "bilinear_mlr: no weights": (
+        lambda: brl.bilinear_mlr_attention(array(B, T, 8), V, query_weights=None, key_weights=WEIGHTS),
+        "query_weights must be a list, got None",
+    ),
+    "transnormer: kind is text": (
+        lambda: brl.transnormer("t1", "x"),
+        "kind must be a class of config.* got 'x'",
+    ),
+    "transnormer: an unknown variant": (
+        lambda: brl.transnormer("t3", brl.DecoderConfig),
+        "variant must be one of 't1', 't2', got 't3'",
+    ),
+    "a window of 2**40": (
+        lambda: brl.local_attention(Q, K, V, local_window_size=2**40),
+        "local_window_size must be at most",
+    ),
+    "a pair of windows of 10**12": (
+        lambda: brl.local_attention(Q, K, V, local_window_size=(10**12, 0)),
+        "local_window_size must be",
+    ),
+    # Configurations.
+    "BRL: beta is True": (lambda: brl.BRLConfig(beta=True), "beta must be a number, got True"),
+    "decoder: layers are text": (lambda: decoder(num_layers="1"), "num_layers must be an integer, got '1'"),
+    "decoder: layers are True": (
+        lambda: decoder(num_layers=True),
+        "num_layers must be an integer, got True",
+    ),
+    "decoder: dropout is text": (
+        lambda: decoder(dropout="0.1"),
+        "dropout must be a number, got '0.1'",
+    ),
+    "decoder: a width of 16.0": (lambda: decoder(d_model=16.0), "d_model must be an integer, got 16.0"),
+    "decoder: heads are 2.0": (lambda: decoder(num_heads=2.0), "num_heads must be"),
+    "decoder: d_ff is 16.5": (lambda: decoder(d_ff=16.5), "d_ff must be an integer, got 16.5"),
+    "decoder: a flag is text": (lambda: decoder(use_bias="no"), "use_bias must be True or False, got 'no'"),
+    "classifier: classes are text": (lambda: classifier(num_classes="2"), "num_classes must be"),
+    "BRL: 1.5 compressed tokens": (lambda: brl.BRLConfig(num_compressed=1.5), "num_compressed must be"),
+    "local: a window of 2.5": (lambda: brl.LocalConfig(window=2.5), "window must be"),
+    "local: a window of sys.maxsize": (lambda: brl.LocalConfig(window=2**63 - 1), "window must be"),
+    "mamba2: an expansion of 2.5": (lambda: brl.MECHANISMS["mamba2"](expansion=2.5), "expansion must be"),
+    "performer: a seed below 0": (lambda: brl.MECHANISMS["performer"](seed=-1), "seed must be"),
+    "dimensions: an unknown norm": (
+        lambda: brl.FullConfig().layer(brl.Dimensions(16, 2, 2, 8, 16, True, norm="batch")),
+        "norm must be one of .* got 'batch'",
+    ),
+    # Networks.
+    "decoder: no configuration": (
+        lambda: run(brl.DecoderLM(None), IDS),
+        "config must be a DecoderConfig, got None",
+    ),
+    "decoder: an encoder's configuration": (
+        lambda: run(brl.DecoderLM(brl.EncoderConfig()), IDS),
+        "config must be a DecoderConfig, got EncoderConfig",
+    ),
+    "decoder: a memory that is a number": (lambda: run(decoder(), IDS, memory=3), "memory must be"),
+    "decoder: a cache that is an object": (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
+}
+
+
+@pytest.mark.parametrize("case", DECLARED, ids=lambda x: x.replace(" ", "-"))
+def test_what_is_declared(case):
+    call, message = DECLARED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.parametrize("case", CALLS, ids=lambda x: x.replace(" ", "-"))
 def test_call(case):
     call, message = CALLS[case]

@@ -22,7 +22,7 @@ from brl_jax.attention.core.checks import (
     check_bias_shape,
     check_floating,
     check_qkv,
-    concrete_values,
+    check_within,
     require,
 )
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -122,12 +122,8 @@ def compress(
     scale = check_compress_scale(scale, query)
 
     key_value_seq_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    if key_value_seq_lengths is not None:
-        known = concrete_values(key_value_seq_lengths)
-        require(
-            axis_name is not None or known is None or bool(((known >= 0) & (known <= length)).all()),
-            f"key_value_seq_lengths must be from 0 to the {length} keys, got {known}",
-        )
+    if axis_name is None:
+        check_within("key_value_seq_lengths", key_value_seq_lengths, length)
     if mask is not None:
         full = (batch, heads, num_queries, length)
         fits = mask.ndim == 4 and all(size in (1, most) for size, most in zip(mask.shape, full))
@@ -137,7 +133,12 @@ def compress(
         )
     first: Any = 0
     if axis_name is not None:
-        first = jax.lax.axis_index(axis_name) * length
+        try:
+            first = jax.lax.axis_index(axis_name) * length
+        except NameError as error:
+            raise ValueError(
+                f"axis_name must be an axis of a shard_map around the call, got {axis_name!r}"
+            ) from error
         if key_value_seq_lengths is not None:
             key_value_seq_lengths = jnp.clip(key_value_seq_lengths - first, 0, length)
     if isinstance(bias, PositionBias):

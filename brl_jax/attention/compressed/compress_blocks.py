@@ -20,13 +20,13 @@ from brl_jax.attention.compressed.compress import (
     per_head,
 )
 from brl_jax.attention.compressed.windows import block_windows
-from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import Form
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_within, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import Score
+from brl_jax.fields import Count
 
 
 @attention_function
@@ -37,8 +37,8 @@ def compress_blocks(
     value: Float[Array, "B S N V"],
     *,
     gamma: Float[Array, "N"] | float | None,
-    block_size: int,
-    history_size: int,
+    block_size: Count,
+    history_size: Count,
     history_lengths: Int[Array, "C"] | Int[Array, "B C"] | None = None,
     scale: float | None = None,
     score: Score = "softmax",
@@ -75,7 +75,6 @@ def compress_blocks(
       NotImplementedError: as `compress`.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
-    check_sizes(block_size=block_size, history_size=history_size)
     batch, blocks = query.shape[:2]
     of_a_block = jax.ShapeDtypeStruct((batch, *query.shape[2:]), query.dtype)
     check_readers(of_a_block, key, contrast_key, value, gamma, score)
@@ -93,6 +92,7 @@ def compress_blocks(
             f"history_lengths must be ints of shape ({blocks},) or {(batch, blocks)}, got {history_lengths.dtype} "
             f"of shape {history_lengths.shape}",
         )
+        check_within("history_lengths", history_lengths, history_size)
         history_lengths = history_lengths.astype(jnp.int32)  # 8 bits do not hold the history's places
     if gamma is not None:
         gamma = per_head(gamma, query)

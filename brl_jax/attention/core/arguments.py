@@ -151,6 +151,8 @@ def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
     tokens."""
     batch, length = query.shape[:2]
     shape = getattr(positions, "shape", type(positions).__name__)
+    dtype = getattr(positions, "dtype", jnp.int32)
+    require(jnp.issubdtype(dtype, jnp.integer), f"positions must be integers, got {dtype}")
     require(
         key.shape[1] == length and shape in ((1, length), (batch, length)),
         f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "

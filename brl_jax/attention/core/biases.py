@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.fields import Count, Positive, check_value
 
 
 @runtime_checkable
@@ -67,17 +69,16 @@ class ALiBi:
 
     def checked_slopes(self) -> Float[Array, "N"]:
         """The slopes; ValueError unless there is one for each head."""
-        if jnp.ndim(self.slopes) != 1:
+        if getattr(self.slopes, "ndim", None) != 1:
             raise ValueError(
                 f"slopes of ALiBi must have shape (heads,), as alibi_slopes(heads) gives, got {self.slopes!r}"
             )
         return self.slopes
 
 
-def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
+@declared
+def alibi_slopes(num_heads: Count) -> Float[Array, "N"]:
     """The slopes of the ALiBi paper: 2^(-8 i / N); if N is no power of two, the rest come from the next power."""
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
@@ -128,7 +129,10 @@ class RotaryBias:
 
     left: Float[Array, "N H"]
     right: Float[Array, "N H"]
-    theta: float = dataclasses.field(default=10000.0, metadata={"static": True})
+    theta: Positive = dataclasses.field(default=10000.0, metadata={"static": True})
+
+    def __post_init__(self):
+        check_value("theta", self.theta, Positive)
 
     def __call__(self, query_positions, key_positions):
         left = self.factor(self.left, query_positions[None])[0]
@@ -151,6 +155,11 @@ class RotaryBias:
 
     def factor(self, vector: Float[Array, "N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """`left` or `right`, rotated to each position, in float32: the bias is the product of both."""
+        shapes = [getattr(x, "shape", None) for x in (self.left, self.right)]
+        if shapes[0] != shapes[1] or len(shapes[0] or ()) != 2:
+            raise ValueError(
+                f"left and right of RotaryBias must have one shape (heads, features), got {shapes}"
+            )
         rows = jnp.broadcast_to(vector.astype(jnp.float32), (*positions.shape, *vector.shape))
         return rotate(rows, positions, self.theta)
 

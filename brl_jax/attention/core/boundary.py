@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from brl_jax.attention.core.by_platform import replaced
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import argument_checks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +21,8 @@ R = TypeVar("R")
 
 def attention_function(function: Callable[P, R]) -> Callable[P, R]:
     """The function, for symbolic batch sizes and for arrays that are sharded over an explicit mesh as well.
+
+    Arguments that do not fit their annotations raise ValueError first (`core.declared`).
 
     Symbolic batch sizes (`jax.export`): loops and tiles are planned for sizes that are known, so each sequence is
     planned for by itself, and `jax.vmap` adds the batch. Such calls go through XLA unless another implementation is
@@ -33,9 +36,11 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
     """
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
+    check_arguments = argument_checks(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_arguments(args, kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays, symbolic, explicit = [], [], False
         for i, x in enumerate(leaves):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ from brl_jax.attention.core.arguments import (
     check_lengths,
     check_scale,
     check_sizes,
-    is_int,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import Form, by_platform
-from brl_jax.attention.core.checks import check_choice, check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.fields import Count
 
 DiagScore = Literal["softmax", "relu"]
 
@@ -36,7 +36,7 @@ def diag_attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     *,
-    block_size: int = 64,
+    block_size: Count = 64,
     score: DiagScore = "softmax",
     is_causal: bool = False,
     scale: float | None = None,
@@ -160,6 +160,7 @@ def diag_attention_step(
             f"state.{name} must be {key.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
         )
     length = query.shape[1]
+    check_within("count", count, length)
     place = state.tokens % block
     # int32 whatever the count is, as the state's number of tokens must stay.
     end = place + jnp.asarray(length if count is None else count, jnp.int32)
@@ -290,8 +291,4 @@ def _check(query, key, value, block_size, score, implementation) -> None:
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",
     )
-    require(
-        is_int(block_size) and block_size >= 1, f"block_size must be an int of at least 1, got {block_size!r}"
-    )
-    check_choice("score", score, get_args(DiagScore))
     check_implementation(implementation, None, "xla")

@@ -27,6 +27,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
+from brl_jax.fields import Positive
 
 #: The number of queries and of keys from which a TPU takes the kernel. The scores of fewer are a few MB a head.
 MANY_TOKENS = 1024
@@ -68,7 +69,7 @@ def full_attention(
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
     sinks: Float[Array, " N"] | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Positive | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:

@@ -7,13 +7,14 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
+from brl_jax.attention.core.arguments import check_lengths, check_segments, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.fields import Count
 
 
 @attention_function
@@ -22,7 +23,7 @@ def hopfield_attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
     *,
-    steps: int = 1,
+    steps: Count = 1,
     scale: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
@@ -64,7 +65,6 @@ def hopfield_attention(
       NotImplementedError: as `full_attention`.
     """
     check_qkv(query, key, value)
-    require(is_int(steps) and steps >= 1, f"steps must be an int of at least 1, got {steps!r}")
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
     settings: dict[str, Any] = {

@@ -40,6 +40,7 @@ from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
+from brl_jax.fields import Positive
 
 #: The implementations that `local_attention` takes.
 IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret")
@@ -86,7 +87,7 @@ def local_attention(
     query_offset: int = 0,
     key_offset: int | Int[Array, ""] = 0,
     sinks: Float[Array, " N"] | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Positive | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:

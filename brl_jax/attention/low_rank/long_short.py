@@ -14,7 +14,6 @@ from brl_jax.attention.core.arguments import (
     check_lengths,
     check_positions_shape,
     check_scale,
-    check_sizes,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
@@ -26,6 +25,7 @@ from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow, SurroundedBlocks
+from brl_jax.fields import Count, NonNegative, Positive
 
 # The number of queries at a time: their scores for the projected tokens are the largest array in memory.
 _QUERY_BLOCK = 512
@@ -60,13 +60,13 @@ def long_short_attention(
     value: Float[Array, "B T K H"],
     projection: Float[Array, "B T K R"],
     *,
-    window: int = 128,
-    chunk_size: int = 16,
+    window: Count = 128,
+    chunk_size: Count = 16,
     norms: Norms = PLAIN_NORMS,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
     normalize_values: bool = True,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -117,7 +117,6 @@ def long_short_attention(
     """
     check_long_short(query, key, value, projection, norms)
     check_implementation(implementation, None, "xla")
-    check_sizes(window=window, chunk_size=chunk_size)
     batch, length, _, head_dim = key.shape
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
@@ -173,6 +172,7 @@ def check_long_short(query: Array, key: Array, value: Array, projection: Array, 
         projection.shape[:3] == key.shape[:3] and projection.ndim == 4,
         f"projection must have shape {(*key.shape[:3], 'R')}, got {projection.shape}",
     )
+    require(isinstance(norms, Norms), f"norms must be Norms(local, projected), got {type(norms).__name__}")
     for name, norm in norms._asdict().items():
         require(
             norm is None or norm.shape == key.shape[2:],

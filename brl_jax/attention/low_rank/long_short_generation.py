@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_positions_shape, check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_within, require
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local import xla
@@ -25,6 +25,7 @@ from brl_jax.attention.low_rank.long_short import (
     project_chunks,
     window_pattern,
 )
+from brl_jax.fields import NonNegative, Positive
 
 
 class LongShortState(NamedTuple):
@@ -87,11 +88,11 @@ def long_short_step(
     projection: Float[Array, "B T K R"],
     state: LongShortState,
     *,
-    count: Any = None,
+    count: Int[Array, ""] | int | None = None,
     norms: Norms = PLAIN_NORMS,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N H"], LongShortState]:
     """Causal `long_short_attention` of T new tokens after those in the state, and the state after them.
@@ -130,6 +131,7 @@ def long_short_step(
     if positions is not None:
         check_positions_shape(positions, query, key)
     start = state.tokens
+    check_within("count", count, length)
     count = length if count is None else count
     scale = check_scale(scale, query.shape[3])
     size = state.logits.shape[1]

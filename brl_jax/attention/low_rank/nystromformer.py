@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
@@ -15,6 +15,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.low_rank.few_keys import attend_to_few
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
 from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
+from brl_jax.fields import Count
 
 
 @attention_function
@@ -23,8 +24,8 @@ def nystrom_attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     *,
-    num_landmarks: int = 128,
-    iterations: int = 6,
+    num_landmarks: Count = 128,
+    iterations: Count = 6,
     value_kernel: Float[Array, "N W"] | None = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -69,7 +70,6 @@ def nystrom_attention(
         query, key, value, key_value_seq_lengths, implementation, is_causal,
         why_not_causal="with Nystromformer: its landmarks are means over the whole sequence",
     )  # fmt: skip
-    check_sizes(num_landmarks=num_landmarks, iterations=iterations)
     _check_kernel(value_kernel, query.shape[2])
     batch, length, heads, head_dim = query.shape
     scale = check_scale(scale, head_dim)

@@ -9,16 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
 from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
+from brl_jax.fields import Count, NonNegative
 
 
-def skyformer_samples(rng: PRNGKeyArray, num_samples: int) -> Float[Array, " R"]:
+@declared
+def skyformer_samples(rng: PRNGKeyArray, num_samples: Count) -> Float[Array, " R"]:
     """Random places for `skyformer_attention`, uniform in [0, 1).
 
     Args:
@@ -28,7 +31,6 @@ def skyformer_samples(rng: PRNGKeyArray, num_samples: int) -> Float[Array, " R"]
     Raises:
       ValueError: a number below 1.
     """
-    check_sizes(num_samples=num_samples)
     return jax.random.uniform(rng, (num_samples,))
 
 
@@ -40,9 +42,9 @@ def skyformer_attention(
     *,
     rng: PRNGKeyArray | None = None,
     samples: Float[Array, " R"] | None = None,
-    num_samples: int | None = None,
-    iterations: int = 6,
-    ridge: float = 0.1,
+    num_samples: Count | None = None,
+    iterations: Count = 6,
+    ridge: NonNegative = 0.1,
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -88,11 +90,6 @@ def skyformer_attention(
         query, key, value, key_value_seq_lengths, implementation, is_causal,
         why_not_causal="with Skyformer: every query reads samples of the whole sequence",
     )  # fmt: skip
-    check_sizes(iterations=iterations)
-    require(
-        isinstance(ridge, (int, float)) and 0 <= ridge < float("inf"),
-        f"ridge must be a finite number of at least 0, got {ridge!r}",
-    )
     scale = check_scale(scale, query.shape[3])
     samples = _choose_samples(rng, samples, num_samples)
     length, group = query.shape[1], query.shape[2] // key.shape[2]

@@ -10,7 +10,6 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_segments,
-    is_int,
     zero_padding,
 )
 from brl_jax.attention.core.checks import check_qkv, require
@@ -67,9 +66,6 @@ def prepare_inputs(
     same_tokens = is_causal if same_tokens is None else same_tokens
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    require(
-        is_int(chunk_size) and chunk_size >= 1, f"chunk_size must be an int of at least 1, got {chunk_size!r}"
-    )
     require(
         not same_tokens or query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",

@@ -26,6 +26,7 @@ from brl_jax.attention.recurrent.arguments import check_state, check_state_type,
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
+from brl_jax.fields import Count
 from brl_jax.sharding import sequence_axis
 
 #: Arrays (H, H, F) and (F, H, H) that map a chunk's key-value product to F numbers and back.
@@ -107,7 +108,7 @@ def bsbr_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     state: BsbrState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BsbrState]:
     """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.

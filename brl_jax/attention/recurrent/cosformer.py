@@ -15,6 +15,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
+from brl_jax.fields import Count
 
 
 class CosformerState(NamedTuple):
@@ -60,7 +61,7 @@ def cosformer_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     state: CosformerState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], CosformerState]:
     """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), normalised, in O(T) time and memory.

@@ -18,6 +18,7 @@ from brl_jax.attention.core.running import last_token, running_log_sum, running_
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
+from brl_jax.fields import Count, Positive
 from brl_jax.sharding import sequence_axis
 
 # Added to features and to their sums where a flow is computed, as in the authors' code: no flow is 0.
@@ -86,10 +87,10 @@ def flow_attention(
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     state: FlowState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowState]:
     """Linear attention with conserved flows between values (sources) and outputs (sinks), in O(T) time and memory.

@@ -20,6 +20,7 @@ from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
 from brl_jax.attention.recurrent.gpu import gau_backend
 from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
+from brl_jax.fields import Count
 
 
 class GauState(NamedTuple):
@@ -74,7 +75,7 @@ def gau_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     state: GauState | None = None,
     return_state: bool = False,
-    chunk_size: int = 128,
+    chunk_size: Count = 128,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GauState]:
     """out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees.

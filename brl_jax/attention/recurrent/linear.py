@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from brl_jax.attention.core.arguments import check_positions_shape, check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_choice, check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent import gpu, tpu
@@ -42,6 +42,7 @@ from brl_jax.attention.recurrent.rows import (
     zero_unless,
 )
 from brl_jax.attention.recurrent.tpu import Walked
+from brl_jax.fields import Count, Positive
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
@@ -92,10 +93,10 @@ def linear_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     state: LinearState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Attention with the weights phi(q_i) . phi(k_j) in place of exp(q_i . k_j), in O(T) time and memory.
@@ -175,7 +176,6 @@ def linear_sums(
 ) -> tuple[tuple[Array, Array | None], LinearState]:
     """`feature_sums` of an elementwise feature map, with or without rotary positions."""
     check_qkv(query, key, value)
-    check_choice("feature_map", feature_map, get_args(FeatureMap))
 
     def features(x: Array, positions: Any) -> Array:
         return apply_feature_map(feature_map, x)

@@ -28,6 +28,7 @@ from brl_jax.attention.recurrent.linear import (
     check_positions,
     feature_sums,
 )
+from brl_jax.fields import Count, Positive
 
 
 class LunaState(NamedTuple):
@@ -73,10 +74,10 @@ def luna_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     state: LunaState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LunaState]:
     """Causal attention through M packed tokens, in O(T M) time and memory.

@@ -25,6 +25,7 @@ from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, 
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 from brl_jax.attention.recurrent.squared_relu import check_position_bias, position_bias, squared_relu
+from brl_jax.fields import Count
 
 
 class MixedChunkState(NamedTuple):
@@ -92,7 +93,7 @@ def mixed_chunk_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     state: MixedChunkState | None = None,
     return_state: bool = False,
-    chunk_size: int = 256,
+    chunk_size: Count = 256,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MixedChunkState]:
     """Chunks of C tokens with squared-ReLU attention inside and linear attention between them, in O(T C) time.

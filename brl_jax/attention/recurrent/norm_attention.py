@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_sums
-from brl_jax.fields import NonNegative
+from brl_jax.fields import Count, NonNegative, Positive
 
 Norm = Literal["rms", "layer"]
 
@@ -31,10 +31,10 @@ def norm_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: Positive = 10000.0,
     state: LinearState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Norm(phi(Q) (phi(K)^T V)) with the norm over all heads together, in O(T) time and memory.
@@ -64,7 +64,6 @@ def norm_attention(
     Raises:
       ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
     """
-    check_choice("norm", norm, get_args(Norm))
     (total, _), new_state = linear_sums(
         query, key, value, name="norm_attention", feature_map=feature_map, normalize=False, is_causal=is_causal,
         positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,

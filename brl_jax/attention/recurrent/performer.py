@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
@@ -24,6 +25,7 @@ from brl_jax.attention.recurrent.chunk_scan import (
 )
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
+from brl_jax.fields import Count
 
 # The logarithm of a feature that does not exist: finite, so that the difference of two of them is 0 and not NaN.
 _LOG_ZERO = -1e30
@@ -63,8 +65,9 @@ def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value
     )
 
 
+@declared
 def performer_projection(
-    rng: PRNGKeyArray, num_features: int, head_dim: int, *, dtype: Any = jnp.float32
+    rng: PRNGKeyArray, num_features: Count, head_dim: Count, *, dtype: Any = jnp.float32
 ) -> Float[Array, "F H"]:
     """Random directions for `performer_attention` (arXiv:2009.14794, section 2.4).
 
@@ -78,7 +81,6 @@ def performer_projection(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(num_features=num_features, head_dim=head_dim)
     blocks = -(-num_features // head_dim)
     direction_key, length_key = jax.random.split(rng)
     gaussian = jax.random.normal(direction_key, (blocks, head_dim, head_dim), dtype)
@@ -97,13 +99,13 @@ def performer_attention(
     *,
     rng: PRNGKeyArray | None = None,
     projection: Float[Array, "F H"] | None = None,
-    num_features: int | None = None,
+    num_features: Count | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     state: PerformerState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], PerformerState]:
     """Softmax attention of scale 1 / sqrt(H), estimated with F random features, in O(T F) time and memory.

@@ -14,12 +14,12 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_scale,
-    check_sizes,
     is_int,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -30,6 +30,7 @@ from brl_jax.attention.core.softmax import (
     normalise,
 )
 from brl_jax.attention.core.varying import vary_like
+from brl_jax.fields import Count
 
 
 def check_buckets(num_buckets: Any) -> None:
@@ -39,15 +40,15 @@ def check_buckets(num_buckets: Any) -> None:
     )
 
 
+@declared
 def lsh_rotations(
-    rng: PRNGKeyArray, head_dim: int, *, num_rounds: int = 4, num_buckets: int = 32
+    rng: PRNGKeyArray, head_dim: Count, *, num_rounds: Count = 4, num_buckets: int = 32
 ) -> Float[Array, "R H F"]:
     """The random matrices of `lsh_attention`, one of F = num_buckets / 2 directions for each round of hashing.
 
     Raises:
       ValueError: a size below 1, or an odd number of buckets.
     """
-    check_sizes(head_dim=head_dim, num_rounds=num_rounds)
     check_buckets(num_buckets)
     return jax.random.normal(rng, (num_rounds, head_dim, num_buckets // 2), jnp.float32)
 
@@ -58,7 +59,7 @@ def lsh_attention(
     value: Float[Array, "B T K V"],
     rotations: Float[Array, "R H F"],
     *,
-    chunk_size: int = 64,
+    chunk_size: Count = 64,
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -110,7 +111,6 @@ def lsh_attention(
     """
     check_lsh_arguments(query, value, rotations)
     check_implementation(implementation, None, "xla")
-    check_sizes(chunk_size=chunk_size)
     require(
         query.shape[1] == value.shape[1],
         f"value must have query's length {query.shape[1]}, as both are the same tokens here, got {value.shape[1]}",

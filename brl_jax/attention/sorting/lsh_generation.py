@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.checks import check_new_tokens
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
 from brl_jax.attention.recurrent.arguments import check_state
@@ -26,6 +27,7 @@ from brl_jax.attention.sorting.lsh import (
     share_chunks,
     unsort,
 )
+from brl_jax.fields import Count
 
 # The bucket and chunk of a place without a token, which is near no other.
 _NOWHERE = -3
@@ -68,8 +70,8 @@ def lsh_step(
     state: LSHState,
     *,
     start: Int[Array, ""] | int,
-    count: Any = None,
-    chunk_size: int = 64,
+    count: Int[Array, ""] | int | None = None,
+    chunk_size: Count = 64,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], LSHState]:
     """Causal `lsh_attention` of T new tokens after `start` earlier ones.
@@ -104,6 +106,7 @@ def lsh_step(
     check_state(state, jax.eval_shape(fresh), "init_lsh_state")
     scale = check_scale(scale, query.shape[3])
     length, room = query.shape[1], past_query.shape[1]
+    check_new_tokens(start, count, length, room)
     num_buckets = 2 * rotations.shape[2]
     dtype = query.dtype
     query, past_query, past_value = (x.astype(jnp.float32) for x in (query, past_query, past_value))

@@ -19,6 +19,7 @@ from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
+from brl_jax.fields import Count
 
 # Queries at a time, whose scores for all compressed blocks exist together.
 _QUERY_BLOCK = 64
@@ -271,7 +272,7 @@ def native_sparse_attention(
     gates: Float[Array, "B T N 3"],
     *,
     sizes: BlockSizes = DEFAULT_SIZES,
-    window: int = 512,
+    window: Count = 512,
     window_key: Float[Array, "B T K H"] | None = None,
     window_value: Float[Array, "B T K H"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -325,7 +326,6 @@ def native_sparse_attention(
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     _check_block_sizes(sizes)
-    check_sizes(window=window)
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     require(

@@ -19,11 +19,12 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_new_tokens, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.fields import Count
 
 # Queries that attend at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 128
@@ -84,7 +85,7 @@ def prob_sparse_attention(
     value: Float[Array, "B T K V"],
     *,
     rng: PRNGKeyArray,
-    factor: int = 5,
+    factor: Count = 5,
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -129,7 +130,6 @@ def prob_sparse_attention(
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
-    check_sizes(factor=factor)
     require(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",
@@ -176,9 +176,9 @@ def prob_sparse_step(
     state: ProbSparseState,
     *,
     start: Int[Array, ""] | int,
-    count: Any = None,
+    count: Int[Array, ""] | int | None = None,
     rng: PRNGKeyArray,
-    factor: int = 5,
+    factor: Count = 5,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K V"], ProbSparseState]:
     """Causal `prob_sparse_attention` of T new tokens after `start` earlier ones.
@@ -210,6 +210,7 @@ def prob_sparse_step(
     fresh = functools.partial(init_prob_sparse_state, batch, room, heads, factor)
     check_state(state, jax.eval_shape(fresh), "init_prob_sparse_state")
     scale = check_scale(scale, query.shape[3])
+    check_new_tokens(start, count, length, room)
     count = length if count is None else count
     dtype = query.dtype
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +13,14 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_scale,
-    check_sizes,
     starts,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_new_tokens, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.fields import Count, Positive
 
 # The logarithm of a weight that does not exist: finite, so that differences are not NaN.
 _LOG_ZERO = -1e30
@@ -41,9 +40,9 @@ def sinkhorn_attention(
     value: Float[Array, "B T K V"],
     sort_logits: Float[Array, "B C K C"],
     *,
-    block_size: int = 64,
-    iterations: int = 8,
-    temperature: float = 0.75,
+    block_size: Count = 64,
+    iterations: Count = 8,
+    temperature: Positive = 0.75,
     rng: PRNGKeyArray | None = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -95,8 +94,6 @@ def sinkhorn_attention(
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
-    check_sizes(block_size=block_size, iterations=iterations)
-    check_temperature(temperature)
     require(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",
@@ -136,9 +133,9 @@ def sinkhorn_step(
     sort_logits: Float[Array, "B C K C"],
     *,
     start: Int[Array, ""] | int,
-    block_size: int = 64,
-    iterations: int = 8,
-    temperature: float = 0.75,
+    block_size: Count = 64,
+    iterations: Count = 8,
+    temperature: Positive = 0.75,
     scale: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """Causal `sinkhorn_attention` of T new tokens after `start` earlier ones.
@@ -165,14 +162,13 @@ def sinkhorn_step(
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    check_sizes(block_size=block_size, iterations=iterations)
-    check_temperature(temperature)
     scale = check_scale(scale, query.shape[3])
     batch, length = query.shape[:2]
     require(
         length <= key.shape[1],
         f"key must have room for query's {length} new tokens, got a length of {key.shape[1]}",
     )
+    check_new_tokens(start, None, length, key.shape[1])
     count = -(-key.shape[1] // block_size)
     _check_logits(sort_logits, (batch, count, key.shape[2], count))
     dtype = query.dtype
@@ -233,14 +229,6 @@ def balanced(
 
     logits = jnp.where(seen, logits / temperature, _LOG_ZERO)
     return jnp.exp(lax.scan(divide, logits, None, length=iterations)[0])
-
-
-def check_temperature(temperature: Any) -> None:
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    require(
-        is_number and math.isfinite(temperature) and temperature > 0,
-        f"temperature must be a positive finite Python number, got {temperature!r}",
-    )
 
 
 def _check_logits(sort_logits: Any, shape: tuple[int, ...]) -> None:

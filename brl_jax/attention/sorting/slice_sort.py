@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtype, check_lengths, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 
 Order = Literal["ascending", "descending", "interleaved", "max_exchange"]
@@ -58,7 +58,6 @@ def slice_sort(
     require(value.ndim == 4, f"value must have shape (batch, length, heads, head_dim), got {value.shape}")
     require(0 not in value.shape, f"value must not be empty, got shape {value.shape}")
     check_dtype("value", value)
-    check_choice("order", order, get_args(Order))
     check_implementation(implementation, None, "xla")
     batch, length = value.shape[:2]
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)

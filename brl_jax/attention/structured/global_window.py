@@ -14,6 +14,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.fields import Count
 
 
 @attention_function
@@ -23,7 +24,7 @@ def global_window_attention(
     value: Float[Array, "B T K V"],
     *,
     ranks: tuple[int, int],
-    window: int,
+    window: Count,
     scale: tuple[float, float] | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -106,5 +107,4 @@ def check_split(ranks: Any, head_dim: int) -> int:
 
 def split_window(window: Any, is_causal: bool) -> SlidingWindow:
     """The pattern of the window part."""
-    require(is_int(window) and window >= 1, f"window must be an int of at least 1, got {window!r}")
     return SlidingWindow(window, 0) if is_causal else SlidingWindow(window // 2, window // 2)

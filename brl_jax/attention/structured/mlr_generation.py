@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_sizes
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
@@ -115,6 +115,7 @@ def mlr_attention_step(
     check_dtypes(query, key, value)
     length = query.shape[1]
     require(key.shape[1] == length, f"key must have query's length {length}, got {key.shape[1]}")
+    check_within("count", count, length)
     state_ranks, sizes = _check_state(state, key, value, ranks, block_sizes)
     query = query * feature_scales(state_ranks, scale, query.dtype)
     stops = [sum(state_ranks[: i + 1]) for i in range(len(state_ranks))]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least, require
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
+from brl_jax.fields import Seed
 from brl_jax.layers.core.modules import (
     distance_scale,
     merge_heads,
@@ -34,7 +35,7 @@ class SkyformerConfig(Mechanism):
     """Steps of the iteration that approximates the inverse."""
     ridge: float = 0.1
     """Added to the diagonal of the matrix that is inverted."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
 

@@ -21,6 +21,7 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.fields import Seed
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -35,7 +36,7 @@ class PerformerConfig(Mechanism):
 
     num_features: int | None = None
     """Random features for each head; None for head_dim ln(head_dim), rounded."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random features, which all heads and layers share, in training and in generation. If the network is
     called with a key "projection" among its rngs, each layer draws other features from that key."""
     chunk_size: int = 64

@@ -17,6 +17,7 @@ from brl_jax.attention.sorting.prob_sparse import (
     prob_sparse_attention,
     prob_sparse_step,
 )
+from brl_jax.fields import Seed
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -32,7 +33,7 @@ class InformerConfig(Mechanism):
 
     factor: int = 5
     """Each query samples this number times ceil(ln length) keys, and the same number of queries attend."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
 

@@ -13,6 +13,7 @@ from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.lsh import check_buckets, lsh_attention, lsh_rotations
 from brl_jax.attention.sorting.lsh_generation import LSHState, init_lsh_state, lsh_step
+from brl_jax.fields import Seed
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -33,7 +34,7 @@ class ReformerConfig(Mechanism):
     """Buckets in a round, an even number; the paper uses 2 length / chunk_size."""
     chunk_size: int = 64
     """Tokens in a chunk. A token sees the tokens of its bucket in its chunk and in the one before it."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random directions. If the network is called with deterministic=False and has a key "sample" among its
     rngs, as in training, each layer draws its directions from that key instead."""
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import check_at_least, require
-from brl_jax.attention.sorting.sinkhorn import check_temperature, sinkhorn_attention, sinkhorn_step
+from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
+from brl_jax.fields import Positive
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -32,13 +33,12 @@ class SinkhornConfig(Mechanism):
     """Length of the longest sequence; the sorting network has an output for each of its blocks."""
     iterations: int = 8
     """How often Sinkhorn's normalisation divides rows and columns by their sums."""
-    temperature: float = 0.75
+    temperature: Positive = 0.75
     """Divides the sorting logits; smaller values come closer to a permutation. If the network is called with
     deterministic=False and has a key "sample" among its rngs, as in training, Gumbel noise is added first."""
 
     def __post_init__(self):
         check_at_least(self, "block_size", "max_length", "iterations")
-        check_temperature(self.temperature)
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return SinkhornAttention(self, dimensions, **kwargs)

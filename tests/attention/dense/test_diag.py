@@ -105,7 +105,7 @@ def _state(**changes):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda q, k, v: diag_attention(q, k, v, block_size=0), "block_size must be an int of at least 1, got 0"),
+        (lambda q, k, v: diag_attention(q, k, v, block_size=0), "block_size must be at least 1, got 0"),
         (lambda q, k, v: diag_attention(q, k, v, score="rellu"), "score must be .*got 'rellu'; did you mean 'relu'"),
         (
             lambda q, k, v: diag_attention(q, k, v, implementation="cudnn"),

@@ -56,8 +56,8 @@ def test_memory_grows_linearly(is_causal):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "window must be an int of at least 1, got 0"),
-        ({"chunk_size": 2.0}, "chunk_size must be an int of at least 1, got 2.0"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"chunk_size": 2.0}, "chunk_size must be an integer, got 2.0"),
         (
             {"projection": jnp.ones((2, 5, 2, 3))},
             r"projection must have shape \(2, 6, 2, 'R'\), got \(2, 5, 2, 3\)",

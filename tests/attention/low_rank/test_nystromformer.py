@@ -37,8 +37,8 @@ def test_a_convolution_alone():
     ("changes", "message"),
     [
         ({"is_causal": True}, "is_causal must be False with Nystromformer"),
-        ({"num_landmarks": 0}, "num_landmarks must be an int of at least 1, got 0"),
-        ({"iterations": 1.5}, "iterations must be an int of at least 1, got 1.5"),
+        ({"num_landmarks": 0}, "num_landmarks must be at least 1, got 0"),
+        ({"iterations": 1.5}, "iterations must be an integer, got 1.5"),
         (
             {"value_kernel": jnp.ones((4, 2))},
             r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)",

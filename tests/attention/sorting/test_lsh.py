@@ -69,7 +69,7 @@ def test_directions_are_drawn_from_the_key():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be an int of at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
         ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
         ({"query": [[1.0]]}, "query must be an array, got list"),

@@ -63,7 +63,7 @@ def test_samples_are_uniform_and_of_the_position_alone():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"factor": 0}, "factor must be an int of at least 1, got 0"),
+        ({"factor": 0}, "factor must be at least 1, got 0"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
         ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
     ],
