@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import declared
 from brl_jax.decoding import (
     PREFILL,
     absorb,
@@ -26,7 +25,7 @@ from brl_jax.decoding import (
     prefill,
     sample,
 )
-from brl_jax.fields import Count, Fraction, NonNegative
+from brl_jax.fields import Count, Fraction, NonNegative, declared
 
 
 class Request(NamedTuple):

@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import declared
-from brl_jax.fields import Count, Fraction, NonNegative
+from brl_jax.fields import Count, Fraction, NonNegative, declared
 
 # Prompts are read in pieces of this many tokens, so a long prompt needs no more memory than one piece.
 PREFILL = 2048

@@ -1,4 +1,4 @@
-"""The types and ranges of configurations' fields, declared by their annotations and checked when one is made.
+"""Checks configurations' fields and functions' arguments against the types and ranges that their annotations declare.
 
     @dataclasses.dataclass(frozen=True)
     class Config(Checked):
@@ -8,6 +8,11 @@
     Config(num_layers=0)     # ValueError: num_layers must be at least 1, got 0
     Config(num_layers="4")   # ValueError: num_layers must be an integer, got '4'
 
+    @declared
+    def slopes(num_heads: Count): ...
+
+    slopes(2.5)              # ValueError: num_heads must be an integer, got 2.5
+
 Integers without a range lie between -2^30 and 2^30, so that the sum of two fits in int32; other numbers are finite.
 """
 
@@ -16,13 +21,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MOST = 2**30
 
@@ -95,12 +105,59 @@ def check_fields(config: Any) -> None:
         check_value(name, getattr(config, name), hint)
 
 
+def declared(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which raises ValueError for an argument that does not fit its annotation."""
+    check_arguments = argument_checks(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_arguments(args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def argument_checks(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    """Returns a check of a call's positional and keyword arguments, which raises ValueError and names the argument."""
+    names = tuple(inspect.signature(function).parameters)
+    # Arguments that fit: name and type, and the value if it decides. Most calls repeat the arguments of earlier ones.
+    fitting: set[tuple] = set()
+
+    @functools.cache  # at the first call, because to read annotations of arrays takes milliseconds
+    def hints() -> dict[str, Any]:
+        hints = typing.get_type_hints(function, include_extras=True)
+        # Functions check these themselves and say more.
+        return {name: hint for name, hint in hints.items() if name not in ("implementation", "scale")}
+
+    def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for name, value in (*zip(names, args), *kwargs.items()):
+            kind = type(value)
+            if (name, kind) in fitting or (kind in _PLAIN and (name, kind, value) in fitting):
+                continue
+            hint = hints().get(name)
+            if not is_checked(hint):
+                fitting.add((name, kind))
+                continue
+            check_value(name, value, hint)
+            if len(fitting) > 1000:
+                fitting.clear()
+            if kind in _PLAIN:
+                fitting.add((name, kind, value))
+            elif value is None or (_is_array(value) and not _is_key(hint)):
+                fitting.add((name, kind))
+
+    return check_arguments
+
+
+_PLAIN = (bool, int, float, str)
+
+
 def check_value(name: str, value: Any, hint: Any) -> None:
     """Raises ValueError, with the name, unless the value fits the annotation."""
     complaint = complaint_about(value, hint)
     if complaint is not None:
         value = _offending(value, hint)
-        if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if _is_array(value):
             got = f"{value.dtype} of shape {value.shape}"
         else:
             got = f"{value!r}{_hint(value, hint)}"
@@ -148,13 +205,29 @@ def is_checked(hint: Any) -> bool:
     if origin is Annotated:
         return is_checked(arguments[0])
     if origin in (types.UnionType, typing.Union):
-        kinds = [kind for kind in arguments if kind is not type(None) and not _is_array(kind)]
-        return bool(kinds) and all(map(is_checked, kinds))
+        kinds = [kind for kind in arguments if kind is not type(None) and not _is_array_hint(kind)]
+        return _is_key(hint) or (bool(kinds) and all(map(is_checked, kinds)))
     return origin in (Literal, Mapping, Sequence, tuple) or hint in (bool, int, float, str)
 
 
-def _is_array(hint: Any) -> bool:
+def _is_array_hint(hint: Any) -> bool:
     return hasattr(hint, "array_type")  # jaxtyping's annotations
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+
+
+def _is_key(hint: Any) -> bool:
+    return hint in (PRNGKeyArray, PRNGKeyArray | None)
+
+
+def _key_complaint(value: Any, hint: Any) -> str | None:
+    kind = str(getattr(value, "dtype", None))
+    fits = value.shape == () if kind.startswith("key<") else kind == "uint32"
+    if fits or (value is None and hint != PRNGKeyArray):
+        return None
+    return "a random key, such as jax.random.key(0)" + ("" if hint == PRNGKeyArray else ", or None")
 
 
 def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
@@ -163,6 +236,8 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if origin is Annotated:
         found = next((mark for mark in hint.__metadata__ if isinstance(mark, Range)), within)
         return complaint_about(value, arguments[0], found)
+    if _is_key(hint):
+        return _key_complaint(value, hint)
     if origin in (types.UnionType, typing.Union):
         complaints = [complaint_about(value, kind, within) for kind in arguments if kind is not type(None)]
         if (value is None and type(None) in arguments) or None in complaints:
@@ -173,8 +248,8 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
             value is choice or (type(value) is type(choice) and value == choice) for choice in arguments
         )
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
-    if _is_array(hint):
-        return None if hasattr(value, "dtype") and hasattr(value, "shape") else "an array"
+    if _is_array_hint(hint):
+        return None if _is_array(value) else "an array"
     if hint is bool:
         return None if isinstance(value, bool | np.bool_) else "True or False"
     if hint in (int, float):

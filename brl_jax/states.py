@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import argument_checks
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
 from brl_jax.attention.low_rank.long_short_generation import (
@@ -43,6 +42,7 @@ from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
 from brl_jax.attention.structured.mlr import BlockSizes
 from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.fields import argument_checks
 
 State = TypeVar("State")
 Name = Literal[

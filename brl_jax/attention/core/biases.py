@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.fields import Count, Positive, check_value
+from brl_jax.fields import Count, Positive, check_value, declared
 
 
 @runtime_checkable

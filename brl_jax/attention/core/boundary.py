@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from brl_jax.attention.core.by_platform import replaced
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import argument_checks
+from brl_jax.fields import argument_checks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ R = TypeVar("R")
 def attention_function(function: Callable[P, R]) -> Callable[P, R]:
     """The function, for symbolic batch sizes and for arrays that are sharded over an explicit mesh as well.
 
-    Arguments that do not fit their annotations raise ValueError first (`core.declared`).
+    Arguments that do not fit their annotations raise ValueError first (`brl_jax.fields`).
 
     Symbolic batch sizes (`jax.export`): loops and tiles are planned for sizes that are known, so each sequence is
     planned for by itself, and `jax.vmap` adds the batch. Such calls go through XLA unless another implementation is

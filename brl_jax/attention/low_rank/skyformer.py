@@ -12,12 +12,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
 from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
-from brl_jax.fields import Count, NonNegative
+from brl_jax.fields import Count, NonNegative, declared
 
 
 @declared

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
@@ -25,7 +24,7 @@ from brl_jax.attention.recurrent.chunk_scan import (
 )
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 # The logarithm of a feature that does not exist: finite, so that the difference of two of them is 0 and not NaN.
 _LOG_ZERO = -1e30

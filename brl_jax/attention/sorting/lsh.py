@@ -19,7 +19,6 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.declared import declared
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -30,7 +29,7 @@ from brl_jax.attention.core.softmax import (
     normalise,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 
 def check_buckets(num_buckets: Any) -> None:

@@ -319,5 +319,5 @@ def test_positions_of_another_shape_are_refused():
 
 @pytest.mark.parametrize(("num_features", "head_dim"), [(0, 8), (4, 0), (2.5, 8)])
 def test_projections_without_features_are_refused(num_features, head_dim):
-    with pytest.raises(ValueError, match="must be (at least 1, got 0|an integer, got 2.5)"):
+    with pytest.raises(ValueError, match=r"must be (at least 1, got 0|an integer, got 2\.5)"):
         brl_jax.performer_projection(jax.random.key(0), num_features, head_dim)
