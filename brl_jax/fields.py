@@ -25,7 +25,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ class Range:
     most: float | None = None
     above: float | None = None
     below: float | None = None
+    even: bool = False
 
     def complaint(self, value: float) -> str | None:
         """What a number must be and isn't; None if it lies in the range."""
@@ -58,13 +59,15 @@ class Range:
         )
         if 1 in (self.below, self.most) and (low or high):  # a share
             return f"{least} and {most}"
-        return least if low else most if high else None
+        return least if low else most if high else "even" if self.even and value % 2 else None
 
 
 Count = Annotated[int, Range(1, MOST)]
 """An integer of at least 1."""
 Natural = Annotated[int, Range(0, MOST)]
 """An integer of at least 0."""
+Even = Annotated[int, Range(2, MOST, even=True)]
+"""An even integer of at least 2."""
 Width = Annotated[int, Range(1, 2**20)]
 """A size inside a network."""
 Rows = Annotated[int, Range(1, 2**20)]
@@ -101,8 +104,7 @@ class Checked:
 
 def check_fields(config: Any) -> None:
     """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
-    for name, hint in field_hints(config.__class__).items():
-        check_value(name, getattr(config, name), hint)
+    _field_checks(type(config))(vars(config).items())
 
 
 def declared(function: Callable[P, R]) -> Callable[P, R]:
@@ -120,8 +122,6 @@ def declared(function: Callable[P, R]) -> Callable[P, R]:
 def argument_checks(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
     """Returns a check of a call's positional and keyword arguments, which raises ValueError and names the argument."""
     names = tuple(inspect.signature(function).parameters)
-    # Arguments that fit: name and type, and the value if it decides. Most calls repeat the arguments of earlier ones.
-    fitting: set[tuple] = set()
 
     @functools.cache  # at the first call, because to read annotations of arrays takes milliseconds
     def hints() -> dict[str, Any]:
@@ -129,24 +129,38 @@ def argument_checks(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], 
         # Functions check these themselves and say more.
         return {name: hint for name, hint in hints.items() if name not in ("implementation", "scale")}
 
-    def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for name, value in (*zip(names, args), *kwargs.items()):
+    check = _checks(hints)
+    return lambda args, kwargs: check((*zip(names, args), *kwargs.items()))
+
+
+@functools.cache
+def _field_checks(kind: type) -> Callable[[Iterable[tuple[str, Any]]], None]:
+    return _checks(functools.partial(field_hints, kind))
+
+
+def _checks(hints: Callable[[], Mapping[str, Any]]) -> Callable[[Iterable[tuple[str, Any]]], None]:
+    """Returns a check of names and values, whose annotations are read when they are first needed."""
+    # What fits: name and type, and the value if it decides. Most calls repeat the arguments of earlier ones.
+    fitting: set[tuple] = set()
+
+    def check(given: Iterable[tuple[str, Any]]) -> None:
+        for name, value in given:
             kind = type(value)
             if (name, kind) in fitting or (kind in _PLAIN and (name, kind, value) in fitting):
                 continue
             hint = hints().get(name)
-            if not is_checked(hint):
-                fitting.add((name, kind))
-                continue
-            check_value(name, value, hint)
-            if len(fitting) > 1000:
-                fitting.clear()
-            if kind in _PLAIN:
-                fitting.add((name, kind, value))
-            elif value is None or (_is_array(value) and not _is_key(hint)):
+            if is_checked(hint):
+                check_value(name, value, hint)
+                if kind in _PLAIN:
+                    if len(fitting) > 1000:
+                        fitting.clear()
+                    fitting.add((name, kind, value))
+                elif value is None or (_is_array(value) and not _is_key(hint)):
+                    fitting.add((name, kind))
+            else:
                 fitting.add((name, kind))
 
-    return check_arguments
+    return check
 
 
 _PLAIN = (bool, int, float, str)
@@ -247,7 +261,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
         fits = any(
             value is choice or (type(value) is type(choice) and value == choice) for choice in arguments
         )
-        return None if fits else f"one of {', '.join(map(repr, arguments))}"
+        return None if fits else f"{'one of ' * (len(arguments) > 1)}{', '.join(map(repr, arguments))}"
     if _is_array_hint(hint):
         return None if _is_array(value) else "an array"
     if hint is bool:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed.propagate import propagate
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.fields import Checked, Count
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.sharding import shard_call
@@ -27,18 +27,14 @@ _STRENGTH = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossConfig:
+class CrossConfig(Checked):
     """What a decoder's tokens see of the encoder's outputs."""
 
-    window: int | None = None
+    window: Count | None = None
     """Token t of the decoder sees the encoder's tokens t - window // 2 to t + window // 2; None: all of them."""
     rope: bool = False
     """Whether to rotate queries and keys by their positions, counted from the start of each sequence. If not, the
     encoder's outputs must carry positions themselves."""
-
-    def __post_init__(self):
-        if self.window is not None:
-            check_at_least(self, "window")
 
 
 class Encoded(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers.core.protocol import NormKind
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -57,7 +56,6 @@ def transnormer(
     Raises:
       ValueError: the variant is unknown, or `kind` rejects a setting.
     """
-    check_choice("variant", variant, get_args(Variant))
     if not (isinstance(kind, type) and issubclass(kind, StackConfig)):
         raise ValueError(f"kind must be a class of configurations, such as DecoderConfig, got {kind!r}")
     t1 = variant == "t1"

@@ -9,12 +9,12 @@ read them. An encoder has a single block, the whole sequence, and its history is
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 
-from brl_jax.attention.core.checks import check_at_least, check_choice, check_finite
 from brl_jax.attention.core.scores import Score
+from brl_jax.fields import Count, Range
 from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.local.local_attention import LocalConfig
@@ -38,22 +38,22 @@ class BRLConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
 
-    window: int = 128
+    window: Count = 128
     """Width of the local attention [w], as in the mechanism "local"."""
     pattern: Pattern = "sliding"
     """Pattern of the local attention [D]; "neighbourhood" is a two-dimensional window, for images stored row by row."""
-    dilation: int = 2
+    dilation: Count = 2
     """Step between the keys of the pattern "dilated"."""
-    grid_width: int = 32
+    grid_width: Count = 32
     """Tokens in a row of the grid, for "neighbourhood"."""
-    num_compressed: int = 64
+    num_compressed: Annotated[int, Range(0, 256)] = 64
     """Compressed tokens of a block [m], at most 256; 0 leaves only local attention."""
-    compressed_dim: int | None = None
+    compressed_dim: Count | None = None
     """Their width [d_ct]; None for the model's."""
-    block_size: int | None = None
+    block_size: Count | None = None
     """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. In a
     longer block, tokens of the block beyond the window are not seen at all."""
-    history_size: int | None = 512
+    history_size: Count | None = 512
     """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size."""
     memory: Memory = "layer"
     """What the compressed tokens read. "layer": each layer's inputs, for all blocks at once and with gradient; in an
@@ -82,7 +82,7 @@ class BRLConfig(Mechanism):
     9) it scales what a head propagates, so figure 7a's ablation over lambda refers to this formulation. "algorithm"
     normalises the propagated values over all heads, ReLU(LN(lambda prop)), which cancels a common scale: only the signs
     of the strengths and the ratios between heads matter, and an initial value of 0 disables the propagation."""
-    beta: float = 0.0
+    beta: Annotated[float, Range(0, 1)] = 0.0
     """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1; algorithm 1 also adds the evolved
     tokens to the previous ones. The paper and its presets use 0.5. With 0 a layer needs one matrix less, and networks
     learn to recall sooner and on every seed (docs/recall.md). On text the two differ by at most 0.013 nats, in either
@@ -101,34 +101,11 @@ class BRLConfig(Mechanism):
     0.50 with "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "dilation", "grid_width")
-        choices = {
-            "pattern": Pattern,
-            "memory": Memory,
-            "generation": Generation,
-            "formulation": Formulation,
-            "phi": Phi,
-            "score": Score,
-            "bias": Bias,
-            "compress_scale": CompressScale,
-            "compress_positions": CompressPositions,
-        }
-        for name, kind in choices.items():
-            check_choice(name, getattr(self, name), get_args(kind))
-        if not 0 <= self.num_compressed <= 256:
-            raise ValueError(f"num_compressed must be 0 to 256, got {self.num_compressed}")
-        for name in ("block_size", "compressed_dim", "history_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {size}")
         if self.bias == "t5" and self.num_compressed and self.history <= 16:
             raise ValueError(
                 f"history_size (or block_size, if that is None) must be above 16 with bias='t5', "
                 f"got {self.history}"
             )
-        if not 0.0 <= self.beta <= 1.0:
-            raise ValueError(f"beta must be 0 to 1, got {self.beta}")
-        check_finite(self, "gamma", "lambda_init")
 
     @property
     def residual(self) -> Residual:

@@ -10,8 +10,8 @@ import flax.linen as nn
 import numpy as np
 from jaxtyping import Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import RopeScaling
+from brl_jax.fields import Count, Natural
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.dense.full import FullAttention
 
@@ -39,19 +39,13 @@ class TLinFormerConfig(Mechanism):
     rotary_dim: ClassVar[int | None] = None
     output_gate: ClassVar[bool] = False
 
-    window: int = 256
+    window: Count = 256
     """Tokens that share one state of the history [W_og]; each full window then becomes part of the history."""
-    context: int | Literal["auto"] = 256
+    context: Count | Literal["auto"] = 256
     """How many tokens at the end of the history the other layers compute [W_oh]; "auto": 12 ln(history), rounded up to
     a multiple of 8."""
-    hidden: int = 2
+    hidden: Natural = 2
     """Layers between the one that compresses a block's history and the one that restores it [H]."""
-
-    def __post_init__(self):
-        check_at_least(self, "window")
-        if self.context != "auto" and (isinstance(self.context, str) or self.context < 1):
-            raise ValueError(f'context must be at least 1, or "auto", got {self.context!r}')
-        check_at_least(self, "hidden", least=0)
 
     @property
     def segment(self) -> int | None:

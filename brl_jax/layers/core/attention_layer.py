@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.rotary import RopeScaling
+from brl_jax.fields import Even, Positive
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -100,35 +99,24 @@ class SoftmaxConfig(Mechanism):
     sinks: bool = False
     """Whether each head has a learned logit without a value, which joins the keys in the softmax (gpt-oss,
     arXiv:2508.10925)."""
-    logits_soft_cap: float | None = None
+    logits_soft_cap: Positive | None = None
     """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
-    scale: float | None = None
+    scale: Positive | None = None
     """Factor on the scores; None for 1 / sqrt(head dimension)."""
     qk_norm: bool = False
     """Whether to normalise queries and keys in each head before they are rotated (Qwen 3, Gemma 3)."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases (Qwen 2); None follows the network's use_bias."""
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     """Base of these layers' rotary frequencies; None for the network's. No effect if the network has no rotary
     positions."""
     rope_scaling: RopeScaling = RopeScaling()
     """How to change these layers' rotary frequencies for long sequences."""
-    rotary_dim: int | None = None
+    rotary_dim: Even | None = None
     """How many features of a head, from the first, are rotated; an even number (Qwen3-Next). None for all."""
     output_gate: bool = False
     """Whether a sigmoid of the layer's input gates each feature of the heads' outputs (Qwen3-Next,
     arXiv:2505.06708)."""
-
-    def __post_init__(self):
-        check_soft_cap(self.logits_soft_cap)
-        for name in ("scale", "rope_theta"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
-        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            raise ValueError(
-                f"rotary_dim must be an even number of at least 2, or None, got {self.rotary_dim}"
-            )
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

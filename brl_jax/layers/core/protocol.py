@@ -63,16 +63,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
-from brl_jax.fields import Checked
+from brl_jax.fields import Checked, Count, NonNegative, Positive, Range
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -81,7 +81,7 @@ Residual = Literal["pre", "ffn", "post", "mixer"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Dimensions:
+class Dimensions(Checked):
     """Sizes and options that a network passes to each of its layers.
 
     Attributes:
@@ -105,34 +105,30 @@ class Dimensions:
         arXiv:2203.03466); None without muP.
 
     Raises:
-      ValueError: `ffn` or `norm` is unknown.
+      ValueError: an option is out of range.
     """
 
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_ff: int
+    d_model: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    d_ff: Count
     is_causal: bool
     ffn: FeedForwardKind = "glu_relu"
-    rope_theta: float | None = 10000.0
+    rope_theta: Positive | None = 10000.0
     norm: NormKind = "layer"
-    norm_epsilon: float = 1e-5
+    norm_epsilon: NonNegative = 1e-5
     output_norms: bool = False
     reversible: bool = False
     use_bias: bool = False
     ffn_bias: bool = False
-    dropout: float = 0.0
-    residual_scale: float = 1.0
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
+    residual_scale: NonNegative = 1.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     implementation: Implementation | None = None
-    base_width: int | None = None
-    base_head_dim: int | None = None
-
-    def __post_init__(self):
-        check_choice("ffn", self.ffn, get_args(FeedForwardKind))
-        check_choice("norm", self.norm, get_args(NormKind))
+    base_width: Count | None = None
+    base_head_dim: Count | None = None
 
     @property
     def head_score_factor(self) -> float:

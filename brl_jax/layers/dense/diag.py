@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.dense.diag import (
     DiagScore,
     DiagState,
@@ -16,6 +15,7 @@ from brl_jax.attention.dense.diag import (
     diag_attention_step,
     init_diag_state,
 )
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import merge_heads, merged_norm
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, NormKind
@@ -28,17 +28,12 @@ class DiagConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
 
-    block_size: int = 64
+    block_size: Count = 64
     """Tokens in a block."""
     score: DiagScore = "softmax"
     """How scores become weights: "softmax" (T2), or "relu" with a norm over the merged heads (T1, as in ReLA)."""
     norm: NormKind = "rms"
     """The norm over the merged heads for score "relu": "rms" or "layer"."""
-
-    def __post_init__(self):
-        check_at_least(self, "block_size")
-        check_choice("score", self.score, get_args(DiagScore))
-        check_choice("norm", self.norm, get_args(NormKind))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return DiagAttention(self, dimensions, **kwargs)

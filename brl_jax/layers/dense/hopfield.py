@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
+from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
@@ -25,16 +24,11 @@ class HopfieldConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    steps: int = 2
+    steps: Count = 2
     """Number of softmaxes: all but the last move the queries towards the keys, and the last one reads the values. With
     1 it is full attention."""
-    beta: float | None = None
+    beta: Positive | None = None
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
-
-    def __post_init__(self):
-        check_at_least(self, "steps")
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ValueError(f"beta must be finite and above 0, or None, got {self.beta}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return HopfieldAttention(self, dimensions, **kwargs)

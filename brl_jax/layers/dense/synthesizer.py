@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.caches import write_tokens
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -28,14 +29,10 @@ class SynthesizerConfig(Mechanism):
     weights: Weights = "random"
     """"random": the product of two trained matrices over positions (the factorised random form). "dense": a network of
     each token, with one hidden layer as wide as the head."""
-    rank: int = 32
+    rank: Count = 32
     """Columns of the two matrices of "random" [k]."""
-    max_length: int = 4096
+    max_length: Count = 4096
     """Length of the longest sequence; the parameters have an entry for each of its positions."""
-
-    def __post_init__(self):
-        check_choice("weights", self.weights, get_args(Weights))
-        check_at_least(self, "rank", "max_length")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return SynthesizerAttention(self, dimensions, **kwargs)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import flax.linen as nn
 from jaxtyping import Array
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.local import layouts, patterns
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.protocol import Dimensions, LayerCall
@@ -30,7 +30,7 @@ class LocalConfig(SoftmaxConfig):
     config = DecoderConfig(mechanism=LocalConfig(window=256))
     """
 
-    window: int = 128
+    window: Count = 128
     """Width w: a token sees itself and the w - 1 tokens before it in a decoder, and w // 2 tokens on each side in an
     encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
     "strided" and "fixed"."""
@@ -38,23 +38,16 @@ class LocalConfig(SoftmaxConfig):
     """Which keys a token sees. "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. Two
     patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its column
     (arXiv:1912.12180), and with "neighbourhood" the window // 2 rows and columns around it."""
-    dilation: int = 2
+    dilation: Count = 2
     """Step between the keys of "dilated"."""
-    num_global: int = 64
+    num_global: Count = 64
     """In "global", how many tokens at the start see all tokens and are seen by all; "bigbird" rounds the number up to
     whole blocks. In "global_local", `global_segment` decides what they see."""
-    global_segment: int | None = None
+    global_segment: Count | None = None
     """In "global_local", how many of the following tokens each global token sees: the first one sees the first
     `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
-    grid_width: int = 32
+    grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, "window", "dilation", "num_global", "grid_width")
-        if self.global_segment is not None:
-            check_at_least(self, "global_segment")
-        check_choice("pattern", self.pattern, get_args(LocalPattern))
 
     @property
     def causal(self) -> bool:

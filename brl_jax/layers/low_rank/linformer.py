@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.low_rank.linformer import linformer_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -24,17 +24,13 @@ class LinformerConfig(Mechanism):
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
 
-    num_projected: int = 256
+    num_projected: Count = 256
     """Number of rows to which keys and values are projected [k]."""
-    max_length: int = 4096
+    max_length: Count = 4096
     """Length of the longest sequence; the projections have a column for each of its tokens."""
     sharing: Sharing = "heads"
     """Which projections are shared. "none": each key head has one for keys and one for values; "heads": all heads of a
     layer share the same two; "key_value": keys and values of all heads share a single one."""
-
-    def __post_init__(self):
-        check_at_least(self, "num_projected", "max_length")
-        check_choice("sharing", self.sharing, get_args(Sharing))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LinformerAttention(self, dimensions, **kwargs)

@@ -9,13 +9,13 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.low_rank.long_short import Norms, long_short_attention
 from brl_jax.attention.low_rank.long_short_generation import (
     LongShortState,
     init_long_short_state,
     long_short_step,
 )
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import (
     dense,
     merge_heads,
@@ -34,18 +34,15 @@ class LongShortConfig(Mechanism):
     The cost is linear in an encoder. A decoder projects every chunk, so its time grows with
     length^2 chunk_rank / chunk_size."""
 
-    window: int = 128
+    window: Count = 128
     """Width w: in an encoder a token sees its block of w tokens and w // 2 tokens on each side of it; in a decoder it
     sees itself and the w - 1 tokens before it."""
-    num_projected: int = 128
+    num_projected: Count = 128
     """Number of tokens to which an encoder projects the sequence [r]."""
-    chunk_size: int = 16
+    chunk_size: Count = 16
     """Tokens in a chunk, which a decoder projects separately."""
-    chunk_rank: int = 1
+    chunk_rank: Count = 1
     """Number of tokens to which a decoder projects each chunk."""
-
-    def __post_init__(self):
-        check_at_least(self, "window", "num_projected", "chunk_size", "chunk_rank")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LongShortAttention(self, dimensions, **kwargs)

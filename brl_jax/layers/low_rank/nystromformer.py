@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.low_rank.nystromformer import nystrom_attention
+from brl_jax.fields import Count, Natural
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -22,17 +23,15 @@ class NystromformerConfig(Mechanism):
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
 
-    num_landmarks: int = 128
+    num_landmarks: Count = 128
     """Segments of the sequence, whose means are the landmarks."""
-    iterations: int = 6
+    iterations: Count = 6
     """Steps of the iteration that approximates the pseudo-inverse."""
-    conv_size: int = 0
+    conv_size: Natural = 0
     """Width of the convolution of the values that is added to each head, an odd number (33 in the paper); 0 disables
     it."""
 
     def __post_init__(self):
-        check_at_least(self, "num_landmarks", "iterations")
-        check_at_least(self, "conv_size", least=0)
         require(
             self.conv_size == 0 or self.conv_size % 2 == 1,
             f"conv_size must be odd, or 0 for none, got {self.conv_size}",

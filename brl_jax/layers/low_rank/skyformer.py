@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least, require
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
-from brl_jax.fields import Seed
+from brl_jax.fields import Count, NonNegative, Seed
 from brl_jax.layers.core.modules import (
     distance_scale,
     merge_heads,
@@ -29,19 +28,15 @@ class SkyformerConfig(Mechanism):
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
 
-    num_samples: int = 128
+    num_samples: Count = 128
     """Number of queries and keys to sample, half of each."""
-    iterations: int = 6
+    iterations: Count = 6
     """Steps of the iteration that approximates the inverse."""
-    ridge: float = 0.1
+    ridge: NonNegative = 0.1
     """Added to the diagonal of the matrix that is inverted."""
     seed: Seed = 0
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
-
-    def __post_init__(self):
-        check_at_least(self, "num_samples", "iterations")
-        require(0 <= self.ridge < float("inf"), f"ridge must be finite and at least 0, got {self.ridge}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return SkyformerAttention(self, dimensions, **kwargs)

@@ -9,8 +9,8 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.bsbr import BsbrState, bsbr_attention, init_bsbr_state
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -20,15 +20,10 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 class BSBRConfig(Mechanism):
     """Softmax attention inside chunks, and retrieval of whole chunks between them (the BSBR article)."""
 
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes results."""
-    compressed: int | None = None
+    compressed: Count | None = None
     """Size to which each chunk's key-value product is compressed, for each head; None keeps all head_dim^2 entries."""
-
-    def __post_init__(self):
-        check_at_least(self, "chunk_size")
-        if self.compressed is not None and self.compressed < 1:
-            raise ValueError(f"compressed must be at least 1 or None, got {self.compressed}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return BSBRAttention(self, dimensions, **kwargs)

@@ -10,8 +10,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import merge_heads, project_unrotated
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -24,21 +24,16 @@ class CosformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    max_length: int | None = None
+    max_length: Count | None = None
     """The distance at which a weight reaches 0, at least the length of the longest sequence. None uses the length of
     the rows, as the authors' code does, and the cache's length in generation. Rows of different lengths then weigh the
     same distance differently, so a sequence alone differs from the same sequence padded or packed in a longer row."""
-    min_length: int = 1
+    min_length: Count = 1
     """If `max_length` is None, the distance at which a weight reaches 0 in shorter rows and caches. Training a language
     model sets it to the length of its rows (`Mechanism.for_training`), so that generating a shorter text weighs
     distances as in training."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(
-            self, *(() if self.max_length is None else ("max_length",)), "min_length", "chunk_size"
-        )
 
     def furthest(self, length: int) -> int:
         """Returns the distance at which a weight reaches 0, in rows or a cache of `length` tokens."""

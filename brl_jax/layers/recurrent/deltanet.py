@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.delta import DeltaState, delta_rule, init_delta_state
+from brl_jax.fields import Count, Natural
 from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
@@ -28,14 +28,10 @@ class DeltaNetConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    conv_size: int = 4
+    conv_size: Natural = 4
     """Width in tokens of the convolutions of queries, keys and values; 0 disables them."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "conv_size", least=0)
-        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return DeltaNet(self, dimensions, **kwargs)

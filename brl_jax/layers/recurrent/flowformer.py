@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -22,11 +22,8 @@ class FlowformerConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
 
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return FlowAttention(self, dimensions, **kwargs)

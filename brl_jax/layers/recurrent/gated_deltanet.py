@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
@@ -29,24 +29,19 @@ class GatedDeltaNetConfig(Mechanism):
     packs: ClassVar[bool] = True
     any_head_dim: ClassVar[bool] = True
 
-    num_key_heads: int | None = None
+    num_key_heads: Count | None = None
     """Heads of queries and keys; None for the network's key/value heads."""
-    num_value_heads: int | None = None
+    num_value_heads: Count | None = None
     """Heads of values, each with a separate state and decay; a multiple of num_key_heads. None for the network's query
     heads."""
-    key_dim: int | None = None
+    key_dim: Count | None = None
     """Width of a query or key head; None for the network's."""
-    value_dim: int | None = None
+    value_dim: Count | None = None
     """Width of a value head; None for the network's."""
-    conv_size: int = 4
+    conv_size: Count = 4
     """Width in tokens of the convolutions of queries, keys and values."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
-        check_at_least(self, *(name for name in sizes if getattr(self, name) is not None))
-        check_at_least(self, "conv_size", "chunk_size")
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

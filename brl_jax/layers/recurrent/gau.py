@@ -11,7 +11,6 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.biases import RotaryBias
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.mixed_chunk import (
@@ -19,6 +18,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
     init_mixed_chunk_state,
     mixed_chunk_attention,
 )
+from brl_jax.fields import Count, Even
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -35,19 +35,12 @@ class GauConfig(Mechanism):
     packs: ClassVar[bool] = True
     residual: ClassVar[Residual] = "mixer"
 
-    expansion: int = 2
+    expansion: Count = 2
     """Width of values and gates, as a multiple of the model's width."""
-    key_dim: int = 128
+    key_dim: Even = 128
     """Features of queries and keys."""
-    chunk_size: int = 128
+    chunk_size: Count = 128
     """Queries processed at a time; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "expansion", "key_dim", "chunk_size")
-        if self.key_dim % 2:
-            raise ValueError(
-                f"key_dim must be even, because its features are rotated in pairs, got {self.key_dim}"
-            )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GatedAttention(self, dimensions, **kwargs)

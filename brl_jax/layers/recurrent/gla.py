@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -12,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -27,21 +26,14 @@ class GLAConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    key_dim: int | None = None
+    key_dim: Count | None = None
     """Features of a head's queries and keys; None for half the head dimension."""
-    gate_rank: int = 16
+    gate_rank: Count = 16
     """Rank of the map from tokens to decays."""
-    temperature: float = 16.0
+    temperature: Positive = 16.0
     """Decays are the tau-th root of a sigmoid [tau]; larger values decay more slowly."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "gate_rank", "chunk_size")
-        if self.key_dim is not None:
-            check_at_least(self, "key_dim")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number above 0, got {self.temperature}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GLA(self, dimensions, **kwargs)

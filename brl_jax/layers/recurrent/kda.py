@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.delta import DeltaState, init_delta_state, kimi_delta_rule
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
@@ -30,18 +30,13 @@ class KDAConfig(Mechanism):
     packs: ClassVar[bool] = True
     any_head_dim: ClassVar[bool] = True
 
-    conv_size: int = 4
+    conv_size: Count = 4
     """Width in tokens of the convolutions of queries, keys and values."""
-    gate_rank: int | None = None
+    gate_rank: Count | None = None
     """Inner width of the low-rank maps to the decay and to the output gate; None for the width of a head."""
     # With chunks of 64, XLA's compiler for TPUs aborts when a mesh shards sequences.
-    chunk_size: int = 128
+    chunk_size: Count = 128
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "conv_size", "chunk_size")
-        if self.gate_rank is not None:
-            check_at_least(self, "gate_rank")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return KimiDeltaAttention(self, dimensions, **kwargs)

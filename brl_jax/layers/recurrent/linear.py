@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -27,12 +27,8 @@ class LinearConfig(Mechanism):
     """Whether to divide by the sum of the weights."""
     feature_map: FeatureMap = "elu+1"
     """Feature map [phi] of the queries and keys."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_choice("feature_map", self.feature_map, get_args(FeatureMap))
-        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LinearAttention(self, dimensions, **kwargs)

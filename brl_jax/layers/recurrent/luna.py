@@ -10,10 +10,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
+from brl_jax.fields import Count
 from brl_jax.layers.compressed.compressed_tokens import spread
 from brl_jax.layers.core.caches import StateCache
 from brl_jax.layers.core.modules import (
@@ -41,13 +41,10 @@ class LunaConfig(Mechanism):
     # An encoder's packed tokens read the whole row.
     packs_bidirectional: ClassVar[bool] = False
 
-    num_packed: int = 16
+    num_packed: Count = 16
     """Packed tokens [l]."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk of a decoder; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "num_packed", "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LunaAttention(self, dimensions, **kwargs)

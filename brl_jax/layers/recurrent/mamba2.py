@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, merge_heads, parameter
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
@@ -30,20 +30,17 @@ class Mamba2Config(Mechanism):
     packs: ClassVar[bool] = True
     residual: ClassVar[Residual] = "mixer"
 
-    expansion: int = 2
+    expansion: Count = 2
     """Width inside the layer, as a multiple of the model's width."""
-    state_size: int = 128
+    state_size: Count = 128
     """Features of B and C [N], the queries and keys of linear attention."""
-    num_groups: int = 1
+    num_groups: Count = 1
     """Number of distinct B and C, each shared by a group of heads."""
-    conv_size: int = 4
+    conv_size: Count = 4
     """Width in tokens of the short convolutions."""
     # Chunks of 64 would keep twice as many of its wide states for the backward pass.
-    chunk_size: int = 128
+    chunk_size: Count = 128
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "expansion", "state_size", "num_groups", "conv_size", "chunk_size")
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -29,13 +29,8 @@ class NormConfig(Mechanism):
     """Feature map [phi] of the queries and keys: "elu" (T1), "elu+1" (T2) or "relu"."""
     norm: Norm = "rms"
     """The norm over the merged heads."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_choice("feature_map", self.feature_map, get_args(FeatureMap))
-        check_choice("norm", self.norm, get_args(Norm))
-        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return NormAttention(self, dimensions, **kwargs)

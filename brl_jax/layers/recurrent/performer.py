@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.performer import (
     PerformerState,
     init_performer_state,
     performer_attention,
     performer_projection,
 )
-from brl_jax.fields import Seed
+from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -34,18 +33,13 @@ class PerformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    num_features: int | None = None
+    num_features: Count | None = None
     """Random features for each head; None for head_dim ln(head_dim), rounded."""
     seed: Seed = 0
     """Seed of the random features, which all heads and layers share, in training and in generation. If the network is
     called with a key "projection" among its rngs, each layer draws other features from that key."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        if self.num_features is not None and self.num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {self.num_features}")
-        check_at_least(self, "chunk_size")
 
     def features(self, head_dim: int) -> int:
         """Returns the number of random features of a head of this size."""

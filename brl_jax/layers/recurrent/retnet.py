@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -26,13 +26,10 @@ class RetNetConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    expansion: int = 2
+    expansion: Count = 2
     """Width of values and gates, as a multiple of the model's width."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
-
-    def __post_init__(self):
-        check_at_least(self, "expansion", "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return RetNet(self, dimensions, **kwargs)

@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.prob_sparse import (
     ProbSparseState,
@@ -17,7 +16,7 @@ from brl_jax.attention.sorting.prob_sparse import (
     prob_sparse_attention,
     prob_sparse_step,
 )
-from brl_jax.fields import Seed
+from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -31,14 +30,11 @@ class InformerConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
 
-    factor: int = 5
+    factor: Count = 5
     """Each query samples this number times ceil(ln length) keys, and the same number of queries attend."""
     seed: Seed = 0
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
-
-    def __post_init__(self):
-        check_at_least(self, "factor")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return InformerAttention(self, dimensions, **kwargs)

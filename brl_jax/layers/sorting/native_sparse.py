@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
@@ -27,6 +26,7 @@ from brl_jax.attention.sorting.native_sparse import (
     mix_branches,
     native_sparse_attention,
 )
+from brl_jax.fields import Count
 from brl_jax.layers.core.caches import KeyValueCache, WindowCache, slide, window_segments
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -41,19 +41,18 @@ class NativeSparseConfig(Mechanism):
     bidirectional: ClassVar[bool] = False
     packs: ClassVar[bool] = True
 
-    window: int = 512
+    window: Count = 512
     """Width of the window [w]: a token and those before it."""
-    compressed_size: int = 32
+    compressed_size: Count = 32
     """Tokens in a compressed block [l]."""
-    stride: int = 16
+    stride: Count = 16
     """Tokens from the start of one compressed block to the start of the next [d]."""
-    selected_size: int = 64
+    selected_size: Count = 64
     """Tokens in a block that is selected as a whole [l']."""
-    num_selected: int = 16
+    num_selected: Count = 16
     """Blocks that each token reads [n]: its own, the one before it, the first one, and the best of the others."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "compressed_size", "stride", "selected_size", "num_selected")
         for name in ("compressed_size", "selected_size"):
             if getattr(self, name) % self.stride:
                 raise ValueError(

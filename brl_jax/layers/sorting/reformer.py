@@ -8,12 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.whole_rows import by_heads
-from brl_jax.attention.sorting.lsh import check_buckets, lsh_attention, lsh_rotations
+from brl_jax.attention.sorting.lsh import lsh_attention, lsh_rotations
 from brl_jax.attention.sorting.lsh_generation import LSHState, init_lsh_state, lsh_step
-from brl_jax.fields import Seed
+from brl_jax.fields import Count, Even, Seed
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -28,19 +27,15 @@ class ReformerConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
 
-    num_rounds: int = 4
+    num_rounds: Count = 4
     """Rounds of hashing."""
-    num_buckets: int = 32
+    num_buckets: Even = 32
     """Buckets in a round, an even number; the paper uses 2 length / chunk_size."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Tokens in a chunk. A token sees the tokens of its bucket in its chunk and in the one before it."""
     seed: Seed = 0
     """Seed of the random directions. If the network is called with deterministic=False and has a key "sample" among its
     rngs, as in training, each layer draws its directions from that key instead."""
-
-    def __post_init__(self):
-        check_at_least(self, "num_rounds", "chunk_size")
-        check_buckets(self.num_buckets)
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return ReformerAttention(self, dimensions, **kwargs)

@@ -12,9 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import check_at_least, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
-from brl_jax.fields import Positive
+from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -27,18 +27,15 @@ class SinkhornConfig(Mechanism):
 
     Mixing the blocks takes time that grows with length^2 / block_size, and generation keeps all tokens."""
 
-    block_size: int = 64
+    block_size: Count = 64
     """Tokens in a block."""
-    max_length: int = 4096
+    max_length: Count = 4096
     """Length of the longest sequence; the sorting network has an output for each of its blocks."""
-    iterations: int = 8
+    iterations: Count = 8
     """How often Sinkhorn's normalisation divides rows and columns by their sums."""
     temperature: Positive = 0.75
     """Divides the sorting logits; smaller values come closer to a permutation. If the network is called with
     deterministic=False and has a key "sample" among its rngs, as in training, Gumbel noise is added first."""
-
-    def __post_init__(self):
-        check_at_least(self, "block_size", "max_length", "iterations")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return SinkhornAttention(self, dimensions, **kwargs)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.slice_sort import Order, slice_sort
 from brl_jax.layers.core.modules import dense, merge_heads
@@ -28,9 +27,6 @@ class SliceformerConfig(Mechanism):
     order: Order = "ascending"
     """"ascending", "descending", "interleaved" (neighbouring channels in opposite orders) or "max_exchange" (swaps the
     first token's value with the largest one)."""
-
-    def __post_init__(self):
-        check_choice("order", self.order, get_args(Order))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return Sliceformer(self, dimensions, **kwargs)

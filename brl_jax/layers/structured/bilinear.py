@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_finite
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.structured.bilinear import (
     bilinear_btt_keys,
@@ -20,6 +19,7 @@ from brl_jax.attention.structured.bilinear import (
     btt_factors,
 )
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
@@ -42,9 +42,6 @@ class BilinearMLRConfig(Mechanism):
     """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
     """A level's scores are its products times this, over the square root of its number of features."""
-
-    def __post_init__(self):
-        check_finite(self, "score_scale")
 
     def level_ranks(self, dimensions: Dimensions) -> tuple[int, ...]:
         if self.ranks is not None:
@@ -81,7 +78,7 @@ class BilinearBTTConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    rank: int = 1
+    rank: Count = 1
     """The rank t of the block tensor train; the paper uses 1 and 2."""
     normalize: bool = True
     """Whether to apply a layer norm to the keys over the width."""
@@ -89,10 +86,6 @@ class BilinearBTTConfig(Mechanism):
     """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
     """Scores are products times this, over the square root of the width."""
-
-    def __post_init__(self):
-        check_at_least(self, "rank")
-        check_finite(self, "score_scale")
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

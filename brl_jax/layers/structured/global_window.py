@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_finite
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import (
     check_split,
@@ -18,6 +17,7 @@ from brl_jax.attention.structured.global_window import (
     split_window,
     window_part,
 )
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
@@ -31,7 +31,7 @@ class GlobalWindowConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    window: int = 128
+    window: Count = 128
     """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on each side in an
     encoder."""
     ranks: tuple[int, int] | None = None
@@ -40,10 +40,6 @@ class GlobalWindowConfig(Mechanism):
     """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,
     E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8 makes scores too sharp
     to learn from: with heads of 16, a network that recalls without it only guesses (docs/recall.md)."""
-
-    def __post_init__(self):
-        check_at_least(self, "window")
-        check_finite(self, "score_scale")
 
     def parts(self, head_dim: int) -> tuple[int, int]:
         return (head_dim - head_dim // 2, head_dim // 2) if self.ranks is None else self.ranks

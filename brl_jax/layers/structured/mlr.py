@@ -8,7 +8,6 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_finite
 from brl_jax.attention.structured.mlr import (
     check_block_sizes,
     check_ranks,
@@ -16,6 +15,7 @@ from brl_jax.attention.structured.mlr import (
     mlr_attention,
 )
 from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
@@ -29,7 +29,7 @@ class MLRConfig(Mechanism):
     ranks: tuple[int, ...] | None = None
     """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
     2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves if it is not a multiple of 16."""
-    context: int | None = None
+    context: Count | None = None
     """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
     over the whole sequence. None follows the sequence: T is its length, or the cache's in generation. Training a
     language model sets it to the length of its rows (`Mechanism.for_training`)."""
@@ -45,11 +45,8 @@ class MLRConfig(Mechanism):
     E.2)."""
 
     def __post_init__(self):
-        check_finite(self, "score_scale")
         if self.ranks is not None:
             check_ranks(self.ranks, sum(self.ranks))
-        if self.context is not None and self.context < 1:
-            raise ValueError(f"context must be at least 1 or None, got {self.context}")
         if self.block_sizes is not None:
             if self.ranks is None:
                 raise ValueError(
