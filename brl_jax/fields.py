@@ -25,7 +25,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -104,7 +104,7 @@ class Checked:
 
 def check_fields(config: Any) -> None:
     """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
-    _field_checks(type(config))(vars(config).items())
+    _field_checks(type(config))((), vars(config))
 
 
 def declared(function: Callable[P, R]) -> Callable[P, R]:
@@ -129,22 +129,22 @@ def argument_checks(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], 
         # Functions check these themselves and say more.
         return {name: hint for name, hint in hints.items() if name not in ("implementation", "scale")}
 
-    check = _checks(hints)
-    return lambda args, kwargs: check((*zip(names, args), *kwargs.items()))
+    return _checks(names, hints)
 
 
 @functools.cache
-def _field_checks(kind: type) -> Callable[[Iterable[tuple[str, Any]]], None]:
-    return _checks(functools.partial(field_hints, kind))
+def _field_checks(kind: type) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    return _checks((), functools.partial(field_hints, kind))
 
 
-def _checks(hints: Callable[[], Mapping[str, Any]]) -> Callable[[Iterable[tuple[str, Any]]], None]:
-    """Returns a check of names and values, whose annotations are read when they are first needed."""
+def _checks(
+    names: tuple[str, ...], hints: Callable[[], Mapping[str, Any]]
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
     # What fits: name and type, and the value if it decides. Most calls repeat the arguments of earlier ones.
     fitting: set[tuple] = set()
 
-    def check(given: Iterable[tuple[str, Any]]) -> None:
-        for name, value in given:
+    def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for name, value in (*zip(names, args), *kwargs.items()):
             kind = type(value)
             if (name, kind) in fitting or (kind in _PLAIN and (name, kind, value) in fitting):
                 continue
@@ -179,10 +179,10 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def _offending(value: Any, hint: Any) -> Any:
-    """The item of a tuple that does not fit, or the value itself."""
-    origin = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is tuple]
-    kinds = typing.get_args(origin[0]) if origin else ()
-    if isinstance(value, tuple) and kinds:
+    """The item of a tuple or list that does not fit, or the value itself."""
+    parts = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) in (tuple, Sequence)]
+    kinds = typing.get_args(parts[0]) if parts else ()
+    if isinstance(value, tuple | list) and kinds:
         return next((item for item in value if complaint_about(item, kinds[0]) is not None), value)
     return value
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from brl_jax.fields import declared
 from brl_jax.layers.core.protocol import NormKind
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -27,6 +28,7 @@ TRANSNORMER_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+@declared
 def transnormer(
     variant: Variant,
     kind: type[C],

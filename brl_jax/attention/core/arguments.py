@@ -47,15 +47,10 @@ def check_scale(scale: Any, head_dim: int) -> float:
     return float(scale)
 
 
-def check_soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    is_number = isinstance(cap, (int, float, np.integer, np.floating)) and not isinstance(cap, bool)
-    require(
-        is_number and math.isfinite(cap) and cap > 0,
-        f"logits_soft_cap must be a positive finite Python number or None, got {cap!r}",
-    )
-    return float(cap)
+def check_offset(name: str, offset: Any) -> None:
+    """Raises ValueError for an array that is not an int scalar; annotations check the rest."""
+    fits = is_int(offset) or (offset.shape == () and jnp.issubdtype(offset.dtype, jnp.integer))
+    require(fits, f"{name} must be an integer scalar, got {offset.dtype} of shape {offset.shape}")
 
 
 def check_sinks(sinks: Any, heads: int) -> Array | None:
@@ -166,9 +161,3 @@ def zero_padding(x: Array, lengths: Array | None) -> Array:
         return x
     inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
-
-
-def check_sizes(**sizes: Any) -> None:
-    """Raises ValueError unless each of the named sizes is an int of at least 1."""
-    for name, size in sizes.items():
-        require(is_int(size) and size >= 1, f"{name} must be an int of at least 1, got {size!r}")

@@ -15,7 +15,6 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_scale,
-    check_sizes,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
@@ -25,7 +24,7 @@ from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 DiagScore = Literal["softmax", "relu"]
 
@@ -103,15 +102,15 @@ class DiagState(NamedTuple):
     tokens: Int[Array, ""]
 
 
+@declared
 def init_diag_state(
-    batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
+    batch: Count, num_kv_heads: Count, head_dim: Count, *, block_size: Count = 64, dtype: Any = jnp.float32
 ) -> DiagState:
     """The state of `diag_attention_step` before the first token.
 
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     shape = (batch, block_size, num_kv_heads, head_dim)
     return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 

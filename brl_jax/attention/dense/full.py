@@ -14,16 +14,16 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_mask,
+    check_offset,
     check_scale,
     check_segments,
     check_sinks,
-    check_soft_cap,
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
@@ -136,14 +136,10 @@ def full_attention(
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
-    is_scalar = isinstance(query_offset, jax.Array) and query_offset.shape == ()
-    require(
-        is_int(query_offset) or (is_scalar and jnp.issubdtype(jnp.result_type(query_offset), jnp.integer)),
-        f"query_offset must be an int or an int scalar array, got {query_offset!r}",
-    )
+    check_offset("query_offset", query_offset)
     check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
     sinks = check_sinks(sinks, query.shape[2])
-    cap = check_soft_cap(logits_soft_cap)
+    cap = logits_soft_cap and float(logits_soft_cap)
     arrays = (query, key, value, bias, mask, query_lengths, key_lengths, segments)
     result = attend(
         arrays,
@@ -183,9 +179,10 @@ def attend(
     arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
     through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
-        require(
-            not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
-        )
+        if missing:
+            raise NotImplementedError(
+                f"implementation='cudnn' supports full attention only with {'; with '.join(missing)}"
+            )
         return through_cudnn(everywhere=True)
     many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     if implementation in ("pallas", "pallas_interpret") or many:

@@ -28,7 +28,6 @@ from brl_jax.attention.core.arguments import (
     check_scale,
     check_segments,
     check_sinks,
-    check_soft_cap,
 )
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -42,6 +41,7 @@ from brl_jax.attention.core.softmax import (
 )
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.dense.full import attend
+from brl_jax.fields import Positive
 
 
 def full_attention(
@@ -55,7 +55,7 @@ def full_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     sinks: Float[Array, " N"] | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Positive | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """`brl_jax.full_attention` of sequences that are sharded over `axis_name`, T queries and S keys per device.
@@ -89,7 +89,7 @@ def full_attention(
         )
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
-    sinks, cap = check_sinks(sinks, query.shape[2]), check_soft_cap(logits_soft_cap)
+    sinks, cap = check_sinks(sinks, query.shape[2]), logits_soft_cap and float(logits_soft_cap)
     ring = Ring(axis_name, is_causal)
     pair = _FullPair(check_scale(scale, query.shape[3]), cap, implementation)
     out, log_sums = attend_around(ring, pair, query, key, value, (query_ids, key_ids), lengths)

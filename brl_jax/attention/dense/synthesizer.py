@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtype, check_lengths, is_int, zero_padding
+from brl_jax.attention.core.arguments import check_dtype, check_lengths, check_offset, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_floating, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
@@ -60,11 +60,7 @@ def synthesizer_attention(
     """
     _check(value, rows, columns, column_bias)
     check_implementation(implementation, None, "xla")
-    scalar = isinstance(query_offset, jax.Array) and query_offset.shape == ()
-    require(
-        is_int(query_offset) or (scalar and jnp.issubdtype(jnp.result_type(query_offset), jnp.integer)),
-        f"query_offset must be an int or an int scalar array, got {query_offset!r}",
-    )
+    check_offset("query_offset", query_offset)
     (batch, num_values, kv_heads), heads = value.shape[:3], columns.shape[1]
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)

@@ -19,10 +19,10 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_mask,
+    check_offset,
     check_scale,
     check_segments,
     check_sinks,
-    check_soft_cap,
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
@@ -40,7 +40,7 @@ from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
-from brl_jax.fields import Positive
+from brl_jax.fields import Natural, Positive
 
 #: The implementations that `local_attention` takes.
 IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret")
@@ -77,7 +77,7 @@ def local_attention(
     bias: PositionBias | Float[Array, " ..."] | None = None,
     mask: Bool[Array, " ..."] | None = None,
     *,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: Natural | tuple[Natural, Natural] | None = None,
     pattern: Pattern | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -157,16 +157,14 @@ def local_attention(
     Raises:
       ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
         argument.
-      NotImplementedError: "pallas" or "triton" where the kernel cannot serve the call, or where the call is lowered for
-        a platform on which it does not run. ("cudnn" raises ValueError where it cannot serve the call.)
+      NotImplementedError: a backend that is asked for does not support the call, or where the call is lowered for
+        a platform on which it does not run.
     """
     check_qkv(query, key, value)
     if value.shape != key.shape:
         raise ValueError(f"value must have key's shape {key.shape}, got {value.shape}")
     check_dtypes(query, key, value)
     pattern = _check_pattern(local_window_size, pattern, is_causal)
-    if not is_int(query_offset):
-        raise ValueError(f"query_offset must be a static int, got {query_offset!r}")
     scale = check_scale(scale, query.shape[3])
     bias = _with_mask(check_bias(bias, query, key), check_mask(mask, query, key))
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
@@ -174,7 +172,6 @@ def local_attention(
     query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
     sinks = check_sinks(sinks, query.shape[2])
-    soft_cap = check_soft_cap(logits_soft_cap)
 
     check_implementation(implementation, *IMPLEMENTATIONS)
     call = PatternCall(
@@ -185,7 +182,7 @@ def local_attention(
         key.shape[1],
         int(query_offset),
         static_key_offset,
-        soft_cap,
+        logits_soft_cap and float(logits_soft_cap),
         bool(return_residual),
     )
     arrays = CallArrays(
@@ -296,10 +293,6 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
         )
     if window is not None:
         sides = (window, window) if is_int(window) else window
-        require(
-            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
-            f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
-        )
         return SlidingWindow(int(sides[0]), int(sides[1]))
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}")
@@ -314,10 +307,5 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
 def _split_key_offset(key_offset: Any) -> tuple[int | None, Array | None]:
     if is_int(key_offset):
         return int(key_offset), None
-    require(
-        hasattr(key_offset, "dtype")
-        and key_offset.shape == ()
-        and jnp.issubdtype(key_offset.dtype, jnp.integer),
-        f"key_offset must be an int or an int scalar array, got {key_offset!r}",
-    )
+    check_offset("key_offset", key_offset)
     return None, jnp.asarray(key_offset).astype(jnp.int32)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_sizes
+from brl_jax.attention.core.arguments import check_dtypes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import IMPLEMENTATIONS, local_attention
+from brl_jax.fields import Count, declared
 
 
 class LocalState(NamedTuple):
@@ -29,8 +30,9 @@ class LocalState(NamedTuple):
     tokens: Int[Array, ""]
 
 
+@declared
 def init_local_state(
-    batch: int, num_kv_heads: int, head_dim: int, *, window: int, dtype: Any = jnp.float32
+    batch: Count, num_kv_heads: Count, head_dim: Count, *, window: Count, dtype: Any = jnp.float32
 ) -> LocalState:
     """The state of `local_attention_step` before the first token.
 
@@ -41,7 +43,6 @@ def init_local_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
     shape = (batch, window + 1, num_kv_heads, head_dim)
     return LocalState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 

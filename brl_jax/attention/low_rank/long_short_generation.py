@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_positions_shape, check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_positions_shape, check_scale
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_within, require
 from brl_jax.attention.core.in_place import write_places
@@ -25,7 +25,7 @@ from brl_jax.attention.low_rank.long_short import (
     project_chunks,
     window_pattern,
 )
-from brl_jax.fields import NonNegative, Positive
+from brl_jax.fields import Count, NonNegative, Positive, declared
 
 
 class LongShortState(NamedTuple):
@@ -46,15 +46,16 @@ class LongShortState(NamedTuple):
     tokens: Int[Array, ""]
 
 
+@declared
 def init_long_short_state(
-    batch: int,
-    length: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rank: int,
+    batch: Count,
+    length: Count,
+    num_kv_heads: Count,
+    head_dim: Count,
+    rank: Count,
     *,
-    window: int,
-    chunk_size: int,
+    window: Count,
+    chunk_size: Count,
     dtype: DTypeLike = jnp.float32,
 ) -> LongShortState:
     """The state before the first of up to `length` tokens; the other arguments as for `long_short_attention`.
@@ -62,10 +63,6 @@ def init_long_short_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(
-        batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, rank=rank, window=window,
-        chunk_size=chunk_size,
-    )  # fmt: skip
 
     def empty(tokens: int, features: int = head_dim) -> Array:
         return jnp.zeros((batch, tokens, num_kv_heads, features), dtype)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
@@ -26,7 +26,7 @@ from brl_jax.attention.recurrent.arguments import check_state, check_state_type,
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 from brl_jax.sharding import sequence_axis
 
 #: Arrays (H, H, F) and (F, H, H) that map a chunk's key-value product to F numbers and back.
@@ -52,16 +52,17 @@ class BsbrState(NamedTuple):
     length: Int[Array, "B"]
 
 
+@declared
 def init_bsbr_state(
-    batch: int,
-    length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    batch: Count,
+    length: Count,
+    num_heads: Count,
+    num_kv_heads: Count,
+    head_dim: Count,
     *,
-    retrieval_dim: int | None = None,
-    compressed: int | None = None,
-    chunk_size: int = 64,
+    retrieval_dim: Count | None = None,
+    compressed: Count | None = None,
+    chunk_size: Count = 64,
     dtype: DTypeLike = jnp.float32,
 ) -> BsbrState:
     """The state of `bsbr_attention` before the first token.
@@ -77,10 +78,6 @@ def init_bsbr_state(
       ValueError: a size below 1.
     """
     retrieval_dim = head_dim if retrieval_dim is None else retrieval_dim
-    check_sizes(
-        batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        retrieval_dim=retrieval_dim, compressed=1 if compressed is None else compressed, chunk_size=chunk_size,
-    )  # fmt: skip
     chunks = -(-length // chunk_size)
     numbers = head_dim**2 if compressed is None else compressed
     return BsbrState(

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
+from brl_jax.attention.core.arguments import check_lengths, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 
 class CosformerState(NamedTuple):
@@ -32,7 +32,10 @@ class CosformerState(NamedTuple):
     length: Int[Array, "B"]
 
 
-def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> CosformerState:
+@declared
+def init_cosformer_state(
+    batch: Count, num_kv_heads: Count, head_dim: Count, value_dim: Count
+) -> CosformerState:
     """The state of `cosformer_attention` before the first token.
 
     Args:
@@ -41,7 +44,6 @@ def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return CosformerState(
         jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), jnp.float32),
         jnp.zeros((batch, num_kv_heads, 2 * head_dim), jnp.float32),

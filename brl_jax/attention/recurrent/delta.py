@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes, zero_padding
+from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -36,7 +36,7 @@ from brl_jax.attention.recurrent.rows import (
 )
 from brl_jax.attention.recurrent.tpu import Walked
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 
 class DeltaState(NamedTuple):
@@ -49,7 +49,8 @@ class DeltaState(NamedTuple):
     key_value: Float[Array, "B K H V"]
 
 
-def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> DeltaState:
+@declared
+def init_delta_state(batch: Count, num_kv_heads: Count, head_dim: Count, value_dim: Count) -> DeltaState:
     """The state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
 
     Args:
@@ -58,7 +59,6 @@ def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: in
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return DeltaState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32))
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
@@ -18,7 +17,7 @@ from brl_jax.attention.core.running import last_token, running_log_sum, running_
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
-from brl_jax.fields import Count, Positive
+from brl_jax.fields import Count, Positive, declared
 from brl_jax.sharding import sequence_axis
 
 # Added to features and to their sums where a flow is computed, as in the authors' code: no flow is 0.
@@ -55,7 +54,8 @@ class _Flows(NamedTuple):
     sources: Float[Array, "B T N"]
 
 
-def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowState:
+@declared
+def init_flow_state(batch: Count, num_heads: Count, head_dim: Count, value_dim: Count) -> FlowState:
     """The state of `flow_attention` before the first token.
 
     Args:
@@ -65,7 +65,6 @@ def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
     return FlowState(
         features,

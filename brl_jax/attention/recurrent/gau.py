@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -20,7 +19,7 @@ from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
 from brl_jax.attention.recurrent.gpu import gau_backend
 from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 
 class GauState(NamedTuple):
@@ -36,12 +35,13 @@ class GauState(NamedTuple):
     length: Int[Array, "B"]
 
 
+@declared
 def init_gau_state(
-    batch: int,
-    length: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
+    batch: Count,
+    length: Count,
+    num_kv_heads: Count,
+    head_dim: Count,
+    value_dim: Count,
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> GauState:
@@ -55,7 +55,6 @@ def init_gau_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return GauState(
         jnp.zeros((batch, length, num_kv_heads, head_dim), dtype),
         jnp.zeros((batch, length, num_kv_heads, value_dim), dtype),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from brl_jax.attention.core.arguments import check_positions_shape, check_sizes, zero_padding
+from brl_jax.attention.core.arguments import check_positions_shape, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -42,7 +42,7 @@ from brl_jax.attention.recurrent.rows import (
     zero_unless,
 )
 from brl_jax.attention.recurrent.tpu import Walked
-from brl_jax.fields import Count, Positive
+from brl_jax.fields import Count, Positive, declared
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
@@ -62,8 +62,9 @@ class LinearState(NamedTuple):
     key: Float[Array, "B K F"] | None
 
 
+@declared
 def init_linear_state(
-    batch: int, num_kv_heads: int, num_features: int, value_dim: int, *, normalize: bool = True
+    batch: Count, num_kv_heads: Count, num_features: Count, value_dim: Count, *, normalize: bool = True
 ) -> LinearState:
     """The state of `linear_attention`, or without `normalize` of `norm_attention`, before the first token.
 
@@ -75,7 +76,6 @@ def init_linear_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
     key = jnp.zeros((batch, num_kv_heads, num_features), jnp.float32) if normalize else None
     return LinearState(jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32), key)
 

@@ -12,7 +12,6 @@ from brl_jax.attention.core.arguments import (
     check_lengths,
     check_scale,
     check_segments,
-    check_sizes,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
@@ -28,7 +27,7 @@ from brl_jax.attention.recurrent.linear import (
     check_positions,
     feature_sums,
 )
-from brl_jax.fields import Count, Positive
+from brl_jax.fields import Count, Positive, declared
 
 
 class LunaState(NamedTuple):
@@ -45,17 +44,15 @@ class LunaState(NamedTuple):
     num_tokens: Int[Array, " B"]
 
 
+@declared
 def init_luna_state(
-    batch: int, num_kv_heads: int, head_dim: int, num_packed: int, value_dim: int
+    batch: Count, num_kv_heads: Count, head_dim: Count, num_packed: Count, value_dim: Count
 ) -> LunaState:
     """The state of `luna_attention` before the first token; `num_packed` is M there.
 
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(
-        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, num_packed=num_packed, value_dim=value_dim
-    )
     return LunaState(
         jnp.zeros((batch, num_kv_heads, head_dim, num_packed), jnp.float32),
         jnp.zeros((batch, num_kv_heads, num_packed, value_dim), jnp.float32),

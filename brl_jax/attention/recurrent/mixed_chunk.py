@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes, zero_padding
+from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
@@ -25,7 +25,7 @@ from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, 
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 from brl_jax.attention.recurrent.squared_relu import check_position_bias, position_bias, squared_relu
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 
 class MixedChunkState(NamedTuple):
@@ -44,13 +44,14 @@ class MixedChunkState(NamedTuple):
     length: Int[Array, "B"]
 
 
+@declared
 def init_mixed_chunk_state(
-    batch: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
+    batch: Count,
+    num_kv_heads: Count,
+    head_dim: Count,
+    value_dim: Count,
     *,
-    chunk_size: int = 256,
+    chunk_size: Count = 256,
     dtype: DTypeLike = jnp.float32,
 ) -> MixedChunkState:
     """The state of `mixed_chunk_attention` before the first token.
@@ -63,13 +64,6 @@ def init_mixed_chunk_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(
-        batch=batch,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        chunk_size=chunk_size,
-    )
     keys = jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype)
     return MixedChunkState(
         jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32),

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
@@ -46,7 +45,10 @@ class PerformerState(NamedTuple):
     maximum: Float[Array, "B K"]
 
 
-def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value_dim: int) -> PerformerState:
+@declared
+def init_performer_state(
+    batch: Count, num_kv_heads: Count, num_features: Count, value_dim: Count
+) -> PerformerState:
     """The state of `performer_attention` before the first token.
 
     Args:
@@ -56,7 +58,6 @@ def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
     return PerformerState(
         jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32),
         jnp.zeros((batch, num_kv_heads, num_features), jnp.float32),
@@ -180,10 +181,6 @@ def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: i
     if projection is None:
         if num_features is None:
             num_features = max(1, round(head_dim * math.log(head_dim)))
-        require(
-            is_int(num_features) and num_features >= 1,
-            f"num_features must be an int of at least 1, got {num_features!r}",
-        )
         projection = performer_projection(rng, num_features, head_dim)
     require(
         projection.ndim == 2 and projection.shape[1] == head_dim and projection.shape[0] >= 1,

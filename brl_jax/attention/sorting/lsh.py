@@ -14,7 +14,6 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_scale,
-    is_int,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
@@ -29,26 +28,18 @@ from brl_jax.attention.core.softmax import (
     normalise,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.fields import Count, declared
-
-
-def check_buckets(num_buckets: Any) -> None:
-    require(
-        is_int(num_buckets) and num_buckets >= 2 and num_buckets % 2 == 0,
-        f"num_buckets must be an even int of at least 2, got {num_buckets!r}",
-    )
+from brl_jax.fields import Count, Even, declared
 
 
 @declared
 def lsh_rotations(
-    rng: PRNGKeyArray, head_dim: Count, *, num_rounds: Count = 4, num_buckets: int = 32
+    rng: PRNGKeyArray, head_dim: Count, *, num_rounds: Count = 4, num_buckets: Even = 32
 ) -> Float[Array, "R H F"]:
     """The random matrices of `lsh_attention`, one of F = num_buckets / 2 directions for each round of hashing.
 
     Raises:
       ValueError: a size below 1, or an odd number of buckets.
     """
-    check_buckets(num_buckets)
     return jax.random.normal(rng, (num_rounds, head_dim, num_buckets // 2), jnp.float32)
 
 

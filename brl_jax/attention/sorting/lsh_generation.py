@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_new_tokens
 from brl_jax.attention.core.in_place import write_places
@@ -19,7 +19,6 @@ from brl_jax.attention.sorting.lsh import (
     alone_sees_itself,
     attend_in_buckets,
     bucket_codes,
-    check_buckets,
     check_lsh_arguments,
     hash_buckets,
     inverse_lengths,
@@ -27,7 +26,7 @@ from brl_jax.attention.sorting.lsh import (
     share_chunks,
     unsort,
 )
-from brl_jax.fields import Count
+from brl_jax.fields import Count, Even, declared
 
 # The bucket and chunk of a place without a token, which is near no other.
 _NOWHERE = -3
@@ -45,16 +44,15 @@ class LSHState(NamedTuple):
     counts: Int[Array, "R B N F2"]
 
 
+@declared
 def init_lsh_state(
-    batch: int, length: int, num_heads: int, *, num_rounds: int = 4, num_buckets: int = 32
+    batch: Count, length: Count, num_heads: Count, *, num_rounds: Count = 4, num_buckets: Even = 32
 ) -> LSHState:
     """The state before the first of up to `length` tokens.
 
     Raises:
       ValueError: a size below 1, or an odd number of buckets.
     """
-    check_sizes(batch=batch, length=length, num_heads=num_heads, num_rounds=num_rounds)
-    check_buckets(num_buckets)
     rows = (num_rounds, batch, num_heads)
     return LSHState(
         jnp.full((*rows, length), _NOWHERE, jnp.int32), jnp.zeros((*rows, num_buckets), jnp.int32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_segments, check_sizes
+from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_segments
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -19,7 +19,7 @@ from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
-from brl_jax.fields import Count
+from brl_jax.fields import Count, check_value
 
 # Queries at a time, whose scores for all compressed blocks exist together.
 _QUERY_BLOCK = 64
@@ -46,7 +46,8 @@ class BlockSizes(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError for sizes below 1, or that are not multiples of the stride."""
-        check_sizes(**{f"sizes.{name}": size for name, size in self._asdict().items()})
+        for name, size in self._asdict().items():
+            check_value(f"sizes.{name}", size, Count)
         for name in ("compressed", "selected"):
             size = getattr(self, name)
             require(

@@ -15,7 +15,6 @@ from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
     check_scale,
-    check_sizes,
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
@@ -24,7 +23,7 @@ from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state
-from brl_jax.fields import Count
+from brl_jax.fields import Count, declared
 
 # Queries that attend at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 128
@@ -67,13 +66,15 @@ def capacity(n: Any, factor: int) -> Any:
     return 2 * budget(n, factor) * log_ceiling(n)
 
 
-def init_prob_sparse_state(batch: int, length: int, num_heads: int, factor: int = 5) -> ProbSparseState:
+@declared
+def init_prob_sparse_state(
+    batch: Count, length: Count, num_heads: Count, factor: Count = 5
+) -> ProbSparseState:
     """The state of causal selection before the first of up to `length` tokens.
 
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, length=length, num_heads=num_heads, factor=factor)
     measures = jnp.full((batch, num_heads, budget(length, factor)), _LOWEST, jnp.float32)
     return ProbSparseState(measures, jnp.zeros((batch, num_heads), jnp.int32))
 

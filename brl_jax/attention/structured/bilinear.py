@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.fields import Count, declared
 
 # A BTT is cheap only if its two factors of the width do not differ much.
 _LARGEST_RATIO = 4
@@ -224,14 +225,14 @@ def bilinear_btt_keys(
     return (_layer_norm(y, norm_scale, epsilon) if normalize else y).astype(x.dtype)
 
 
-def btt_factors(width: int) -> tuple[int, int]:
+@declared
+def btt_factors(width: Count) -> tuple[int, int]:
     """The factors a, b of a BTT, a b = width: b is the smallest divisor not below sqrt(width); 48 gives 6, 8.
 
     Raises:
       ValueError: the width is not an int of at least 1, or is not a product of two factors above 1 the larger of which
         is at most 4 times the other: the BTT would be almost dense. The message names the nearest widths that are.
     """
-    check_sizes(width=width)
     a, b = _nearest_factors(width)
     if _has_factors(width):
         return a, b

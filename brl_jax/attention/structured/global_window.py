@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, is_int
+from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -23,7 +23,7 @@ def global_window_attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     *,
-    ranks: tuple[int, int],
+    ranks: tuple[Count, Count],
     window: Count,
     scale: tuple[float, float] | None = None,
     is_causal: bool = False,
@@ -97,10 +97,6 @@ def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array
 
 def check_split(ranks: Any, head_dim: int) -> int:
     """The number of features of the global part; raises ValueError unless both are positive and sum to head_dim."""
-    require(
-        isinstance(ranks, (tuple, list)) and len(ranks) == 2 and all(is_int(r) and r >= 1 for r in ranks),
-        f"ranks must be two ints of at least 1, got {ranks!r}",
-    )
     require(sum(ranks) == head_dim, f"ranks must sum to the head_dim {head_dim}, got {ranks[0]}+{ranks[1]}")
     return int(ranks[0])
 

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_sizes, is_int, zero_padding
+from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from brl_jax.attention.structured.mlr_sharded import Levels, mlr_on_mesh
 from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
+from brl_jax.fields import Count, declared
 
-BlockSizes = Sequence[int | None]
+BlockSizes = Sequence[Count | None]
 
 
 @attention_function
@@ -31,7 +32,7 @@ def mlr_attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     *,
-    ranks: Sequence[int],
+    ranks: Sequence[Count],
     block_sizes: BlockSizes | None = None,
     scale: float | Sequence[float] | None = None,
     divide_by_levels: bool = False,
@@ -107,7 +108,8 @@ def mlr_attention(
     return zero_padding(attend(plan, query, key, value, lengths)[0], query_lengths)
 
 
-def doubling_block_sizes(length: int, levels: int) -> tuple[int | None, ...]:
+@declared
+def doubling_block_sizes(length: Count, levels: Count) -> tuple[int | None, ...]:
     """Block sizes for a sequence (or a training context) of `length` tokens, of which level l has 2^(l-1) blocks.
 
     arXiv:2509.07963, section 3.4. The first level is one block over all tokens (None), and the next ones have blocks of
@@ -118,17 +120,12 @@ def doubling_block_sizes(length: int, levels: int) -> tuple[int | None, ...]:
     Raises:
       ValueError: a length or a number of levels below 1.
     """
-    check_sizes(length=length, levels=levels)
     finest = -(-length // 2 ** (levels - 1))
     return (None, *(finest * 2 ** (levels - 1 - level) for level in range(1, levels)))
 
 
 def check_ranks(ranks: Any, head_dim: int) -> tuple[int, ...]:
     """The ranks as ints; raises ValueError unless they are at least 1 and sum to head_dim."""
-    require(
-        isinstance(ranks, (tuple, list)) and len(ranks) > 0 and all(is_int(r) and r >= 1 for r in ranks),
-        f"ranks must be one or more ints of at least 1, got {ranks!r}",
-    )
     require(
         sum(ranks) == head_dim,
         f"ranks must sum to the head_dim {head_dim}, got {'+'.join(map(str, ranks))} = {sum(ranks)}",
@@ -138,11 +135,6 @@ def check_ranks(ranks: Any, head_dim: int) -> tuple[int, ...]:
 
 def check_block_sizes(block_sizes: Any, levels: int) -> tuple[int | None, ...]:
     """The block sizes as ints or None; raises ValueError unless there is one per level and they are nested."""
-    require(
-        isinstance(block_sizes, (tuple, list))
-        and all(size is None or (is_int(size) and size >= 1) for size in block_sizes),
-        f"block_sizes must be ints of at least 1 or None, got {block_sizes!r}",
-    )
     require(
         len(block_sizes) == levels,
         f"block_sizes must have one size for each of the {levels} ranks, got {len(block_sizes)}: {block_sizes!r}",

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_sizes
+from brl_jax.attention.core.arguments import check_dtypes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
+from brl_jax.fields import Count, declared
 
 
 class MlrState(NamedTuple):
@@ -36,15 +37,16 @@ class MlrState(NamedTuple):
     tokens: Int[Array, ""]
 
 
+@declared
 def init_mlr_state(
-    batch: int,
-    length: int,
-    kv_heads: int,
-    head_dim: int,
+    batch: Count,
+    length: Count,
+    kv_heads: Count,
+    head_dim: Count,
     *,
-    ranks: Sequence[int],
+    ranks: Sequence[Count],
     block_sizes: BlockSizes,
-    value_dim: int | None = None,
+    value_dim: Count | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> MlrState:
     """The state of `mlr_attention_step` before the first of up to `length` tokens.
@@ -63,7 +65,6 @@ def init_mlr_state(
       ValueError: sizes, ranks or block sizes that do not fit, naming the argument.
     """
     value_dim = head_dim if value_dim is None else value_dim
-    check_sizes(batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
     ranks = check_ranks(ranks, head_dim)
     sizes = _limited_sizes(check_block_sizes(block_sizes, len(ranks)), length)
     return MlrState(
@@ -80,7 +81,7 @@ def mlr_attention_step(
     value: Float[Array, "B L K V"],
     state: MlrState,
     *,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[Count] | None = None,
     block_sizes: BlockSizes | None = None,
     scale: float | Sequence[float] | None = None,
     divide_by_levels: bool = False,

@@ -33,7 +33,7 @@ class BilinearMLRConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[Count, ...] | None = None
     """Rank of each level; level l cuts the channels into 2^(l-1) blocks. The ranks sum to head_dim. None uses equal
     ranks for the fewest levels that give the matrix full rank, as far as the width can be halved."""
     normalize: bool = True

@@ -34,7 +34,7 @@ class GlobalWindowConfig(Mechanism):
     window: Count = 128
     """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on each side in an
     encoder."""
-    ranks: tuple[int, int] | None = None
+    ranks: tuple[Count, Count] | None = None
     """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
     """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,

@@ -26,14 +26,14 @@ class MLRConfig(Mechanism):
     """Softmax attention whose scores use more features between near tokens than between far ones (MLR attention,
     arXiv:2509.07963, eq. 9)."""
 
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[Count, ...] | None = None
     """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
     2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves if it is not a multiple of 16."""
     context: Count | None = None
     """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
     over the whole sequence. None follows the sequence: T is its length, or the cache's in generation. Training a
     language model sets it to the length of its rows (`Mechanism.for_training`)."""
-    block_sizes: tuple[int | None, ...] | None = None
+    block_sizes: tuple[Count | None, ...] | None = None
     """Tokens in a block of each level, each a multiple of the next; overrides `context`. None for a
     level makes it one block over the whole sequence."""
     qk_norm: bool = True
@@ -45,8 +45,6 @@ class MLRConfig(Mechanism):
     E.2)."""
 
     def __post_init__(self):
-        if self.ranks is not None:
-            check_ranks(self.ranks, sum(self.ranks))
         if self.block_sizes is not None:
             if self.ranks is None:
                 raise ValueError(
