@@ -58,12 +58,12 @@ SOFTMAX = {
     "linformer": lambda q=Q, k=K, v=V, **o: brl.linformer_attention(
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
-    "flow": lambda q=Q, k=K, v=V, **o: brl.flow_attention(q, k, v, **o),
+    "flowformer": lambda q=Q, k=K, v=V, **o: brl.flowformer_attention(q, k, v, **o),
     "luna": lambda q=Q, k=K, v=V, **o: brl.luna_attention(q, k, v, array(3, N, H), **o),
-    "prob_sparse": lambda q=Q, k=K, v=V, **o: brl.prob_sparse_attention(q, k, v, rng=jax.random.key(0), **o),
+    "informer": lambda q=Q, k=K, v=V, **o: brl.informer_attention(q, k, v, rng=jax.random.key(0), **o),
     "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
     "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
-    "nystrom": lambda q=Q, k=K, v=V, **o: brl.nystrom_attention(q, k, v, **o),
+    "nystromformer": lambda q=Q, k=K, v=V, **o: brl.nystromformer_attention(q, k, v, **o),
     "global_window": lambda q=Q, k=K, v=V, **o: brl.global_window_attention(
         q, k, v, ranks=(4, 4), window=3, **o
     ),
@@ -105,10 +105,10 @@ SCALES = (
     "hopfield",
     "bsbr",
     "linformer",
-    "nystrom",
+    "nystromformer",
     "kernelized",
     "skyformer",
-    "prob_sparse",
+    "informer",
 )
 
 
@@ -572,7 +572,7 @@ def test_flags_numbers_and_keys_are_found():
     }
 
 
-LSH = brl.lsh_rotations(jax.random.key(0), H, num_buckets=4)
+ROTATIONS = brl.reformer_rotations(jax.random.key(0), H, num_buckets=4)
 
 
 def one_token_step(**options):
@@ -595,19 +595,19 @@ def diag_step(**options):
     return brl.diag_attention_step(Q[:, :3], K[:, :3], V[:, :3], state, **options)
 
 
-def lsh_step(**options):
-    state = brl.init_lsh_state(B, T, N, num_buckets=4)
-    return brl.lsh_step(Q[:, :2], Q, V, LSH, state, **options)
+def reformer_step(**options):
+    state = brl.init_reformer_state(B, T, N, num_buckets=4)
+    return brl.reformer_step(Q[:, :2], Q, V, ROTATIONS, state, **options)
 
 
 def sinkhorn_step(**options):
     return brl.sinkhorn_step(Q[:, :2], K, V, array(B, 3, N, 3), block_size=4, **options)
 
 
-def prob_sparse_step(**options):
-    state = brl.init_prob_sparse_state(B, T, N)
+def informer_step(**options):
+    state = brl.init_informer_state(B, T, N)
     options = {"rng": jax.random.key(0)} | options
-    return brl.prob_sparse_step(Q[:, :2], K, V, jnp.zeros((B, N, H)), state, **options)
+    return brl.informer_step(Q[:, :2], K, V, jnp.zeros((B, N, H)), state, **options)
 
 
 def compress_blocks(lengths):
@@ -654,11 +654,11 @@ DECLARED = {
         "count must be from 0 to 3, got -1",
     ),
     "diag_step: a count beyond the tokens": (lambda: diag_step(count=5), "count must be from 0 to 3"),
-    "lsh_step: a start below 0": (lambda: lsh_step(start=-1), "start must be from 0 to 10, got -1"),
-    "lsh_step: a start beyond the room": (lambda: lsh_step(start=99), "start must be from 0 to 10"),
+    "reformer_step: a start below 0": (lambda: reformer_step(start=-1), "start must be from 0 to 10, got -1"),
+    "reformer_step: a start beyond the room": (lambda: reformer_step(start=99), "start must be from 0 to 10"),
     "sinkhorn_step: a start beyond the room": (lambda: sinkhorn_step(start=77), "start must be from 0 to 10"),
-    "prob_sparse_step: a start beyond the room": (
-        lambda: prob_sparse_step(start=200, count=1),
+    "informer_step: a start beyond the room": (
+        lambda: informer_step(start=200, count=1),
         "start must be from 0 to 11",
     ),
     "compress_blocks: a history beyond its size": (

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.recurrent.bsbr import BsbrState, bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
@@ -36,7 +36,7 @@ class BSBRAttention(StateLayer):
     article's sum of a chunk's products into their mean: the sum would be much larger than the chunk's own output.
     """
 
-    def init_state(self, batch: int, length: int) -> BsbrState:
+    def init_state(self, batch: int, length: int) -> BSBRState:
         m, d = self.mechanism, self.dimensions
         return init_bsbr_state(
             batch, length, d.num_heads, d.num_kv_heads, d.head_dim, compressed=m.compressed,
