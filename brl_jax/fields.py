@@ -57,7 +57,9 @@ class Range:
         high = (self.below is not None and not value < self.below) or (
             self.most is not None and not value <= self.most
         )
-        if 1 in (self.below, self.most) and (low or high):  # a share
+        if (low or high) and self.least is not None and (self.most or MOST) < 1000:
+            return f"{self.least} to {self.most}"
+        if (low or high) and 1 in (self.below, self.most):  # a share
             return f"{least} and {most}"
         return least if low else most if high else "even" if self.even and value % 2 else None
 
@@ -87,7 +89,7 @@ class Checked:
     """A base of dataclasses whose fields are checked before their own `__post_init__` runs."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _field_checks(type(self))((), vars(self))
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -96,7 +98,7 @@ class Checked:
 
             @functools.wraps(own)
             def checked(self: Any) -> None:
-                check_fields(self)
+                Checked.__post_init__(self)
                 own(self)
 
             cls.__post_init__ = checked  # type: ignore[method-assign]
@@ -279,6 +281,8 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if origin is tuple and arguments:
         if not isinstance(value, tuple | list):
             return "a tuple"
+        if arguments[0] is bool and all(type(item) is bool for item in value):  # a large mask
+            return None
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) != len(value):
             return f"a tuple of {len(kinds)}"

@@ -119,7 +119,7 @@ def test_top_p_that_the_first_token_reaches():
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
         ({"rng": 0}, r"rng must be a random key, such as jax.random.key\(0\), or None, got 0"),
         ({"stop_tokens": [11]}, r"stop_tokens must be tokens of the vocabulary \(11\), got \[11\]"),
-        ({"stop_tokens": "a"}, "stop_tokens must be tokens of the vocabulary"),
+        ({"stop_tokens": "a"}, "stop_tokens must be a list, got 'a'"),
     ],
 )  # fmt: skip
 def test_calls_that_cannot_be(variables, changes, message):

@@ -502,7 +502,7 @@ CALLS = {
 # Values that do not fit an annotation of each type.
 UNFIT = {
     bool: ["no", 1, jnp.zeros((2,), bool)],
-    int: ["4", 2.5, True, 2**40],
+    int: ["4", 2.5, True, 2**70, -(2**70)],
     float: ["0.1", math.nan, math.inf, True],
     str: [3],
 }
@@ -567,7 +567,7 @@ def test_flags_numbers_and_keys_are_found():
     assert {name: len(unfit(hints[name])) for name in ("is_causal", "temperature", "block_size", "rng")} == {
         "is_causal": 4,
         "temperature": 5,
-        "block_size": 5,
+        "block_size": 6,
         "rng": 4,
     }
 

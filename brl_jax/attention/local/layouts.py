@@ -6,7 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from brl_jax.attention.local.parts import band, columns, dense, separate_blocks
-from brl_jax.attention.local.patterns import Pattern, at_least
+from brl_jax.attention.local.patterns import Pattern
+from brl_jax.fields import Count, Natural
 from pallas_kernels.positions import floor_divide, remainder
 
 
@@ -28,10 +29,7 @@ class Axial(Pattern):
         query 5  . . x x x x
     """
 
-    width: int
-
-    def __post_init__(self):
-        at_least(self, 1, "width")
+    width: Count
 
     def _row(self, query_positions, key_positions, num_positions=None):
         return floor_divide(query_positions, self.width) == floor_divide(key_positions, self.width)
@@ -59,13 +57,9 @@ class Neighbourhood(Pattern):
     CPU, for heads of up to 32 features and small windows, only the keys of the window are: O(n rows columns).
     """
 
-    width: int
-    rows: int
-    columns: int
-
-    def __post_init__(self):
-        at_least(self, 1, "width")
-        at_least(self, 0, "rows", "columns")
+    width: Count
+    rows: Natural
+    columns: Natural
 
     @property
     def _reach(self) -> int:
@@ -98,18 +92,12 @@ class GlobalLocal(Pattern):
     (the hard masks of section 3.3, for a sentence or a block each), or all tokens where `segment` is None.
     """
 
-    left: int
-    right: int
-    num_global: int
-    segment: int | None = None
+    left: Natural
+    right: Natural
+    num_global: Count
+    segment: Count | None = None
 
     causal_ok: ClassVar[bool] = False
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
-        at_least(self, 1, "num_global")
-        if self.segment is not None:
-            at_least(self, 1, "segment")
 
     def _near(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - query_positions

@@ -27,21 +27,11 @@ from brl_jax.attention.local.parts import (
     separate_blocks,
     tables,
 )
+from brl_jax.fields import Checked, Count, Natural, declared
 from pallas_kernels.positions import floor_divide, remainder
 
 
-def at_least(pattern: object, lowest: int, *names: str) -> None:
-    """Raises ValueError unless fields of a pattern are ints of at least `lowest`."""
-    for name in names:
-        number = getattr(pattern, name)
-        is_int = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        if not (is_int and number >= lowest):
-            raise ValueError(
-                f"{name} of {type(pattern).__name__} must be an int of at least {lowest}, got {number!r}"
-            )
-
-
-class Pattern:
+class Pattern(Checked):
     """What `local_attention` accepts as `pattern`. Subclasses are frozen dataclasses, hence hashable.
 
     Attributes:
@@ -110,17 +100,13 @@ class SlidingWindow(Pattern):
         query 5  . . . x x x
     """
 
-    left: int
-    right: int
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
+    left: Natural
+    right: Natural
 
     @classmethod
-    def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
+    @declared
+    def of_width(cls, width: Count, is_causal: bool) -> SlidingWindow:
         """The window w of the papers: w keys up to the query's own, included, if causal; else w // 2 on each side."""
-        if not (isinstance(width, (int, np.integer)) and width >= 1):
-            raise ValueError(f"width must be an int of at least 1, got {width!r}")
         return cls(int(width) - 1, 0) if is_causal else cls(int(width) // 2, int(width) // 2)
 
     @property
@@ -143,13 +129,9 @@ class SlidingWindow(Pattern):
 class Dilated(Pattern):
     """Position i sees i + dilation * d for d in -left .. right (Longformer, section 3.1)."""
 
-    left: int
-    right: int
-    dilation: int
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
-        at_least(self, 1, "dilation")
+    left: Natural
+    right: Natural
+    dilation: Count
 
     @property
     def lookback(self) -> int:
@@ -172,10 +154,7 @@ class Dilated(Pattern):
 class BlockDiagonal(Pattern):
     """Position i sees the positions of its own block, i // block (DiagAttention, arXiv:2210.10340)."""
 
-    block: int
-
-    def __post_init__(self):
-        at_least(self, 1, "block")
+    block: Count
 
     @property
     def lookback(self) -> int:
@@ -200,13 +179,9 @@ class Bucketed(Pattern):
     Vpyg3fqXbl) used. With is_causal the buckets before and the query's own up to the query remain.
     """
 
-    size: int
-    before: int = 1
-    after: int = 1
-
-    def __post_init__(self):
-        at_least(self, 1, "size")
-        at_least(self, 0, "before", "after")
+    size: Count
+    before: Natural = 1
+    after: Natural = 1
 
     @property
     def lookback(self) -> int:
@@ -231,12 +206,8 @@ class SurroundedBlocks(Pattern):
     The windows of the Long-Short Transformer (Zhu et al. 2021, arXiv:2107.02192, section 3.1), whose reach is size / 2.
     """
 
-    size: int
-    reach: int
-
-    def __post_init__(self):
-        at_least(self, 1, "size")
-        at_least(self, 0, "reach")
+    size: Count
+    reach: Natural
 
     @property
     def lookback(self) -> int:
@@ -262,10 +233,7 @@ class Strided(Pattern):
     This is the union of the two heads of Child et al. 2019, section 4.2; cost O(n (stride + n / stride)).
     """
 
-    stride: int
-
-    def __post_init__(self):
-        at_least(self, 1, "stride")
+    stride: Count
 
     def _near(self, query_positions, key_positions, num_positions=None):
         return abs(key_positions - query_positions) <= self.stride
@@ -293,11 +261,10 @@ class Fixed(Pattern):
     This is the union of the two heads of Child et al. 2019, section 4.2 (their c is `summary`).
     """
 
-    stride: int
-    summary: int = 1
+    stride: Count
+    summary: Count = 1
 
     def __post_init__(self):
-        at_least(self, 1, "stride", "summary")
         require(
             self.summary <= self.stride,
             f"summary of Fixed must be at most its stride {self.stride}, got {self.summary}",
@@ -327,15 +294,11 @@ class Fixed(Pattern):
 class GlobalWindow(Pattern):
     """A sliding window; in addition, the first `num_global` positions see and are seen by all (Longformer)."""
 
-    left: int
-    right: int
-    num_global: int
+    left: Natural
+    right: Natural
+    num_global: Count
 
     causal_ok: ClassVar[bool] = False
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
-        at_least(self, 1, "num_global")
 
     def _near(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - query_positions
@@ -374,17 +337,15 @@ class BigBird(Pattern):
     the number of blocks in the sequence.
     """
 
-    block: int
-    window_blocks: int = 3
-    global_blocks: int = 1
-    random_blocks: int = 1
-    seed: int = 0
+    block: Count
+    window_blocks: Count = 3
+    global_blocks: Natural = 1
+    random_blocks: Natural = 1
+    seed: Natural = 0
 
     causal_ok: ClassVar[bool] = False
 
     def __post_init__(self):
-        at_least(self, 1, "block", "window_blocks")
-        at_least(self, 0, "global_blocks", "random_blocks", "seed")
         require(
             self.window_blocks % 2 == 1, f"window_blocks of BigBird must be odd, got {self.window_blocks}"
         )
@@ -446,11 +407,10 @@ class BlockMask(Pattern):
       mask: one row of bools for each query block, all of one length; `BlockMask.of` takes an array.
     """
 
-    block: int
+    block: Count
     mask: tuple[tuple[bool, ...], ...]
 
     def __post_init__(self):
-        at_least(self, 1, "block")
         rows = self.mask
         require(
             isinstance(rows, tuple) and len(rows) > 0 and all(isinstance(r, tuple) and r for r in rows),

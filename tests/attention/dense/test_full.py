@@ -140,7 +140,7 @@ KV = jnp.zeros((2, 10, 2, 8))
     [
         ((Q, KV[0], KV), {}, r"key must have shape \(batch, length, heads, head_dim\), got \(10, 2, 8\)"),
         ((Q, KV[:, :0], KV[:, :0]), {}, "key must not be empty"),
-        ((Q, KV, KV), {"query_offset": 1.0}, "query_offset must be an int or an int scalar array, got 1.0"),
+        ((Q, KV, KV), {"query_offset": 1.0}, "query_offset must be an integer or an array, got 1.0"),
         (
             (Q, KV, KV),
             {"bias": ALiBi(alibi_slopes(2))},
@@ -220,7 +220,8 @@ def test_sinks_and_soft_cap(implementation):
     )
     assert oracles.relative_error(plain, expected[0]) < 1e-4
     with pytest.raises(
-        ValueError, match=r"cudnn' serves full attention only with .*no sinks; with no logits_soft_cap"
+        NotImplementedError,
+        match=r"cudnn' supports full attention only with .*no sinks; with no logits_soft_cap",
     ):
         full_attention(query, key, value, sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
 

@@ -77,7 +77,7 @@ def test_padding_is_not_read(form):
         ({"columns": COLUMNS.astype(jnp.bfloat16)}, "columns must have value's dtype"),
         ({"column_bias": BIAS[1:]}, "column_bias must have shape"),
         ({"value": jnp.concatenate([VALUE] * 3, 2)}, "heads of rows must be a multiple"),
-        ({"query_offset": 0.5}, "query_offset must be an int"),
+        ({"query_offset": 0.5}, "query_offset must be an integer or an array, got 0.5"),
         ({"implementation": "cudnn"}, "implementation must be"),
     ],
 )

@@ -338,7 +338,7 @@ WINDOW = {"local_window_size": 3}
     [
         ((Q, KV, KV), {"pattern": BIG_BIRD, "is_causal": True}, "is_causal must be False with BigBird"),
         ((Q, KV, KV), {**WINDOW, "bias": 1.0}, "bias must be a PositionBias or an array, got float"),
-        ((Q, KV, KV), {**WINDOW, "query_offset": jnp.int32(1)}, "query_offset must be a static int"),
+        ((Q, KV, KV), {**WINDOW, "query_offset": jnp.int32(1)}, "query_offset must be an integer, got int32"),
     ],
 )
 def test_bad_input(arrays, options, message):

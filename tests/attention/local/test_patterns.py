@@ -87,7 +87,7 @@ def test_width_of_the_papers():
     assert SlidingWindow.of_width(256, is_causal=False) == SlidingWindow(128, 128)
     assert SlidingWindow.of_width(1, is_causal=False) == SlidingWindow(0, 0)
     for width in (0, -3, 2.5):
-        with pytest.raises(ValueError, match=f"width must be an int of at least 1, got {width}"):
+        with pytest.raises(ValueError, match=f"width must be .*, got {width}"):
             SlidingWindow.of_width(width, is_causal=True)
 
 
@@ -111,13 +111,13 @@ def test_random_blocks_of_big_bird():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SlidingWindow(3, 0.5), "right of SlidingWindow must be an int of at least 0, got 0.5"),
-        (lambda: Bucketed(4, -1), "before of Bucketed must be an int of at least 0, got -1"),
-        (lambda: Strided(0), "stride of Strided must be an int of at least 1, got 0"),
-        (lambda: GlobalWindow(1, 1, 0), "num_global of GlobalWindow must be an int of at least 1, got 0"),
-        (lambda: Axial(0), "width of Axial must be an int of at least 1, got 0"),
-        (lambda: Neighbourhood(4, -1, 1), "rows of Neighbourhood must be an int of at least 0, got -1"),
-        (lambda: GlobalLocal(1, 1, 2, 0), "segment of GlobalLocal must be an int of at least 1, got 0"),
+        (lambda: SlidingWindow(3, 0.5), "right must be an integer, got 0.5"),
+        (lambda: Bucketed(4, -1), "before must be at least 0, got -1"),
+        (lambda: Strided(0), "stride must be at least 1, got 0"),
+        (lambda: GlobalWindow(1, 1, 0), "num_global must be at least 1, got 0"),
+        (lambda: Axial(0), "width must be at least 1, got 0"),
+        (lambda: Neighbourhood(4, -1, 1), "rows must be at least 0, got -1"),
+        (lambda: GlobalLocal(1, 1, 2, 0), "segment must be at least 1, got 0"),
         (lambda: BlockMask(4, [[True]]), "mask of BlockMask must be a tuple of tuples"),
         (lambda: BlockMask.of(4, np.ones(3, bool)), "mask must be a bool array .* got bool of shape"),
         (lambda: BigBird(8).visible(0, 0), "BigBird's random blocks need num_positions"),

@@ -79,7 +79,7 @@ def test_other_lengths_and_sizes_are_refused():
         ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
     ):
         informer_attention(query, key[:, :5], value[:, :5], rng=KEY)
-    with pytest.raises(ValueError, match="num_heads must be an int of at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         init_informer_state(1, 8, 0)
 
 

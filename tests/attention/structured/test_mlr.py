@@ -218,10 +218,10 @@ def test_flops_of_the_scores(schedule, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": (4, 0, 4)}, "ranks must be one or more ints"),
+        ({"ranks": (4, 0, 4)}, "ranks must be at least 1, got 0"),
         ({"block_sizes": (None, 24, 16)}, "nested.*24 before 16"),
         ({"block_sizes": (32, None, 16)}, "nested.*32 before None"),
-        ({"block_sizes": (32, 16, 0)}, "block_sizes must be ints of at least 1 or None"),
+        ({"block_sizes": (32, 16, 0)}, "block_sizes must be at least 1, got 0"),
         ({"scale": (1.0, 2.0)}, "scale must be a number, or one for each of the 3 ranks"),
     ],
 )

@@ -85,5 +85,5 @@ def test_bad_arguments():
         mlr_attention_step(query, key, value, None)
     with pytest.raises(ValueError, match="ranks must sum to the head_dim 8"):
         init_mlr_state(2, 20, 2, 8, ranks=(4, 2), block_sizes=(None, 8))
-    with pytest.raises(ValueError, match="length must be an int of at least 1"):
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         init_mlr_state(2, 0, 2, 8, **options)

@@ -88,11 +88,11 @@ def test_weights_start_at_their_limit():
     ("make", "message"),
     [
         (lambda: MLRConfig(ranks=(8, 4)).check(dimensions()), r"ranks must sum to the head_dim 16, got 8\+4 = 12"),
-        (lambda: MLRConfig(ranks=(8, 0)), "ranks must be one or more ints of at least 1"),
+        (lambda: MLRConfig(ranks=(8, 0)), "ranks must be at least 1, got 0"),
         (lambda: MLRConfig(ranks=(8, 4, 4), block_sizes=(None, 24, 16)), "nested.*got 24 before 16"),
         (lambda: MLRConfig(ranks=(8, 8), block_sizes=(None, 24, 12)), "one size for each of the 2 ranks, got 3"),
         (lambda: MLRConfig(block_sizes=(None, 24)), "block_sizes need ranks"),
-        (lambda: MLRConfig(context=0), "context must be at least 1 or None, got 0"),
+        (lambda: MLRConfig(context=0), "context must be at least 1, got 0"),
         (lambda: BilinearMLRConfig(ranks=(8, 4)).check(dimensions()), r"sum to the head_dim 16, got 8\+4 = 12"),
         (
             lambda: BilinearMLRConfig(ranks=(2,) * 8).check(dimensions()),
