@@ -250,4 +250,5 @@ def check_config(config: object, kind: type) -> None:
     """Raises ValueError unless a network's `config` is of the class that it needs."""
     if not isinstance(config, kind):
         got = "None" if config is None else type(config).__name__
-        raise ValueError(f"config must be a {kind.__name__}, got {got}")
+        article = "an" if kind.__name__.startswith("E") else "a"
+        raise ValueError(f"config must be {article} {kind.__name__}, got {got}")

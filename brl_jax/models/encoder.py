@@ -197,6 +197,7 @@ class Classifier(nn.Module):
     config: EncoderConfig
 
     def setup(self):
+        check_config(self.config, EncoderConfig)
         self.encoder = _PooledEncoder(self.config)
         self.head = _Head(self.config)
 
@@ -259,6 +260,7 @@ class PairClassifier(nn.Module):
     config: EncoderConfig
 
     def setup(self):
+        check_config(self.config, EncoderConfig)
         self.encoder = _PooledEncoder(self.config)
         self.head = _Head(self.config)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models.config import StackConfig
+from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
 from brl_jax.models.networks import make_stack
 
@@ -208,6 +208,7 @@ class NodeClassifier(nn.Module):
         relations: Int[Array, "B E"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B P C"]:
+        check_config(self.config, GraphConfig)
         c, d = self.config, self.config.dimensions
         if features.shape[1:] != (len(c.kinds), c.num_features):
             raise ValueError(

@@ -703,17 +703,35 @@ DECLARED = {
         "local_window_size must be",
     ),
     # Networks.
-    "decoder: no configuration": (
-        lambda: run(brl.DecoderLM(None), IDS),
-        "config must be a DecoderConfig, got None",
-    ),
-    "decoder: an encoder's configuration": (
-        lambda: run(brl.DecoderLM(brl.EncoderConfig()), IDS),
-        "config must be a DecoderConfig, got EncoderConfig",
-    ),
     "decoder: a memory that is a number": (lambda: run(decoder(), IDS, memory=3), "memory must be"),
     "decoder: a cache that is an object": (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
 }
+
+
+NETWORKS = {
+    brl.Classifier: "Encoder",
+    brl.DecoderLM: "Decoder",
+    brl.Encoder: "Encoder",
+    brl.EncoderDecoder: "EncoderDecoder",
+    brl.MaskedLM: "Encoder",
+    brl.NodeClassifier: "Graph",
+    brl.PairClassifier: "Encoder",
+    brl.Regressor: "Regressor",
+    brl.TokenClassifier: "Encoder",
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("config", [None, brl.StackConfig()], ids=["None", "StackConfig"])
+def test_networks_say_which_configuration_they_need(network, config):
+    given = "None" if config is None else "StackConfig"
+    needed = [
+        x
+        for x in inspect.signature(network.__call__).parameters.values()
+        if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD and x.name != "self"
+    ]
+    with pytest.raises(ValueError, match=f"config must be an? {NETWORKS[network]}Config, got {given}"):
+        network(config).init(jax.random.key(0), *[IDS] * len(needed))
 
 
 @pytest.mark.parametrize("case", DECLARED, ids=lambda x: x.replace(" ", "-"))
