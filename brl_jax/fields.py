@@ -157,7 +157,7 @@ def _checks(
                     if len(fitting) > 1000:
                         fitting.clear()
                     fitting.add((name, kind, value))
-                elif value is None or (_is_array(value) and not _is_key(hint)):
+                elif value is None or hasattr(kind, "_fields") or (_is_array(value) and not _is_key(hint)):
                     fitting.add((name, kind))
             else:
                 fitting.add((name, kind))
@@ -176,7 +176,8 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         if _is_array(value):
             got = f"{value.dtype} of shape {value.shape}"
         else:
-            got = f"{value!r}{_hint(value, hint)}"
+            text = repr(value)
+            got = text + _hint(value, hint) if len(text) <= 200 and "\n" not in text else type(value).__name__
         raise ValueError(f"{name} must be {complaint}, got {got}")
 
 
@@ -223,7 +224,8 @@ def is_checked(hint: Any) -> bool:
     if origin in (types.UnionType, typing.Union):
         kinds = [kind for kind in arguments if kind is not type(None) and not _is_array_hint(kind)]
         return _is_key(hint) or (bool(kinds) and all(map(is_checked, kinds)))
-    return origin in (Literal, Mapping, Sequence, tuple) or hint in (bool, int, float, str)
+    is_plain = hint in (bool, int, float, str) or hasattr(hint, "_fields")
+    return is_plain or origin in (Literal, Mapping, Sequence, tuple)
 
 
 def _is_array_hint(hint: Any) -> bool:
@@ -272,6 +274,12 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
         return _number_complaint(value, hint, within)
     if hint is str:
         return None if isinstance(value, str) else "a string"
+    if hasattr(hint, "_fields"):
+        return (
+            None
+            if isinstance(value, hint)
+            else f"{'an' if hint.__name__[0] in 'AEILM' else 'a'} {hint.__name__}"
+        )
     if origin is Mapping:
         return None if isinstance(value, Mapping) else "an object"
     if origin is Sequence:

@@ -354,7 +354,7 @@ CALLS = {
     ),
     "linear: a state that is a list": (
         lambda: SOFTMAX["linear"](is_causal=True, state=[1]),
-        "state must be a LinearState",
+        "state must be of type LinearState",
     ),
     "linear: a decay of another shape": (
         lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=BETA[:, :3]),
@@ -630,7 +630,7 @@ WEIGHTS = [array(1, 8, N, 2), array(2, 4, N, 2)]
 DECLARED = {
     "norm: epsilon below 0": (lambda: SOFTMAX["norm"](epsilon=-1), "epsilon must be at least 0, got -1"),
     "long_short: epsilon below 0": (lambda: long_short(epsilon=-1.0), "epsilon must be"),
-    "long_short: norms in a tuple": (lambda: long_short(norms=(1, 2)), "norms must be Norms"),
+    "long_short: norms in a tuple": (lambda: long_short(norms=(1, 2)), "norms must be of type Norms, got"),
     "linear: rope_theta 0": (
         lambda: SOFTMAX["linear"](positions=jnp.arange(T)[None], rope_theta=0.0),
         "rope_theta must be above 0, got 0.0",

@@ -146,10 +146,6 @@ def diag_attention_step(
     Raises:
       ValueError: as `diag_attention`, and a state of other sizes or of another mechanism.
     """
-    require(
-        isinstance(state, DiagState),
-        f"state must be a DiagState, made by init_diag_state, got {type(state).__name__}",
-    )
     block = state.key.shape[1]
     _check(query, key, value, block, score, implementation)
     expected = (key.shape[0], block, *key.shape[2:])

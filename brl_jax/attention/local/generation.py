@@ -72,10 +72,6 @@ def local_attention_step(
     Raises:
       ValueError: as `local_attention`, and a state of other sizes or of another function.
     """
-    require(
-        isinstance(state, LocalState),
-        f"state must be a LocalState, made by init_local_state, got {type(state).__name__}",
-    )
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, *IMPLEMENTATIONS)

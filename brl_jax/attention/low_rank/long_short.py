@@ -172,7 +172,6 @@ def check_long_short(query: Array, key: Array, value: Array, projection: Array, 
         projection.shape[:3] == key.shape[:3] and projection.ndim == 4,
         f"projection must have shape {(*key.shape[:3], 'R')}, got {projection.shape}",
     )
-    require(isinstance(norms, Norms), f"norms must be Norms(local, projected), got {type(norms).__name__}")
     for name, norm in norms._asdict().items():
         require(
             norm is None or norm.shape == key.shape[2:],

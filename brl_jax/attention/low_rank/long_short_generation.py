@@ -112,10 +112,6 @@ def long_short_step(
     Raises:
       ValueError: as `long_short_attention`, and a state of other sizes or of another function.
     """
-    require(
-        isinstance(state, LongShortState),
-        f"state must be a LongShortState, made by init_long_short_state, got {type(state).__name__}",
-    )
     check_long_short(query, key, value, projection, norms)
     rank = state.logits.shape[3]
     for name, old, new in (("chunk.key", state.chunk.key, key), ("logits", state.logits, projection)):

@@ -94,20 +94,18 @@ def prepare_inputs(
     )
 
 
-def check_state(state: Any, expected: State, maker: str) -> State:
+def check_state(state: Any, expected: State) -> State:
     """The state, or `expected` in place of None.
 
     Args:
       state: a NamedTuple of arrays, given by the caller.
       expected: a state of the right type, shapes and dtypes.
-      maker: the name of the function that makes such states, for messages.
 
     Raises:
-      ValueError: the state differs from `expected` in type, shapes or dtypes.
+      ValueError: the state differs from `expected` in shapes or dtypes.
     """
     if state is None:
         return expected
-    check_state_type(state, type(expected), maker)
     for name, leaf in expected._asdict().items():  # type: ignore[attr-defined]
         given = getattr(state, name)
         require(
@@ -116,14 +114,6 @@ def check_state(state: Any, expected: State, maker: str) -> State:
             f"state.{name} must be {_describe(leaf)}, got {_describe(given)}",
         )
     return state
-
-
-def check_state_type(state: Any, expected: type, maker: str) -> None:
-    """Raises ValueError unless the state has the expected type."""
-    require(
-        isinstance(state, expected),
-        f"state must be a {expected.__name__} from {maker}, got {type(state).__name__}",
-    )
 
 
 def _describe(leaf: Any) -> str:

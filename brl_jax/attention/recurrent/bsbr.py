@@ -22,7 +22,7 @@ from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
@@ -446,7 +446,6 @@ def _check_retrieval(
 
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
     """Raises ValueError unless the state fits the inputs."""
-    check_state_type(state, BSBRState, "init_bsbr_state")
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(
@@ -454,4 +453,4 @@ def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, 
         compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
-    check_state(state, fresh, "init_bsbr_state")
+    check_state(state, fresh)

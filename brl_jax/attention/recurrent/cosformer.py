@@ -100,7 +100,7 @@ def cosformer_attention(
         )
     batch, _, kv_heads, head_dim = key.shape
     fresh = init_cosformer_state(batch, kv_heads, head_dim, value.shape[3])
-    given = None if state is None else check_state(state, fresh, "init_cosformer_state")
+    given = None if state is None else check_state(state, fresh)
     index = fresh.length if given is None else given.length
 
     # An array max_length acts here alone: the features, which kernels may compute, must not close over arrays.

@@ -14,7 +14,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
 from brl_jax.attention.recurrent.gpu import gau_backend
@@ -147,11 +147,10 @@ def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
     """The state; raises ValueError unless one is given that fits the new keys and values."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
-    check_state_type(state, GAUState, "init_gau_state")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
     expected = init_gau_state(batch, room, kv_heads, head_dim, value.shape[3], dtype=key.dtype)
-    check_state(state, expected, "init_gau_state")
+    check_state(state, expected)
     require(length <= room, f"state must have room for {length} tokens, got room for {room}")
     return state
 

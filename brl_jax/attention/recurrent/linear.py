@@ -258,7 +258,7 @@ def feature_sums(
     def fresh() -> LinearState:  # not an array, which functions that dispatch must not close over
         return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
 
-    state = check_state(state, fresh(), "init_linear_state")
+    state = check_state(state, fresh())
     query_positions, key_positions = (None, None) if positions is None else positions
 
     def both(features: Features, x: Array, positions: Any) -> _Both:

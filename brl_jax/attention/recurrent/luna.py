@@ -128,7 +128,7 @@ def luna_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     many = packed.shape[0]
     fresh = init_luna_state(batch, kv_heads, head_dim, many, value_dim)
-    before = check_state(state, fresh, "init_luna_state")
+    before = check_state(state, fresh)
     exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
     weights = jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale
     weights = apply_feature_map("elu+1", weights)

@@ -143,7 +143,7 @@ def performer_attention(
     batch, _, kv_heads, value_dim = value.shape
     directions = _choose_projection(rng, projection, num_features, query.shape[3])
     fresh = init_performer_state(batch, kv_heads, directions.shape[0], value_dim)
-    state = check_state(state, fresh, "init_performer_state")
+    state = check_state(state, fresh)
     inputs = {"query": query, "key": key, "value": value}
 
     def step(state: PerformerState, chunk: Any, visibility: ChunkVisibility) -> tuple[PerformerState, Any]:

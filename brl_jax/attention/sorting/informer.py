@@ -207,7 +207,7 @@ def informer_step(
     length, heads = query.shape[1:3]
     batch, room = key.shape[:2]
     fresh = functools.partial(init_informer_state, batch, room, heads, factor)
-    check_state(state, jax.eval_shape(fresh), "init_informer_state")
+    check_state(state, jax.eval_shape(fresh))
     scale = check_scale(scale, query.shape[3])
     check_new_tokens(start, count, length, room)
     count = length if count is None else count

@@ -19,7 +19,7 @@ from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
-from brl_jax.fields import Count, check_value
+from brl_jax.fields import Count, check_value, declared
 
 # Queries at a time, whose scores for all compressed blocks exist together.
 _QUERY_BLOCK = 64
@@ -57,11 +57,6 @@ class BlockSizes(NamedTuple):
 
 
 DEFAULT_SIZES = BlockSizes()
-
-
-def _check_block_sizes(sizes: Any) -> None:
-    require(isinstance(sizes, BlockSizes), f"sizes must be BlockSizes, got {type(sizes).__name__}")
-    sizes.check()
 
 
 def _checked_ids(segment_ids: Any, x: Array) -> Int[Array, "B T"] | None:
@@ -120,6 +115,7 @@ def gather_blocks(
     return jax.vmap(lambda x, places: jnp.take(x, places, axis=0))(x, places)
 
 
+@declared
 def compression_blocks(
     x: Float[Array, "B T K H"],
     sizes: BlockSizes = DEFAULT_SIZES,
@@ -141,7 +137,7 @@ def compression_blocks(
     Raises:
       ValueError: sizes or segments that do not fit, naming the argument.
     """
-    _check_block_sizes(sizes)
+    sizes.check()
     segment_ids = _checked_ids(segment_ids, x)
     return gather_blocks(
         x, block_starts(x.shape[1], sizes.compressed, sizes.stride, segment_ids), sizes.compressed
@@ -326,7 +322,7 @@ def native_sparse_attention(
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    _check_block_sizes(sizes)
+    sizes.check()
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     require(

@@ -101,7 +101,7 @@ def reformer_step(
     check_reformer_arguments(past_query, past_value, rotations)
     sizes = {"num_rounds": rotations.shape[0], "num_buckets": 2 * rotations.shape[2]}
     fresh = functools.partial(init_reformer_state, *past_query.shape[:3], **sizes)
-    check_state(state, jax.eval_shape(fresh), "init_reformer_state")
+    check_state(state, jax.eval_shape(fresh))
     scale = check_scale(scale, query.shape[3])
     length, room = query.shape[1], past_query.shape[1]
     check_new_tokens(start, count, length, room)

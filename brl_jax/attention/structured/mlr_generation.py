@@ -136,10 +136,6 @@ def _check_state(
     state: Any, key: Array, value: Array, ranks: Sequence[int] | None, block_sizes: BlockSizes | None
 ) -> tuple[tuple[int, ...], list[int]]:
     """The ranks and the block sizes of the state; raises ValueError unless it fits the arrays and what is given."""
-    require(
-        isinstance(state, MLRState),
-        f"state must be an MLRState from init_mlr_state, got {type(state).__name__}",
-    )
     longest = state.value.shape[2]
     own_ranks = tuple(level.shape[3] for level in state.keys)
     own_sizes = [level.shape[2] for level in state.keys]

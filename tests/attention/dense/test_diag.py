@@ -112,8 +112,8 @@ def _state(**changes):
             "implementation must be None or 'xla', got 'cudnn'",
         ),
         (lambda q, k, v: diag_attention(q, k[:, 1:], v[:, 1:]), "key must have query's length 6, got 5"),
-        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be a DiagState, .* got dict"),
-        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be a DiagState, .* got NoneType"),
+        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be of type DiagState, got"),
+        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be of type DiagState, got None"),
         (
             lambda q, k, v: diag_attention_step(q, k, v, init_diag_state(2, 1, 8)),
             r"state\.key must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
