@@ -275,11 +275,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if hint is str:
         return None if isinstance(value, str) else "a string"
     if hasattr(hint, "_fields"):
-        return (
-            None
-            if isinstance(value, hint)
-            else f"{'an' if hint.__name__[0] in 'AEILM' else 'a'} {hint.__name__}"
-        )
+        return None if isinstance(value, hint) else f"of type {hint.__name__}"
     if origin is Mapping:
         return None if isinstance(value, Mapping) else "an object"
     if origin is Sequence:
