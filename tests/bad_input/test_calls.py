@@ -529,11 +529,11 @@ def unfit(hint):
         return KEYS + [None] * (type(None) not in found)
     plain = [kind for kind in found if kind in UNFIT or typing.get_origin(kind) is typing.Literal]
     if len(plain) + (type(None) in found) < len(found):  # an array or a tuple is allowed as well
-        return [] if not plain or str in plain else ["?"] + [True] * (bool not in plain)
-    if not plain:
-        return []
-    values = UNFIT.get(plain[0], ["?"])
-    return values + [None] * (type(None) not in found)
+        values = [] if not plain or str in plain else ["?", True]
+        values += [math.nan] * (float in plain)
+    else:
+        values = UNFIT.get(plain[0], ["?"]) if plain else []
+    return values + [None] * (bool(values) and type(None) not in found)
 
 
 def check_refused(make, hints, given=()):
@@ -635,10 +635,6 @@ DECLARED = {
         lambda: SOFTMAX["linear"](positions=jnp.arange(T)[None], rope_theta=0.0),
         "rope_theta must be above 0, got 0.0",
     ),
-    "linear: positions are floats": (
-        lambda: SOFTMAX["linear"](positions=jnp.zeros((1, T))),
-        "positions must be integers, got float32",
-    ),
     "RotaryBias: theta below 0": (lambda: rotary(theta=-1.0), "theta must be"),
     "RotaryBias: sides of other heads": (
         lambda: rotary(right=array(N + 1, H)),
@@ -719,6 +715,12 @@ NETWORKS = {
     brl.Regressor: "Regressor",
     brl.TokenClassifier: "Encoder",
 }
+
+
+@pytest.mark.parametrize("name", ["linear", "norm", "flowformer", "luna"])
+def test_positions_are_integers(name):
+    with pytest.raises(ValueError, match="positions must be integers, got float32"):
+        SOFTMAX[name](positions=jnp.zeros((1, T)))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
