@@ -1,0 +1,48 @@
+"""Which mechanisms launch kernels on a TPU and on an NVIDIA GPU, by the programs that their layers are lowered to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.models.stack import Stack
+from eval.speed.layers import default_config
+
+_LENGTH, _HEADS, _HEAD_DIM = 2048, 4, 64
+#: What a program of a platform contains where a kernel is launched, and who made the kernel.
+_CALLS = {"tpu": {"tpu_custom_call": "Pallas"}, "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"}}
+
+
+def lowered_kernels() -> dict[str, dict[str, str]]:
+    """For each platform, the mechanisms whose forward pass launches a kernel there, and whose kernel it is."""
+    return {
+        platform: {name: kind for name in MECHANISMS if (kind := kernel_kind(name, platform))}
+        for platform in _CALLS
+    }
+
+
+def kernel_kind(name: str, platform: str) -> str | None:
+    """Who made the kernels of a mechanism's layer in bfloat16; None if XLA computes all of it."""
+    config = default_config(name, _LENGTH)
+    dimensions = Dimensions(
+        d_model=_HEADS * _HEAD_DIM,
+        num_heads=_HEADS,
+        num_kv_heads=_HEADS,
+        head_dim=_HEAD_DIM,
+        d_ff=_HEADS * _HEAD_DIM,
+        is_causal=config.causal,
+        dtype=jnp.bfloat16,
+    )
+    stack = Stack((config,) * config.group, dimensions)
+    x = jax.ShapeDtypeStruct((1, _LENGTH, dimensions.d_model), jnp.bfloat16)
+    variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
+
+    def forward(variables: Any, x: Any) -> Any:
+        return stack.apply(variables, x)[0]
+
+    text = jax.jit(forward).trace(variables, x).lower(lowering_platforms=(platform,)).as_text()
+    return next((kind for call, kind in _CALLS[platform].items() if call in text), None)
