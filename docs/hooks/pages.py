@@ -39,7 +39,12 @@ def reference() -> dict[str, dict[str, list[str]]]:
         if not path:  # MECHANISMS and its like are no functions or classes
             continue
         section, page = "networks", path[-1]
-        if path[0] in ("attention", "layers") and path[1] in _SECTIONS and len(path) == 3 and module != _PROTOCOL:
+        if (
+            path[0] in ("attention", "layers")
+            and path[1] in _SECTIONS
+            and len(path) == 3
+            and module != _PROTOCOL
+        ):
             section = path[1]
             page = "configurations" if path[0] == "layers" else "attention" if path[-1] == "api" else path[-1]
         pages[section].setdefault(page, []).append(name)

@@ -14,19 +14,22 @@ from eval.speed.layers import default_config
 
 _LENGTH, _HEADS, _HEAD_DIM = 2048, 4, 64
 #: What a program of a platform contains where a kernel is launched, and who made the kernel.
-_CALLS = {"tpu": {"tpu_custom_call": "Pallas"}, "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"}}
+_CALLS = {
+    "tpu": {"tpu_custom_call": "Pallas"},
+    "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"},
+}
 
 
-def lowered_kernels() -> dict[str, dict[str, str]]:
-    """For each platform, the mechanisms whose forward pass launches a kernel there, and whose kernel it is."""
+def lowered_kernels() -> dict[str, dict[str, list[str]]]:
+    """For each platform, the mechanisms whose forward pass launches kernels there, and who made them."""
     return {
-        platform: {name: kind for name in MECHANISMS if (kind := kernel_kind(name, platform))}
+        platform: {name: makers for name in MECHANISMS if (makers := kernel_makers(name, platform))}
         for platform in _CALLS
     }
 
 
-def kernel_kind(name: str, platform: str) -> str | None:
-    """Who made the kernels of a mechanism's layer in bfloat16; None if XLA computes all of it."""
+def kernel_makers(name: str, platform: str) -> list[str]:
+    """Who made the kernels of a mechanism's layer in bfloat16; nobody if XLA computes all of it."""
     config = default_config(name, _LENGTH)
     dimensions = Dimensions(
         d_model=_HEADS * _HEAD_DIM,
@@ -45,4 +48,4 @@ def kernel_kind(name: str, platform: str) -> str | None:
         return stack.apply(variables, x)[0]
 
     text = jax.jit(forward).trace(variables, x).lower(lowering_platforms=(platform,)).as_text()
-    return next((kind for call, kind in _CALLS[platform].items() if call in text), None)
+    return [maker for call, maker in _CALLS[platform].items() if call in text]

@@ -47,7 +47,10 @@ def main(argv: Sequence[str]) -> None:
       UserError: the folder is no checkout, or a page lacks a table that the command reads.
     """
     options = parse_options(
-        OverviewOptions(), argv, prog="python -m eval.overview", about="The table of all mechanisms, and README's picture."
+        OverviewOptions(),
+        argv,
+        prog="python -m eval.overview",
+        about="Writes docs/mechanisms.md and README's table.",
     )
     root = Path(options.root)
     if not (root / "docs" / "mechanisms.md").exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Figures(NamedTuple):
     gpu: Mapping[str, float]
     h100: Mapping[str, float]
     sharded: frozenset[str]
-    kernels: Mapping[str, Mapping[str, str]]
+    kernels: Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def figures(root: Path) -> Figures:
@@ -120,7 +120,9 @@ def _tables(page: Path, column: str) -> list[list[Row]]:
 
 def _all_tables(text: str) -> Iterator[tuple[list[str], list[Row]]]:
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        columns, _, *rows = ([cell.strip() for cell in line.strip("|\n").split(" |")] for line in table.splitlines())
+        columns, _, *rows = (
+            [cell.strip() for cell in line.strip("|\n").split(" |")] for line in table.splitlines()
+        )
         yield columns, [dict(zip(columns, row)) for row in rows]
 
 

@@ -40,7 +40,9 @@ def draw(rows: Sequence[dict[str, Any]], gpu: Mapping[str, Mapping[int, float]])
     }
     for axes, (title, named) in zip(axs, curves.items()):
         for name, points in named.items():
-            axes.plot(list(points), list(points.values()), label=name, linewidth=2, markersize=6, **_STYLES[name])
+            axes.plot(
+                list(points), list(points.values()), label=name, linewidth=2, markersize=6, **_STYLES[name]
+            )
         _finish(axes, title, sorted({n for points in named.values() for n in points}))
     figure.suptitle("Forward and backward pass of one causal call, by the number of tokens")
     handles = {}
