@@ -22,7 +22,7 @@ from eval.harness.pictures import save
 from eval.studies.overview import pages
 from eval.studies.overview.kernels import lowered_kernels
 from eval.studies.overview.picture import draw
-from eval.studies.overview.table import full_table, links, short_table
+from eval.studies.overview.table import full_table, short_table, with_links
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
@@ -67,8 +67,8 @@ def written(root: Path) -> dict[Path, str]:
     """The pages that the command writes to, with their new text."""
     figures = pages.figures(root)
     parts = {
-        root / "docs" / "mechanisms.md": f"{full_table(figures)}\n\n{links('')}",
-        root / "README.md": f"{short_table(figures)}\n\n{links('docs/')}",
+        root / "docs" / "mechanisms.md": with_links(full_table(figures)),
+        root / "README.md": with_links(short_table(figures), "docs/"),
     }
     return {page: _between_marks(page, part) for page, part in parts.items()}
 

@@ -62,9 +62,10 @@ def short_table(figures: Figures) -> str:
     return str(table)
 
 
-def links(folder: str) -> str:
-    """The addresses of the figures, seen from a page next to `folder`."""
-    return "\n".join(f"[{label}]: {folder}{source}" for label, source in SOURCES.items())
+def with_links(text: str, folder: str = "") -> str:
+    """A table, and below it the addresses of its figures, seen from a page next to `folder`."""
+    used = [f"[{label}]: {folder}{source}" for label, source in SOURCES.items() if f"][{label}]" in text]
+    return text + "\n\n" + "\n".join(used)
 
 
 def measured(name: str, figures: Figures) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ def _linked(figure: str | None, label: str, mark: str = "") -> str:
 
 
 def _rate(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3g}"
+    return None if value is None else f"{value:#.3g}"
 
 
 def _yes(holds: bool, word: str = "✓") -> str:
