@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 #: So that training ends in seconds; nothing else about the commands changes.
-SHORT = "--steps 4 --eval_every 4 --eval_tokens 512 --full_eval False".split()
+SHORT = ["--steps", "4", "--eval_every", "4", "--eval_tokens", "512", "--full_eval", "False"]
 
 
 def commands():
