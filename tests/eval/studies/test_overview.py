@@ -72,12 +72,6 @@ def test_every_figure_has_a_link():
             assert anchor in anchors, (page, target)
 
 
-def test_times_of_the_gpu():
-    times = pages.gpu_times(ROOT)
-    assert times["full"] == {16384: 4.39}
-    assert times["local"] == {16384: 0.499, 65536: 1.62}  # cuDNN's, which is the default
-
-
 def test_the_kernels_of_a_tpu_are_those_of_law_8():
     by_law = {name for name, kind in MECHANISMS.items() for case in KERNELS if type(CASES[case]) is kind}
     # tlinformer launches one where its windows are shorter than in its defaults.
@@ -94,11 +88,12 @@ def test_the_picture_shows_what_was_measured():
     rows = pages.cost(ROOT)
     figure = picture.draw(rows, pages.gpu_times(ROOT))
     milliseconds, memory, gpu = figure.axes
+    # By cuDNN, which comes first in the page's table because it is the default.
+    assert [bar.get_width() for bar in gpu.patches] == [4.39, 1.498, 0.607, 0.499]
     lines = {line.get_label(): line for line in milliseconds.get_lines()}
     assert {"full, jax.nn", "local, window 256", "linear"} <= lines.keys()
     own = {row["length"]: row["forward_backward_s"] for row in rows if row["name"] == "linear"}
     np.testing.assert_allclose(lines["linear"].get_ydata(), [1e3 * own[n] for n in sorted(own)])
-    assert {line.get_label() for line in gpu.get_lines()} >= {"full, cuDNN", "delta rule"}
     assert all(len(line.get_xdata()) for line in memory.get_lines())
 
 
