@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 
 import jax
 
-from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.layers import MECHANISMS, Dimensions, FullConfig
 from brl_jax.models.huggingface.configs import LAYER_TYPES
 from brl_jax.models.stack import Stack
 from eval.harness.table import Table
@@ -43,7 +44,7 @@ def full_table(figures: Figures) -> str:
             _yes(config().packs, "D") + _yes(config().packs_bidirectional, "E"),
             state(name),
             _yes(name in figures.sharded),
-            _yes(config.__name__ in ("FullConfig", *(kind.__name__ for kind in LAYER_TYPES))),
+            _yes(config in (FullConfig, *LAYER_TYPES)),
             *measured(name, figures),
         )
     cited = sorted({number for number in map(paper, MECHANISMS) if number})
@@ -95,7 +96,7 @@ def _state_bytes(name: str, length: int) -> int:
 def paper(name: str) -> str | None:
     """The number of the paper that a configuration or its module names first, by arXiv or OpenReview; None if none."""
     config = MECHANISMS[name]
-    text = f"{inspect.getdoc(config)}\n{inspect.getmodule(config).__doc__}"
+    text = f"{inspect.getdoc(config)}\n{sys.modules[config.__module__].__doc__}"
     found = re.search(r"(?:arXiv:|OpenReview )(\S+?)[.,;:)]*(?=\s|$)", text)
     return found[1] if found else None
 
