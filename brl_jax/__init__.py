@@ -47,8 +47,7 @@ from brl_jax.attention.local.patterns import (
     SurroundedBlocks,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
-from brl_jax.attention.low_rank.long_short import long_short_attention
-from brl_jax.attention.low_rank.long_short_generation import init_long_short_state, long_short_step
+from brl_jax.attention.low_rank.long_short import init_long_short_state, long_short_attention
 from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
@@ -272,7 +271,6 @@ __all__ = [
     "local_attention",
     "local_attention_step",
     "long_short_attention",
-    "long_short_step",
     "luna_attention",
     "mixed_chunk_attention",
     "mlr_attention",

@@ -16,10 +16,10 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.declared import argument_checks
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
-from brl_jax.attention.low_rank.long_short_generation import (
+from brl_jax.attention.low_rank.long_short import (
     LongShortState,
     init_long_short_state,
-    long_short_step,
+    long_short_attention,
 )
 from brl_jax.attention.recurrent.bsbr import BSBRState, Compression, bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
@@ -299,9 +299,16 @@ def _long_short(
 ) -> StateFunctions[LongShortState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_long_short_state(
-            batch, length, heads, dim, rank, window=window, chunk_size=chunk_size, dtype=dtype
+            batch, heads, dim, length=length, rank=rank, window=window, chunk_size=chunk_size, dtype=dtype
         ),
-        functools.partial(long_short_step, **settings),
+        functools.partial(
+            long_short_attention,
+            is_causal=True,
+            return_state=True,
+            window=window,
+            chunk_size=chunk_size,
+            **settings,
+        ),
     )
 
 
@@ -344,5 +351,5 @@ _MAKERS: dict[str, tuple[Callable[..., StateFunctions[Any]], Callable[..., Any]]
     "flash": (_flash, mixed_chunk_attention),
     "bsbr": (_bsbr, bsbr_attention),
     "mlr": (_mlr, mlr_attention_step),
-    "long_short": (_long_short, long_short_step),
+    "long_short": (_long_short, long_short_attention),
 }
