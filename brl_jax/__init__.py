@@ -66,13 +66,11 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.attention.sorting.informer import (
     informer_attention,
-    informer_step,
     init_informer_state,
 )
 from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
-from brl_jax.attention.sorting.reformer import reformer_attention, reformer_rotations
-from brl_jax.attention.sorting.reformer_generation import init_reformer_state, reformer_step
-from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
+from brl_jax.attention.sorting.reformer import init_reformer_state, reformer_attention, reformer_rotations
+from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.attention.sorting.sliceformer import sliceformer_attention
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
@@ -248,7 +246,6 @@ __all__ = [
     "global_window_attention",
     "hopfield_attention",
     "informer_attention",
-    "informer_step",
     "init_bsbr_state",
     "init_cosformer_state",
     "init_delta_state",
@@ -264,6 +261,7 @@ __all__ = [
     "init_mlr_state",
     "init_performer_state",
     "init_reformer_state",
+    "init_sinkhorn_state",
     "kernelized_attention",
     "kimi_delta_rule",
     "linear_attention",
@@ -283,9 +281,7 @@ __all__ = [
     "propagate",
     "reformer_attention",
     "reformer_rotations",
-    "reformer_step",
     "sinkhorn_attention",
-    "sinkhorn_step",
     "skyformer_attention",
     "skyformer_samples",
     "sliceformer_attention",

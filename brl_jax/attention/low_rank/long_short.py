@@ -24,10 +24,10 @@ from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
+from brl_jax.attention.core.state import check_state_type
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow, SurroundedBlocks
-from brl_jax.attention.recurrent.arguments import check_state_type
 
 # Queries at a time: their scores against the projected tokens are the largest array in memory.
 _QUERY_BLOCK = 512

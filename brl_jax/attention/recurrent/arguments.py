@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -16,8 +16,6 @@ from brl_jax.attention.core.arguments import (
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import check_implementation
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
-
-State = TypeVar("State", bound=tuple)
 
 
 class PreparedInputs(NamedTuple):
@@ -96,39 +94,3 @@ def prepare_inputs(
         segment_numbers(key.shape[0], key.shape[1], lengths, key_segment_ids),
         segment_ids is not None,
     )
-
-
-def check_state(state: Any, expected: State, maker: str) -> State:
-    """The state, or `expected` in place of None.
-
-    Args:
-      state: a NamedTuple of arrays, given by the caller.
-      expected: a state of the right type, shapes and dtypes.
-      maker: the name of the function that makes such states, for messages.
-
-    Raises:
-      ValueError: the state differs from `expected` in type, shapes or dtypes.
-    """
-    if state is None:
-        return expected
-    check_state_type(state, type(expected), maker)
-    for name, leaf in expected._asdict().items():  # type: ignore[attr-defined]
-        given = getattr(state, name)
-        require(
-            (leaf is None) == (given is None)
-            and (leaf is None or (given.shape == leaf.shape and given.dtype == leaf.dtype)),
-            f"state.{name} must be {_describe(leaf)}, got {_describe(given)}",
-        )
-    return state
-
-
-def check_state_type(state: Any, expected: type, maker: str) -> None:
-    """Raises ValueError unless the state has the expected type."""
-    require(
-        isinstance(state, expected),
-        f"state must be a {expected.__name__} from {maker}, got {type(state).__name__}",
-    )
-
-
-def _describe(leaf: Any) -> str:
-    return "None" if leaf is None else f"{leaf.dtype} of shape {leaf.shape}"

@@ -19,10 +19,11 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.state import check_state, check_state_type
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless

@@ -13,7 +13,7 @@ from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
 
 

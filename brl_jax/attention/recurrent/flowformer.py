@@ -15,7 +15,8 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.running import last_token, running_log_sum, running_sum, token_numbers
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
 from brl_jax.sharding import sequence_axis

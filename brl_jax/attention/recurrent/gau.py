@@ -15,7 +15,8 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.core.state import check_state, check_state_type
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
 from brl_jax.attention.recurrent.gpu import gau_backend

@@ -15,8 +15,9 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent import gpu, tpu
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
     Recurrence,

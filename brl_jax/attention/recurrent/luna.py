@@ -21,7 +21,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.linear import (
     LinearState,
     apply_feature_map,

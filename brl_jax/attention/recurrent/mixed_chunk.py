@@ -18,8 +18,9 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.prefix_states import states_before

@@ -15,7 +15,8 @@ from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
     Recurrence,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_finite
+from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import (
     check_split,
@@ -19,7 +20,7 @@ from brl_jax.attention.structured.global_window import (
     window_part,
 )
 from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments
+from brl_jax.layers.core.caches import slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -68,8 +69,8 @@ class GlobalWindowCache(NamedTuple):
     window_key: Float[Array, "B W K F"]
 
     @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
+    def length(self) -> Int[Array, ""]:
+        return self.past.length
 
 
 class GlobalWindowAttention(AttentionLayer):
