@@ -74,8 +74,9 @@ from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_att
 from brl_jax.attention.sorting.sliceformer import sliceformer_attention
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
-from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
-from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.attention.structured.mlr_generation import init_mlr_state
+from brl_jax.attention.structured.mlr_levels import doubling_block_sizes
 from brl_jax.batching import Completion, Request, generate_requests
 from brl_jax.decoding import generate, stream
 from brl_jax.layers import (
@@ -272,7 +273,6 @@ __all__ = [
     "luna_attention",
     "mixed_chunk_attention",
     "mlr_attention",
-    "mlr_attention_step",
     "native_sparse_attention",
     "norm_attention",
     "nystromformer_attention",

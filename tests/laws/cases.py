@@ -211,7 +211,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "mlr": {
         "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),
         "context": Case(
-            MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+            MLRConfig(ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),
             repeats="mlr",
         ),
     },

@@ -28,7 +28,6 @@ class Rectangle:
       period, blocks: the size and the number of the blocks that contain the rectangle.
       query, key: start and stop of its queries and keys, counted from the first token of the block.
       features: the scores are a product over this number of leading features of the head; it may be 0.
-      levels: the number of levels to which these features belong.
       finer: for a square on the diagonal, (first feature, stop, block size) of each level with smaller blocks.
       diagonal: whether it is a square on the diagonal, whose queries and keys are the same tokens.
     """
@@ -38,7 +37,6 @@ class Rectangle:
     query: tuple[int, int]
     key: tuple[int, int]
     features: int
-    levels: int
     finer: tuple[tuple[int, int, int], ...] = ()
     diagonal: bool = False
 
@@ -95,14 +93,13 @@ def rectangles(
     sizes = [length if size is None or size >= length else size for size in block_sizes]
     stops = [sum(ranks[: i + 1]) for i in range(len(ranks))]
 
-    def active(size: int) -> tuple[int, int]:
-        """The features and the number of the levels whose blocks have at least this size."""
+    def active(size: int) -> int:
+        """How many features belong to levels whose blocks have at least this size."""
         count = sum(s >= min(size, length) for s in sizes)
-        return (stops[count - 1] if count else 0), count
+        return stops[count - 1] if count else 0
 
     ladder = _ladder(length, sizes)
     square = next((size for size in ladder if size >= _SQUARE), ladder[-1])
-    features, levels = active(square)
     finer = tuple(
         (stop - rank, stop, size)
         for rank, stop, size in zip(ranks, stops, sizes)
@@ -110,16 +107,16 @@ def rectangles(
     )
     blocks = -(-length // square)
     span = (0, square if blocks > 1 else length)
-    found = [Rectangle(square, blocks, span, span, features, levels, finer, diagonal=True)]
+    found = [Rectangle(square, blocks, span, span, active(square), finer, diagonal=True)]
     for child, parent in itertools.pairwise(ladder):
         if child < square:
             continue
-        features, levels = active(parent)
+        features = active(parent)
         for i in range(1, parent // child):
             queries, keys = (i * child, (i + 1) * child), (0, i * child)
-            found += _placed(length, parent, queries, keys, features, levels)
+            found += _placed(length, parent, queries, keys, features)
             if not is_causal:
-                found += _placed(length, parent, keys, queries, features, levels)
+                found += _placed(length, parent, keys, queries, features)
     return tuple(found)
 
 
@@ -153,7 +150,7 @@ def _primes(number: int) -> list[int]:
 
 
 def _placed(
-    length: int, period: int, query: tuple[int, int], key: tuple[int, int], features: int, levels: int
+    length: int, period: int, query: tuple[int, int], key: tuple[int, int], features: int
 ) -> list[Rectangle]:
     """The rectangle in every block in which it has queries and keys; none if there is no such block."""
     blocks = min(-(-(length - span[0]) // period) for span in (query, key))
@@ -161,4 +158,4 @@ def _placed(
         return []
     if blocks == 1:
         query, key = ((span[0], min(span[1], length)) for span in (query, key))
-    return [Rectangle(period, blocks, query, key, features, levels)]
+    return [Rectangle(period, blocks, query, key, features)]

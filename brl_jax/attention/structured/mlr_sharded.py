@@ -26,13 +26,11 @@ class Levels(NamedTuple):
 
     Attributes:
       ranks, block_sizes: of the levels.
-      divide: whether scores are divided by the number of levels that contribute.
       implementation: that of the scores of different parts.
     """
 
     ranks: tuple[int, ...]
     block_sizes: tuple[int | None, ...]
-    divide: bool
     implementation: Implementation | None
 
     def __call__(
@@ -49,12 +47,9 @@ class Levels(NamedTuple):
         size = query.shape[1]
         if place.same:
             within = tuple(None if block is None or block >= size else block for block in self.block_sizes)
-            plan = mlr_tiles.MLRPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
+            plan = mlr_tiles.MLRPlan(rectangles(size, self.ranks, within, is_causal), is_causal)
             return mlr_tiles.attend(plan, query, key, value, lengths)
         factors = [self._shared(block, size, place) for block in self.block_sizes]
-        if self.divide:
-            count = jnp.maximum(sum(factors[1:], start=factors[0]), 1.0)
-            factors = [factor / count for factor in factors]
         scales = jnp.concatenate(
             [jnp.broadcast_to(factor, (rank,)) for factor, rank in zip(factors, self.ranks)]
         )
@@ -100,11 +95,11 @@ def mlr_on_mesh(
 ) -> Float[Array, "B T N V"]:
     """`mlr_attention` whose scales are already in the query, of rows that are cut over `levels.axis(T, is_causal)`."""
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
-    stretch = functools.partial(_stretch, sharded.Ring(axis, is_causal), levels)
-    return shard_call(stretch, (query, key, value, lengths), [queries, keys, keys, ("batch",)], queries)
+    shard = functools.partial(_shard, sharded.Ring(axis, is_causal), levels)
+    return shard_call(shard, (query, key, value, lengths), [queries, keys, keys, ("batch",)], queries)
 
 
-def _stretch(
+def _shard(
     ring: sharded.Ring, levels: Levels, query: Array, key: Array, value: Array, lengths: Array | None
 ) -> Array:
     out, _ = sharded.attend_around(ring, levels, query, key, value, (None, None), lengths)

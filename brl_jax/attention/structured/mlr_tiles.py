@@ -35,12 +35,10 @@ class MLRPlan:
     Attributes:
       rectangles: they contain every visible pair once.
       is_causal: whether pairs above the diagonal of a square are masked.
-      divide: whether scores are divided by the number of their active levels.
     """
 
     rectangles: tuple[Rectangle, ...]
     is_causal: bool
-    divide: bool
 
 
 # Compiled on its own, so that a call outside jit is traced once and not every time.
@@ -293,12 +291,6 @@ class _TileScores:
         self.causal = row >= column if r.diagonal and plan.is_causal else None
         self.column = column
         self.levels = [(start, stop, row // size == column // size) for start, stop, size in r.finer]
-        self.weight: Array | None = None
-        if plan.divide and r.finer:
-            count = sum((same.astype(jnp.float32) for _, _, same in self.levels), start=jnp.float32(r.levels))
-            self.weight = 1.0 / jnp.maximum(count, 1.0)
-        elif plan.divide and r.levels > 1:
-            self.weight = jnp.float32(1.0 / r.levels)
 
     def scores(self, query: Array, key: Array, visible: Array | None) -> Array:
         r = self.rectangle
@@ -306,8 +298,6 @@ class _TileScores:
         for start, stop, same in self.levels:
             level = _dot(query[..., start:stop], key[..., start:stop], "...td,...sd->...ts")
             scores = scores + jnp.where(_align(same, level), level, 0.0)
-        if self.weight is not None:
-            scores = scores * _align(self.weight, scores)
         if self.causal is not None:
             scores = jnp.where(_align(self.causal, scores), scores, MASKED)
         if visible is not None:
@@ -317,8 +307,6 @@ class _TileScores:
     def gradients(self, d_scores: Array, query_t: Array, key: Array) -> tuple[Array, Array]:
         """The gradients of the query (rows, F) and of the key (F, keys)."""
         r, dtype = self.rectangle, key.dtype
-        if self.weight is not None:
-            d_scores = d_scores * _align(self.weight, d_scores)
         pieces = [(0, r.features, d_scores)]
         pieces += [
             (start, stop, jnp.where(_align(same, d_scores), d_scores, 0.0))

@@ -21,7 +21,6 @@ def mlr_attention(
     *,
     ranks: Sequence[int],
     block_sizes: Sequence[int | None],
-    divide_by_levels: bool = False,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
     """score(i, j) = sum of q_i^(l) . k_j^(l) / r_l over the levels l whose block contains both i and j (eq. 9)."""
@@ -29,16 +28,14 @@ def mlr_attention(
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])
     length = query.shape[1]
     scores = jnp.zeros((query.shape[0], query.shape[2], length, length), jnp.float32)
-    levels, start = jnp.zeros((length, length), jnp.float32), 0
+    start = 0
     for rank, size in zip(ranks, block_sizes):
         block = position // (length if size is None else size)
         same = block[:, None] == block[None]
         level = slice(start, start + rank)
         products = jnp.einsum("btnh,bsnh->bnts", query[..., level], key[..., level]) / rank
         scores = scores + jnp.where(same[None, None], products, 0.0)
-        levels, start = levels + same.astype(jnp.float32), start + rank
-    if divide_by_levels:
-        scores = scores / jnp.maximum(levels, 1)[None, None]
+        start += rank
     return _attend(scores, value, _visible(length, is_causal))
 
 

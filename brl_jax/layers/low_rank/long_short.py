@@ -64,9 +64,6 @@ class LongShortAttention(MechanismLayer):
             chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def num_tokens(self, cache: LongShortState) -> Int[Array, ""]:
-        return cache.length
-
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
         # The window's keys are rotated after their norm.
