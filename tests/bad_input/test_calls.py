@@ -378,7 +378,7 @@ CALLS = {
         "max_length must be",
     ),
     "norm: an unknown norm": (lambda: SOFTMAX["norm"](norm="batch"), "norm must be"),
-    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 8, 2, 2, 4), "batch must be"),
+    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 2, 4, length=8), "batch must be"),
     "hopfield: no steps": (lambda: SOFTMAX["hopfield"](steps=0), "steps must be"),
     "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal"),
     "linformer: too short a projection": (

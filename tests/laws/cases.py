@@ -206,7 +206,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
-        "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),
+        "compressed": Case(BSBRConfig(chunk_size=8, num_compressed=5), "bsbr"),
     },
     "mlr": {
         "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),

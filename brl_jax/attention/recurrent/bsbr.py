@@ -54,13 +54,13 @@ class BSBRState(NamedTuple):
 
 def init_bsbr_state(
     batch: int,
-    length: int,
-    num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     *,
+    length: int,
+    num_heads: int | None = None,
     retrieval_dim: int | None = None,
-    compressed: int | None = None,
+    num_compressed: int | None = None,
     chunk_size: int = 64,
     dtype: DTypeLike = jnp.float32,
 ) -> BSBRState:
@@ -76,13 +76,14 @@ def init_bsbr_state(
     Raises:
       ValueError: a size below 1.
     """
+    num_heads = num_kv_heads if num_heads is None else num_heads
     retrieval_dim = head_dim if retrieval_dim is None else retrieval_dim
+    numbers = head_dim**2 if num_compressed is None else num_compressed
     check_sizes(
         batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        retrieval_dim=retrieval_dim, compressed=1 if compressed is None else compressed, chunk_size=chunk_size,
+        retrieval_dim=retrieval_dim, num_compressed=numbers, chunk_size=chunk_size,
     )  # fmt: skip
     chunks = -(-length // chunk_size)
-    numbers = head_dim**2 if compressed is None else compressed
     return BSBRState(
         jnp.zeros((batch, chunks, num_kv_heads, numbers), jnp.float32),
         jnp.zeros((batch, chunks, num_kv_heads, retrieval_dim), dtype),
@@ -248,17 +249,17 @@ def _between_chunks(
     """
     length = inputs["query"].shape[1]
     axis = sequence_axis(length, chunk_size)
-    stretch = functools.partial(
-        _stretch_between_chunks, length=length, is_causal=is_causal, chunk_size=chunk_size, axis=axis
+    shard = functools.partial(
+        _shard_between_chunks, length=length, is_causal=is_causal, chunk_size=chunk_size, axis=axis
     )
     if axis is None:
-        return stretch(inputs, lengths, retrieval)
+        return shard(inputs, lengths, retrieval)
     cut, whole = PartitionSpec(None, axis), PartitionSpec()
-    mapped = jax.shard_map(stretch, in_specs=(cut, whole, whole), out_specs=cut, axis_names={axis})
+    mapped = jax.shard_map(shard, in_specs=(cut, whole, whole), out_specs=cut, axis_names={axis})
     return mapped(inputs, lengths, retrieval)
 
 
-def _stretch_between_chunks(
+def _shard_between_chunks(
     inputs: dict[str, Array],
     lengths: Array | None,
     retrieval: Any,
@@ -453,8 +454,9 @@ def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, 
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(
-        query.shape[0], length, query.shape[2], *key.shape[2:], retrieval_dim=inputs["retrieval_key"].shape[3],
-        compressed=None if compression is None else compression[0].shape[2],
+        query.shape[0], *key.shape[2:], length=length, num_heads=query.shape[2],
+        retrieval_dim=inputs["retrieval_key"].shape[3],
+        num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
     check_state(state, fresh, "init_bsbr_state")

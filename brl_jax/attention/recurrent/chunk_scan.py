@@ -10,7 +10,7 @@ tokens does not fit into the 8 significant bits of bfloat16.
 There are two ways through the chunks. One after the other, they stay in a CPU's cache. A GPU would wait for the launch
 of each chunk's kernels, so there all chunks are computed at once: their contributions to the state, the states before
 all of them by an associative scan, and their outputs. The choice is made when the call is lowered. On a mesh that cuts
-sequences, each device takes one of these ways through its own stretch; see `stretches`.
+sequences, each device takes one of these ways through its own stretch; see `scan_sharded`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from brl_jax.attention.core.by_platform import Form, branches
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
-from brl_jax.attention.recurrent.stretches import scan_stretches
+from brl_jax.attention.recurrent.scan_sharded import scan_shards
 from brl_jax.sharding import sequence_axis
 
 #: The name, for `jax.ad_checkpoint.checkpoint_name`, of small arrays of a chunk that take many kernels to compute.
@@ -109,7 +109,7 @@ def scan_chunks(
     if axis is None or recurrence is None:
         segment = None if segments is None else jnp.zeros(segments.shape[:1], segments.dtype)
         return walk(whole).through(state, segment, inputs, segments)
-    return scan_stretches(walk, recurrence.states, whole, state, inputs, segments, axis)
+    return scan_shards(walk, recurrence.states, whole, state, inputs, segments, axis)
 
 
 def kept_by_scan(

@@ -31,7 +31,9 @@ class CosformerState(NamedTuple):
     length: Int[Array, "B"]
 
 
-def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> CosformerState:
+def init_cosformer_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+) -> CosformerState:
     """The state of `cosformer_attention` before the first token.
 
     Args:
@@ -40,6 +42,7 @@ def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim
     Raises:
       ValueError: a size below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return CosformerState(
         jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), jnp.float32),

@@ -16,7 +16,6 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.state import check_state
-from brl_jax.attention.recurrent import gpu, tpu
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     SAVED,
@@ -26,6 +25,7 @@ from brl_jax.attention.recurrent.chunk_scan import (
     scan_chunks,
 )
 from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
+from brl_jax.attention.recurrent.kernels import Walked, recurrence_backends
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -35,7 +35,6 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
 from brl_jax.fields import Count
 
@@ -50,7 +49,9 @@ class DeltaState(NamedTuple):
     key_value: Float[Array, "B K H V"]
 
 
-def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> DeltaState:
+def init_delta_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+) -> DeltaState:
     """The state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
 
     Args:
@@ -59,6 +60,7 @@ def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: in
     Raises:
       ValueError: a size below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return DeltaState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32))
 
@@ -272,15 +274,10 @@ def _attend(
         sums = walk(Walked(*arrays, *gates, segments), **options)
         return DeltaState(sums.key_value), sums.total.astype(query.dtype)
 
-    call: dict[str, Any] = {"features": key.shape[3], "chunk_size": chunk_size, "log_decay": log_decay}
-    on_tpu, on_gpu = (
-        functools.partial(kernel, walk)
-        for walk in (tpu.walk, functools.partial(gpu.walk, out_dtype=query.dtype))
-    )
-    backends = {
-        "tpu": (tpu.recurrence_backend(on_tpu, query, key, value, delta=True, **call),),
-        "cuda": (gpu.recurrence_backend(on_gpu, query, key, value, **call),),
-    }
+    backends = recurrence_backends(
+        kernel, query, key, value, features=key.shape[3], chunk_size=chunk_size, out_dtype=query.dtype, delta=True,
+        log_decay=log_decay,
+    )  # fmt: skip
     state, out = dispatch(
         name, implementation, backends,
         functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),

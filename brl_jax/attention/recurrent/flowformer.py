@@ -55,7 +55,14 @@ class _Flows(NamedTuple):
     sources: Float[Array, "B T N"]
 
 
-def init_flowformer_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowformerState:
+def init_flowformer_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    num_heads: int | None = None,
+) -> FlowformerState:
     """The state of `flowformer_attention` before the first token.
 
     Args:
@@ -65,6 +72,8 @@ def init_flowformer_state(batch: int, num_heads: int, head_dim: int, value_dim: 
     Raises:
       ValueError: a size below 1.
     """
+    num_heads = num_kv_heads if num_heads is None else num_heads
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
     return FlowformerState(
@@ -192,17 +201,17 @@ def _causal_flows(
     """The flows over the tokens up to each one, and the state after them but for `key_value`."""
     length = q.shape[1]
     axis = sequence_axis(length)
-    stretch = functools.partial(_causal_flows_of_stretch, axis=axis)
+    shard = functools.partial(_causal_flows_of_shard, axis=axis)
     if axis is None:
-        return stretch(q, k, counts, exists, state)
+        return shard(q, k, counts, exists, state)
     cut, whole = PartitionSpec(None, axis), PartitionSpec()
     mapped = jax.shard_map(
-        stretch, in_specs=(cut, cut, whole, cut, whole), out_specs=(cut, whole), axis_names={axis}
+        shard, in_specs=(cut, cut, whole, cut, whole), out_specs=(cut, whole), axis_names={axis}
     )
     return mapped(q, k, counts, exists, state)
 
 
-def _causal_flows_of_stretch(
+def _causal_flows_of_shard(
     q: Array,
     k: Array,
     counts: Int[Array, " B"],

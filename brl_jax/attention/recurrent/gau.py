@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
-from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.state import check_state, check_state_type
+from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
-from brl_jax.attention.recurrent.gpu import gau_backend
+from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
 
 
@@ -38,11 +39,11 @@ class GAUState(NamedTuple):
 
 def init_gau_state(
     batch: int,
-    length: int,
     num_kv_heads: int,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None = None,
     *,
+    length: int,
     dtype: DTypeLike = jnp.float32,
 ) -> GAUState:
     """The state of `gau_attention` before the first token.
@@ -55,6 +56,7 @@ def init_gau_state(
     Raises:
       ValueError: a size below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return GAUState(
         jnp.zeros((batch, length, num_kv_heads, head_dim), dtype),
@@ -135,7 +137,7 @@ def gau_attention(
 
     static: dict[str, Any] = {"is_causal": is_causal, "each_row": state is not None, "chunk_size": chunk_size}
     # A few queries, as in a decoding step, take few kernels in any case.
-    kernel = gau_backend(is_causal=is_causal, unsuited=length <= chunk_size)
+    kernel = _gau_backend(is_causal=is_causal, unsuited=length <= chunk_size)
     out = dispatch(
         "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(attend_pairs, **static),
         query, key, value, bias, query_positions, query_segments, key_segments, cost="quadratic",
@@ -151,7 +153,7 @@ def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
     check_state_type(state, GAUState, "init_gau_state")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
-    expected = init_gau_state(batch, room, kv_heads, head_dim, value.shape[3], dtype=key.dtype)
+    expected = init_gau_state(batch, kv_heads, head_dim, value.shape[3], length=room, dtype=key.dtype)
     check_state(state, expected, "init_gau_state")
     require(length <= room, f"state must have room for {length} tokens, got room for {room}")
     return state
@@ -170,3 +172,34 @@ def _append(state: GAUState, key: Array, value: Array, lengths: Array | None) ->
         write_places(state.value, value, slots),
         state.length + count,
     )
+
+
+def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
+    """The Triton kernel for operands (query, key, value, bias, positions, segments, key_segments)."""
+
+    def unsupported(query, key, value, bias: PositionBias | None, *_) -> str | None:
+        from pallas_kernels import triton
+
+        features = query
+        if bias is not None:
+            if not isinstance(bias, RotaryBias):
+                return f"bias must be None or a RotaryBias, got {type(bias).__name__}"
+            if key.shape[2] != query.shape[2]:
+                return (
+                    f"a bias needs as many key heads as query heads, got {key.shape[2]} and {query.shape[2]}"
+                )
+            width = query.shape[3] + bias.left.shape[-1]
+            features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
+        return triton.squared_relu_unsupported(features, key, value)
+
+    def run(query, key, value, bias, positions, segments, key_segments):
+        from pallas_kernels import triton
+
+        ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
+        # float16 would lose small scores; the kernel computes float32 in TF32.
+        dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
+        rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
+        out = triton.squared_relu_attention(rows, columns, value.astype(dtype), triton.Ranges(*ranges))
+        return out.astype(query.dtype)
+
+    return triton_backend(run, unsupported, unsuited)

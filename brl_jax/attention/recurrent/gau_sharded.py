@@ -58,15 +58,15 @@ def gau_on_mesh(
     columns = key if bias is None else columns
     if key_segments is not None and query_segments is None:
         query_segments = jnp.zeros(query.shape[:2], jnp.int32)
-    stretch = functools.partial(
-        _stretch, Ring(axis, is_causal), functools.partial(_pair, chunk_size=chunk_size), query.dtype
+    shard = functools.partial(
+        _shard, Ring(axis, is_causal), functools.partial(_pair, chunk_size=chunk_size), query.dtype
     )
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     names = [queries, keys, keys, ("batch", "length"), ("batch", "length")]
-    return shard_call(stretch, (rows, columns, value, query_segments, key_segments), names, queries)
+    return shard_call(shard, (rows, columns, value, query_segments, key_segments), names, queries)
 
 
-def _stretch(
+def _shard(
     ring: Ring, pair: Callable[..., Array], dtype: Any, query: Array, key: Array, value: Array, *ids: Any
 ) -> Float[Array, "B t N V"]:
     """The results of this device's queries."""

@@ -16,7 +16,6 @@ from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import check_state
-from brl_jax.attention.recurrent import gpu, tpu
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
@@ -33,6 +32,7 @@ from brl_jax.attention.recurrent.decay import (
     decayed_step,
     join_sums,
 )
+from brl_jax.attention.recurrent.kernels import Walked, recurrence_backends
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -42,7 +42,6 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
@@ -63,7 +62,7 @@ class LinearState(NamedTuple):
 
 
 def init_linear_state(
-    batch: int, num_kv_heads: int, num_features: int, value_dim: int, *, normalize: bool = True
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *, normalize: bool = True
 ) -> LinearState:
     """The state of `linear_attention`, or without `normalize` of `norm_attention`, before the first token.
 
@@ -75,9 +74,10 @@ def init_linear_state(
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
-    key = jnp.zeros((batch, num_kv_heads, num_features), jnp.float32) if normalize else None
-    return LinearState(jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32), key)
+    value_dim = head_dim if value_dim is None else value_dim
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+    key = jnp.zeros((batch, num_kv_heads, head_dim), jnp.float32) if normalize else None
+    return LinearState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32), key)
 
 
 @attention_function
@@ -290,15 +290,10 @@ def feature_sums(
         features = functools.partial(both, query_features), functools.partial(both, key_features)
         # A sum in bfloat16 halves what a GPU writes and reads again to divide it. float16 would overflow.
         narrow = log_decay is not None or query.dtype == jnp.bfloat16
-        on_gpu = functools.partial(gpu.walk, out_dtype=query.dtype if narrow else jnp.float32)
-        by_tpu, by_gpu = (
-            functools.partial(_walk_features, *features, walk, out_dtype) for walk in (tpu.walk, on_gpu)
-        )
-        call: dict[str, Any] = {"features": num_features, "chunk_size": chunk_size, "log_decay": log_decay}
-        backends = {
-            "tpu": (tpu.recurrence_backend(by_tpu, query, key, value, **call),),
-            "cuda": (gpu.recurrence_backend(by_gpu, query, key, value, **call),),
-        }
+        backends = recurrence_backends(
+            functools.partial(_walk_features, *features, out_dtype), query, key, value, features=num_features,
+            chunk_size=chunk_size, out_dtype=query.dtype if narrow else jnp.float32, log_decay=log_decay,
+        )  # fmt: skip
         total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), out_dtype)
         weight = jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32) if normalize else None
         last, sums = dispatch(
@@ -367,8 +362,8 @@ def _decayed_scan(
 def _walk_features(
     query_features: Callable[[Array, Any], _Both],
     key_features: Callable[[Array, Any], _Both],
-    walk: Callable[..., Any],
     out_dtype: Any,
+    walk: Callable[..., Any],
     state: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,

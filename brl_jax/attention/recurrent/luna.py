@@ -36,22 +36,23 @@ class LunaState(NamedTuple):
     Attributes:
       scores: the sum of k a^T over the tokens, with a the token's weights in the packed tokens.
       values: the sum of a v^T.
-      num_tokens: how many tokens there are.
+      length: the number of tokens so far in each row.
     """
 
     scores: Float[Array, "B K H M"]
     values: Float[Array, "B K M V"]
-    num_tokens: Int[Array, " B"]
+    length: Int[Array, " B"]
 
 
 def init_luna_state(
-    batch: int, num_kv_heads: int, head_dim: int, num_packed: int, value_dim: int
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *, num_packed: int
 ) -> LunaState:
     """The state of `luna_attention` before the first token; `num_packed` is M there.
 
     Raises:
       ValueError: a size below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(
         batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, num_packed=num_packed, value_dim=value_dim
     )
@@ -129,7 +130,7 @@ def luna_attention(
     scale = check_scale(scale, head_dim)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     many = packed.shape[0]
-    fresh = init_luna_state(batch, kv_heads, head_dim, many, value_dim)
+    fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
     before = check_state(state, fresh, "init_luna_state")
     exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
     weights = jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale
@@ -138,11 +139,11 @@ def luna_attention(
     if positions is not None:
         places = check_positions(positions, query, key)
         turned = [rotate(x, places, rope_theta) for x in turned]
-    number = before.num_tokens[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
+    number = before.length[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, _ = check_segments(segment_ids, query.shape, key.shape)
         first = first_tokens(segment_ids)
-        number = number - jnp.where(first > 0, first + before.num_tokens[:, None], 0)
+        number = number - jnp.where(first > 0, first + before.length[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
     options: dict[str, Any] = {
         "normalize": False,
@@ -184,5 +185,5 @@ def luna_attention(
     last = number[:, -1]
     if lengths is not None:
         newest = jnp.take_along_axis(number, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        last = jnp.where(lengths > 0, newest, before.num_tokens)
+        last = jnp.where(lengths > 0, newest, before.length)
     return out, LunaState(new_scores.key_value, new_values.key_value, last)

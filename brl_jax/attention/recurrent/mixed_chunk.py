@@ -48,7 +48,7 @@ def init_mixed_chunk_state(
     batch: int,
     num_kv_heads: int,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None = None,
     *,
     chunk_size: int = 256,
     dtype: DTypeLike = jnp.float32,
@@ -63,6 +63,7 @@ def init_mixed_chunk_state(
     Raises:
       ValueError: a size below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(
         batch=batch,
         num_kv_heads=num_kv_heads,

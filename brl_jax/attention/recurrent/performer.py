@@ -46,7 +46,14 @@ class PerformerState(NamedTuple):
     maximum: Float[Array, "B K"]
 
 
-def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value_dim: int) -> PerformerState:
+def init_performer_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    num_features: int | None = None,
+) -> PerformerState:
     """The state of `performer_attention` before the first token.
 
     Args:
@@ -56,7 +63,15 @@ def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value
     Raises:
       ValueError: a size below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
+    value_dim = head_dim if value_dim is None else value_dim
+    num_features = default_features(head_dim) if num_features is None else num_features
+    check_sizes(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_features=num_features,
+        value_dim=value_dim,
+    )
     return PerformerState(
         jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32),
         jnp.zeros((batch, num_kv_heads, num_features), jnp.float32),
@@ -141,7 +156,7 @@ def performer_attention(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
     directions = _choose_projection(rng, projection, num_features, query.shape[3])
-    fresh = init_performer_state(batch, kv_heads, directions.shape[0], value_dim)
+    fresh = init_performer_state(batch, kv_heads, query.shape[3], value_dim, num_features=directions.shape[0])
     state = check_state(state, fresh, "init_performer_state")
     inputs = {"query": query, "key": key, "value": value}
 
@@ -170,6 +185,11 @@ def performer_attention(
     return (out, state) if return_state else out
 
 
+def default_features(head_dim: int) -> int:
+    """H ln H, rounded (arXiv:2009.14794, section 4.2)."""
+    return max(1, round(head_dim * math.log(head_dim)))
+
+
 def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: int) -> Float[Array, "F H"]:
     """The given projection or one drawn from rng, in float32."""
     require(
@@ -179,7 +199,7 @@ def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: i
     )
     if projection is None:
         if num_features is None:
-            num_features = max(1, round(head_dim * math.log(head_dim)))
+            num_features = default_features(head_dim)
         require(
             is_int(num_features) and num_features >= 1,
             f"num_features must be an int of at least 1, got {num_features!r}",

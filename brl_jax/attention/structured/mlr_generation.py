@@ -56,9 +56,7 @@ def init_mlr_state(
       ValueError: an argument does not fit, named in the message.
     """
     value_dim = head_dim if value_dim is None else value_dim
-    check_sizes(
-        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, length=length
-    )
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, length=length)
     ranks = check_ranks(ranks, head_dim)
     if block_sizes is None:
         block_sizes = doubling_block_sizes(length, len(ranks))

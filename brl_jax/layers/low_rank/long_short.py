@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.low_rank.long_short import (

@@ -90,7 +90,7 @@ class LunaAttention(MechanismLayer):
 
     def init_cache(self, batch: int, length: int) -> StateCache:
         d = self.dimensions
-        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, self.mechanism.num_packed, d.head_dim)
+        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, num_packed=self.mechanism.num_packed)
         return StateCache(state, jnp.zeros((), jnp.int32))
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:

@@ -109,5 +109,12 @@ class MLRAttention(AttentionLayer):
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MLRState]:
         options = self.options(call.cache.value.shape[2])
         return mlr_attention(
-            query, key, value, **options, is_causal=True, state=call.cache, return_state=True, count=call.count
+            query,
+            key,
+            value,
+            **options,
+            is_causal=True,
+            state=call.cache,
+            return_state=True,
+            count=call.count,
         )

@@ -28,7 +28,7 @@ class Walk(Protocol):
         """What the stretch does to a state of a segment."""
 
 
-def scan_stretches(
+def scan_shards(
     make_walk: Callable[[Any], Walk],
     states: Callable[[Any, Any, Any], tuple[Any, Any]],
     whole: Any,
@@ -48,7 +48,7 @@ def scan_stretches(
       axis: the mesh axis, whose size divides T.
     """
 
-    def stretch(whole: Any, state: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
+    def shard(whole: Any, state: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
         walk = make_walk(whole)
         index, count = lax.axis_index(axis), lax.axis_size(axis)
         state = vary_like(state, jax.tree.leaves(inputs))
@@ -69,7 +69,7 @@ def scan_stretches(
 
     cut = PartitionSpec(None, axis)
     specs = (PartitionSpec(), PartitionSpec(), cut, cut)
-    mapped = jax.shard_map(stretch, in_specs=specs, out_specs=(PartitionSpec(), cut), axis_names={axis})
+    mapped = jax.shard_map(shard, in_specs=specs, out_specs=(PartitionSpec(), cut), axis_names={axis})
     return mapped(whole, state, inputs, segments)
 
 
