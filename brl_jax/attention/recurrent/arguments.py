@@ -1,4 +1,4 @@
-"""The arguments that the functions with a recurrent state share, checked and prepared in one place."""
+"""Checks and prepares the arguments that functions with a recurrent state share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PreparedInputs(NamedTuple):
     """The checked arrays of a call.
 
     Attributes:
-      query, key, value: with zeros in place of padding.
+      query, key, value: with zeros as padding.
       lengths: the lengths of the keys, or None.
-      segments: from `segment_numbers` for the keys; None without lengths and segment ids.
+      segments: the keys' `segment_numbers`, or None without lengths and segment ids.
       packed: whether segment ids were given.
     """
 
@@ -51,16 +51,15 @@ def prepare_inputs(
     same_tokens: bool | None = None,
     dispatched: bool = False,
 ) -> PreparedInputs:
-    """Checks the shared arguments and sets padding to 0, so that NaN in it reaches neither results nor gradients.
+    """Checks the shared arguments and zeroes padding, so that NaN in it reaches neither results nor gradients.
 
     Args:
       query, key, value, is_causal, ...: as given to the public function.
-      same_tokens: whether queries and keys are the same tokens, so that the lengths apply to both; they always are
-        where is_causal, which is the default.
-      dispatched: whether the implementation is checked where a backend is chosen (`core.dispatch`).
+      same_tokens: whether queries and keys are the same tokens, so that lengths apply to both; by default, if causal.
+      dispatched: whether `core.dispatch` checks the implementation.
 
     Raises:
-      ValueError: naming the argument that does not fit.
+      ValueError: an argument does not fit, named in the message.
     """
     same_tokens = is_causal if same_tokens is None else same_tokens
     check_qkv(query, key, value)
