@@ -232,7 +232,7 @@ def _attend(
     name: str, *, state: Any, return_state: bool, chunk_size: int, implementation: Any, by_feature: bool = False,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """All three rules; log_decay is None for `delta_rule`."""
+    """All three rules; `delta_rule` passes no log_decay."""
     prepared = prepare_inputs(
         query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size,
         implementation=implementation, dispatched=True, **options,

@@ -145,7 +145,7 @@ def gau_attention(
 
 
 def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
-    """Returns the state; raises ValueError if it is None or does not fit the new keys and values."""
+    """Returns the state; raises ValueError unless it fits the new keys and values."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
     check_state_type(state, GAUState, "init_gau_state")

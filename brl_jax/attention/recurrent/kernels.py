@@ -30,7 +30,7 @@ class Walked(NamedTuple):
 
     Attributes:
       query, key: features.
-      key_value, key_sum: the state before the first token; key_sum is None if weights are not summed.
+      key_value, key_sum: the state before the first token; key_sum only if weights are summed.
       beta: only for the delta rule.
       segments: from `segment_numbers`; the state belongs to segment 0.
     """

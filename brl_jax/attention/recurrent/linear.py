@@ -128,7 +128,7 @@ def linear_attention(
         is_causal=True and normalize=False.
       key_value_seq_lengths: (B,) ints; keys at and after the length are padding. Padding may contain anything, even
         NaN, and reaches neither the result nor the state.
-      segment_ids: (B, T) ints; a query sees only the keys of its own segment, a run of equal ids. An id that recurs
+      segment_ids: (B, T) ints; a query sees only the keys of its segment, a run of equal ids. An id that recurs
         later starts a new segment. The given state is the past of the first segment; the returned state belongs to
         the last.
       positions: (B, T) or (1, T) ints for rotary positions, or None. Queries and keys must be the same tokens.

@@ -1,4 +1,5 @@
-"""Luna's causal attention: tokens are packed into a few, and unpacked from them (Ma et al. 2021, arXiv:2106.01540)."""
+"""Luna's causal attention: tokens are packed into a few tokens and read from them (Ma et al. 2021,
+arXiv:2106.01540)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class LunaState(NamedTuple):
     """What `luna_attention` keeps of the tokens so far.
 
     Attributes:
-      scores: the sum of k a^T over the tokens, with a the token's weights in the packed tokens.
+      scores: the sum of k a^T over the tokens, where a are the token's weights in the packed tokens.
       values: the sum of a v^T.
       length: the number of tokens so far in each row.
     """
@@ -47,10 +48,10 @@ class LunaState(NamedTuple):
 def init_luna_state(
     batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *, num_packed: int
 ) -> LunaState:
-    """The state of `luna_attention` before the first token; `num_packed` is M there.
+    """Returns the state of `luna_attention` before the first token; `num_packed` is M.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
     value_dim = head_dim if value_dim is None else value_dim
     check_sizes(
@@ -90,32 +91,32 @@ def luna_attention(
       u_t = softmax(scale / t sum_{j <= t} (q_t . k_j) a_j)   the weights of the packed tokens for query t
       out_t = 1 / t sum_{j <= t} (u_t . a_j) v_j
 
-    Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1: the softmax over the tokens, which packs
-    in the bidirectional form, would see later ones. Both sums are linear attention and run chunk by chunk. The
-    bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
+    Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1. The bidirectional form packs with a
+    softmax over the tokens, which would see later ones. Both sums are linear attention, computed chunk by chunk.
+    The bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
     `reference.luna_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) and (B, T, K, V) of the same tokens and dtype; K divides N.
       packed: (M, K, H), the queries of the packed tokens, the same for all sequences.
-      scale: the scale of the products; 1 / sqrt(H) by default.
+      scale: scale of the products; 1 / sqrt(H) by default.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything.
-      segment_ids: (B, T) ints; a token sees its own segment only, a run of equal ids, and t counts from its start. The
-        given state is the past of the first segment, and the returned state is that of the last.
-      positions: (B, T) or (1, T) ints, with rotary positions; None without. They rotate q_t and k_j in u_t; what enters
-        a packed token does not depend on the position.
-      rope_theta: the base of their frequencies.
-      state: the state of the tokens before these, from an earlier call or `init_luna_state`; None if there are none.
-      return_state: if True, the result is (out, state) with the state after these tokens.
-      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
+      segment_ids: (B, T) ints; a token sees only its segment, a run of equal ids, and t counts from the segment's
+        start. The given state is the past of the first segment; the returned state belongs to the last.
+      positions: (B, T) or (1, T) ints for rotary positions, or None. They rotate q_t and k_j in u_t; what enters a
+        packed token does not depend on positions.
+      rope_theta: base of the rotary frequencies.
+      state: the state before these tokens, from `init_luna_state` or an earlier call.
+      return_state: also return the state after these tokens.
+      chunk_size: tokens in a chunk; changes time and memory, not the result.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `LunaState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
