@@ -83,7 +83,7 @@ def performer_projection(
 ) -> Float[Array, "F H"]:
     """Random directions for `performer_attention` (arXiv:2009.14794, section 2.4).
 
-    Within each block of head_dim rows they are orthogonal. Their lengths are those of Gaussian vectors.
+    Within each block of head_dim rows they are orthogonal. They have the lengths of Gaussian vectors.
 
     Args:
       rng: random key.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 #: (summary, summary of the following chunks, their keeps) -> the summary of all. Associative. Arrays and `keeps` have
-#: leading axes (B, chunks); `keeps` is None, or False where nothing is left of the past.
+#: leading axes (B, chunks); False in `keeps` drops the past, None keeps it.
 Join = Callable[[Any, Any, Bool[Array, "B chunks"] | None], Any]
 #: (state, summary of the following chunks, their keeps) -> the state after them; leading axes (B, chunks) or (B,).
 Apply = Callable[[Any, Any, Bool[Array, "*leading"] | None], Any]

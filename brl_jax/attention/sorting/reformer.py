@@ -266,7 +266,7 @@ def _extend(
         jnp.logical_or, (share_chunks(a[..., None], b[:, :, None]) for a, b in zip(own, codes))
     )
     earlier = jnp.arange(room, dtype=jnp.int32)[None] < (start + numbers)[:, None]
-    # Normalise the scores instead of the keys, of which there are more.
+    # Normalise the scores instead of the more numerous keys.
     scores = jnp.einsum("bnth,bnsh->bnts", jnp.swapaxes(query, 1, 2), past_query) * scale
     scores = scores * inverse_lengths(past_query)[:, :, None]
     scores = jnp.where(seen & earlier[None, None], scores, MASKED)

@@ -1,7 +1,7 @@
-"""The plain meaning of this family's functions: dense (T, T) scores, then a softmax.
+"""Plain forms of this family's functions: dense (T, T) scores, then a softmax.
 
-These forms are slow and use O(T^2) memory, and have no padding. They show what the functions of the same names compute,
-and the tests compare the two. Everything is computed in float32. Equations are those of arXiv:2509.07963.
+They are slow, use O(T^2) memory and have no padding. Readers learn from them what the functions of the same names
+compute, and the tests compare the two. Everything is computed in float32. Equations are from arXiv:2509.07963.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def global_window_attention(
     window: int,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
-    """Attention by the first features of the head to all tokens, plus by the others to a window (section 5.1)."""
+    """Attention by the head's first features to all tokens, plus by the others to a window (section 5.1)."""
     length, (first, second) = query.shape[1], ranks
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])
     everything = _visible(length, is_causal)
@@ -107,18 +107,16 @@ def global_window_attention(
 def _attend(
     scores: Float[Array, "B N T S"], value: Float[Array, "B S J V"], visible: Bool[Array, "T S"]
 ) -> Float[Array, "B T N V"]:
-    """softmax(scores) value over the visible keys."""
     weights = jax.nn.softmax(scores, axis=-1, where=visible[None, None])
     return jnp.einsum("bnts,bsnv->btnv", weights, _repeat_heads(value, scores.shape[1]))
 
 
 def _visible(length: int, is_causal: bool) -> Bool[Array, "T T"]:
-    """Whether query i sees key j."""
     return jnp.tri(length, dtype=bool) if is_causal else jnp.ones((length, length), bool)
 
 
 def _repeat_heads(x: Float[Array, "B S K H"], heads: int) -> Float[Array, "B S N H"]:
-    """A float32 array in which each of the query heads has a head of its own."""
+    """A float32 array with one head per query head."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 
