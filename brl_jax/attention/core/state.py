@@ -91,6 +91,24 @@ def write_tokens(
     return write_places(array, new, places, axis=axis)
 
 
+def check_state_options(
+    maker: str, *, state: Any, return_state: bool, count: Any, is_causal: bool, **lengths: Any
+) -> None:
+    """Raises ValueError unless a call's options fit its state, or the lack of one.
+
+    Args:
+      maker: name of the function that makes such states, for messages.
+      lengths: the call's lengths by name, which a state's `count` replaces.
+    """
+    if state is None:
+        require(not return_state, f"return_state needs a state, from {maker}")
+        require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
+        return
+    require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
+    for name, given in lengths.items():
+        require(given is None, f"{name} must be None with a state; use count")
+
+
 def check_state(state: Any, expected: State, maker: str) -> State:
     """Returns the state, or `expected` if it is None.
 

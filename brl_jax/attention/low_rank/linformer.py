@@ -16,7 +16,7 @@ from brl_jax.attention.low_rank.few_keys import attend_to_few
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     key_projection: Float[Array, "R L"] | Float[Array, "K R L"],
     value_projection: Float[Array, "R P"] | Float[Array, "K R P"],
@@ -24,10 +24,10 @@ def linformer_attention(
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attends to R linear mixtures of the keys instead of S keys, in O((T + S) R) time and memory.
 
-    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = linformer_attention(query, key, value, key_projection=e, value_projection=f)
 
@@ -38,7 +38,7 @@ def linformer_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, S, K, H) of the same dtype; K divides N.
+      key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
       key_projection, value_projection: E (R, L) and F (R, P) in the query's dtype, or (K, R, L) and (K, R, P) for
         one projection per key head. L and P are maximum lengths, at least S; the first S columns are used.
       scale: scale of the scores; 1 / sqrt(H) by default.
@@ -47,7 +47,7 @@ def linformer_attention(
       implementation: as for `full_attention`.
 
     Returns:
-      (B, T, N, H) in the query's dtype.
+      (B, T, N, V) in the query's dtype.
 
     Raises:
       ValueError: an argument does not fit, named in the message.

@@ -24,7 +24,7 @@ from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
-from brl_jax.attention.core.state import check_state_type
+from brl_jax.attention.core.state import check_state_options, check_state_type
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow, SurroundedBlocks
@@ -183,6 +183,10 @@ def long_short_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
+    check_state_options(
+        "init_long_short_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
     _check_arrays(query, key, value, projection, norms)
     check_implementation(implementation, None, "xla")
     check_sizes(window=window, chunk_size=chunk_size)
@@ -204,8 +208,6 @@ def long_short_attention(
 
     turned = query if positions is None else rotate(query, positions, rope_theta)
     if state is None:
-        require(not return_state, "return_state needs a state, from init_long_short_state")
-        require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
         lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
         query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
         chunk = (projection.shape[3], chunk_size) if is_causal else None

@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.scores import softmax_weights
-from brl_jax.attention.core.state import KeyValueCache, check_state
+from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
 from brl_jax.attention.core.varying import vary_like
 
 # Queries that attend at a time: their scores against all keys are the largest array in memory.
@@ -164,6 +163,10 @@ def informer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
+    check_state_options(
+        "init_informer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
     given_key, given_value = key, value
     query, key, value, given, dtype = prepare_same_tokens(
         query, key, value, key_value_seq_lengths, implementation
@@ -172,8 +175,6 @@ def informer_attention(
     scale = check_scale(scale, query.shape[3])
     batch, length, heads, head_dim = query.shape
     if state is not None:
-        require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
-        require(given is None, "key_value_seq_lengths must be None with a state; use count")
         fresh = functools.partial(
             init_informer_state, batch, key.shape[2], head_dim, value.shape[3],
             length=state.past.keys.shape[2] if isinstance(state, InformerState) else 1,
@@ -182,8 +183,6 @@ def informer_attention(
         check_state(state, jax.eval_shape(fresh), "init_informer_state")
         out, state = _extend(query, given_key, given_value, state, count, rng, factor, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
-    require(not return_state, "return_state needs a state, from init_informer_state")
-    require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given
     places = jnp.arange(length, dtype=jnp.int32)
     exists = places[None] < lengths[:, None]

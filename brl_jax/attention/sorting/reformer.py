@@ -22,7 +22,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
-from brl_jax.attention.core.state import KeyValueCache, check_state
+from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
 from brl_jax.attention.sorting.buckets import (
     alone_sees_itself,
     attend_in_buckets,
@@ -184,6 +184,10 @@ def reformer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
+    check_state_options(
+        "init_reformer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
     _check_arguments(query, value, rotations)
     check_implementation(implementation, None, "xla")
     check_sizes(chunk_size=chunk_size)
@@ -192,8 +196,6 @@ def reformer_attention(
     batch, length = query.shape[:2]
     dtype = query.dtype
     if state is not None:
-        require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
-        require(key_value_seq_lengths is None, "key_value_seq_lengths must be None with a state; use count")
         fresh = functools.partial(
             init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
             length=state.past.keys.shape[2] if isinstance(state, ReformerState) else 1,
@@ -202,8 +204,6 @@ def reformer_attention(
         check_state(state, jax.eval_shape(fresh), "init_reformer_state")
         out, state = _extend(query, value, rotations, state, count, chunk_size, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
-    require(not return_state, "return_state needs a state, from init_reformer_state")
-    require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query, value = (zero_padding(x, lengths).astype(jnp.float32) for x in (query, value))
     buckets = hash_buckets(query, rotations)

@@ -17,7 +17,7 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.core.state import KeyValueCache, check_state
+from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
 
 # The logarithm of a missing weight, finite so that differences are not NaN.
 _LOG_ZERO = -1e30
@@ -124,6 +124,10 @@ def sinkhorn_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
+    check_state_options(
+        "init_sinkhorn_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
     given_key, given_value = key, value
     query, key, value, given, dtype = prepare_same_tokens(
         query, key, value, key_value_seq_lengths, implementation
@@ -133,8 +137,6 @@ def sinkhorn_attention(
     scale = check_scale(scale, query.shape[3])
     batch, length = query.shape[:2]
     if state is not None:
-        require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
-        require(given is None, "key_value_seq_lengths must be None with a state; use count")
         require(rng is None, "rng must be None with a state: noise is for training")
         fresh = functools.partial(
             init_sinkhorn_state, batch, *key.shape[2:], value.shape[3],
@@ -147,8 +149,6 @@ def sinkhorn_attention(
         start, state = state.length, state.append(given_key, given_value, count)
         out = _attend_new(query, state, weights, start, block_size, scale).astype(dtype)
         return (out, state) if return_state else out
-    require(not return_state, "return_state needs a state, from init_sinkhorn_state")
-    require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
     blocks = -(-length // block_size)
     _check_logits(sort_logits, (batch, blocks, key.shape[2], blocks))
     query, key, value = (_cut(x, block_size) for x in (query, key, value))

@@ -11,7 +11,7 @@ from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_p
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
-from brl_jax.attention.core.state import check_state
+from brl_jax.attention.core.state import check_state, check_state_options
 from brl_jax.attention.structured.mlr_generation import MLRState, extend, init_mlr_state
 from brl_jax.attention.structured.mlr_levels import (
     check_block_sizes,
@@ -90,6 +90,10 @@ def mlr_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
+    check_state_options(
+        "init_mlr_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     batch, length, _, head_dim = query.shape
@@ -102,9 +106,6 @@ def mlr_attention(
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if state is not None:
-        require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
-        for name, given in (("query_seq_lengths", query_lengths), ("key_value_seq_lengths", lengths)):
-            require(given is None, f"{name} must be None with a state; use count")
         fresh = jax.eval_shape(
             lambda: init_mlr_state(
                 batch, key.shape[2], head_dim, value.shape[3], ranks=ranks, block_sizes=block_sizes, dtype=key.dtype,
@@ -115,8 +116,6 @@ def mlr_attention(
         query = query * feature_scales(ranks, scale, query.dtype)
         out, state = extend(query, key, value, state, count)
         return (out, state) if return_state else out
-    require(not return_state, "return_state needs a state, from init_mlr_state")
-    require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
     if block_sizes is None:
         block_sizes = doubling_block_sizes(length, len(ranks))
     block_sizes = check_block_sizes(block_sizes, len(ranks))
