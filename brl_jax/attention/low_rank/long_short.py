@@ -224,10 +224,6 @@ def long_short_attention(
         arrays = CallArrays(zero_padding(turned, lengths), *local_tokens(key, value), key_lengths=lengths)
         return zero_padding(xla.attend_beside(call, arrays, *far), lengths).astype(query.dtype)
 
-    require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
-    require(
-        key_value_seq_lengths is None, "key_value_seq_lengths must be None with a state; count says how many"
-    )
     _check_state(state, key, projection, window, chunk_size)
     start, count, rank = state.length, length if count is None else count, projection.shape[3]
 

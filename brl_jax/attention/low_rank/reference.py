@@ -16,12 +16,12 @@ from brl_jax.attention.dense import reference as dense
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     key_projection: Float[Array, "R L"],
     value_projection: Float[Array, "R P"],
     scale: float | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """softmax(scale q (E K)^T) F V, where E and F mix the tokens (arXiv:2006.04768, eq. 7)."""
     length = key.shape[1]
     key = jnp.einsum("rs,bskh->brkh", key_projection[:, :length], key)
