@@ -6,11 +6,11 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   linear_attention, norm_attention, performer_attention, cosformer_attention, flowformer_attention, delta_rule,
   gated_delta_rule and kimi_delta_rule, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
-  mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
-  global_window_attention;
+  mlr_attention, long_short_attention, bilinear_mlr_attention, bilinear_btt_attention, global_window_attention;
   nystromformer_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
   reformer_attention, sinkhorn_attention, informer_attention, sliceformer_attention.
-  state_functions returns init, extend and step of a mechanism under the same three names.
+  Functions that can continue from earlier tokens take state= and return_state=, and init_NAME_state makes the first
+  state. state_functions returns init, extend and step of a mechanism under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
   stream yields the tokens as they come, and generate_requests decodes requests of any length together.
