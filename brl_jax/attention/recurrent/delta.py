@@ -113,15 +113,11 @@ def delta_rule(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
-    return _attend(query, key, value, beta, None, normalize_keys, "delta_rule", **options)
+    return _attend(
+        query, key, value, beta, None, normalize_keys, "delta_rule",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 @attention_function
@@ -164,15 +160,11 @@ def gated_delta_rule(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
-    return _attend(query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule", **options)
+    return _attend(
+        query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 @attention_function
@@ -214,17 +206,11 @@ def kimi_delta_rule(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
     return _attend(
-        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True, **options
-    )
+        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True,
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 def _attend(

@@ -178,7 +178,7 @@ def linear_sums(
     check_choice("feature_map", feature_map, get_args(FeatureMap))
 
     def features(x: Array, positions: Any) -> Array:
-        return apply_feature_map(feature_map, x)
+        return _FEATURE_MAPS[feature_map](x)
 
     if positions is not None:
         positions = check_positions(positions, query, key)
@@ -197,19 +197,17 @@ def check_positions(positions: Array, query: Array, key: Array) -> Int[Array, "B
     return jnp.broadcast_to(positions, query.shape[:2])
 
 
-def apply_feature_map(feature_map: FeatureMap, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """phi, elementwise."""
-    match feature_map:
-        case "elu+1":
-            # Unlike elu(x) + 1, this does not round features below 1e-7 to 0.
-            return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
-        case "elu":
-            return jax.nn.elu(x)
-        case "relu":
-            return jax.nn.relu(x)
-        case "identity":
-            return x
-    raise ValueError(f"unknown feature_map {feature_map!r}")
+def elu_plus_one(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # Unlike elu(x) + 1, this does not round features below 1e-7 to 0.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+
+
+_FEATURE_MAPS: dict[FeatureMap, Callable[[Array], Array]] = {
+    "elu+1": elu_plus_one,
+    "elu": jax.nn.elu,
+    "relu": jax.nn.relu,
+    "identity": lambda x: x,
+}
 
 
 def feature_sums(

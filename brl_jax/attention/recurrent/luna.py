@@ -3,6 +3,7 @@ arXiv:2106.01540)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.linear import (
     LinearState,
-    apply_feature_map,
     check_positions,
+    elu_plus_one,
     feature_sums,
 )
 
@@ -134,8 +135,7 @@ def luna_attention(
     fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
     before = check_state(state, fresh, "init_luna_state")
     exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
-    weights = jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale
-    weights = apply_feature_map("elu+1", weights)
+    weights = elu_plus_one(jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale)
     turned = exact[:2]
     if positions is not None:
         places = check_positions(positions, query, key)
@@ -146,39 +146,21 @@ def luna_attention(
         first = first_tokens(segment_ids)
         number = number - jnp.where(first > 0, first + before.length[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
-    options: dict[str, Any] = {
-        "normalize": False,
-        "is_causal": True,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
 
     def same(x: Array, positions: Any) -> Array:
         return x
 
-    (scores, _), new_scores = feature_sums(
-        turned[0],
-        turned[1],
-        weights,
-        same,
-        same,
-        num_features=head_dim,
-        state=LinearState(before.scores, None),
-        **options,
+    sums = functools.partial(
+        feature_sums, query_features=same, key_features=same, normalize=False, is_causal=True,
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
+    (scores, _), new_scores = sums(
+        *turned, weights, num_features=head_dim, state=LinearState(before.scores, None)
     )
     read = softmax_weights(scores * (share * scale), None)
-    (out, _), new_values = feature_sums(
-        read,
-        weights,
-        exact[2],
-        same,
-        same,
-        num_features=many,
-        state=LinearState(before.values, None),
-        **options,
+    (out, _), new_values = sums(
+        read, weights, exact[2], num_features=many, state=LinearState(before.values, None)
     )
     out = (out * share).astype(query.dtype)
     if not return_state:

@@ -176,12 +176,10 @@ def bilinear_btt_attention(
     )  # fmt: skip
 
 
-def bilinear_btt_queries(
-    x: Float[Array, "B T D"], heads: int, scale: float | None
-) -> Float[Array, "B T N D"]:
+def bilinear_btt_queries(x: Float[Array, "B T D"], heads: int, scale: float) -> Float[Array, "B T N D"]:
     """The scaled tokens, repeated for each head."""
     batch, length, width = x.shape
-    query = x * jnp.asarray(1 / math.sqrt(width) if scale is None else scale, x.dtype)
+    query = x * jnp.asarray(scale, x.dtype)
     return jnp.broadcast_to(query[:, :, None], (batch, length, heads, width))
 
 
