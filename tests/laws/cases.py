@@ -226,8 +226,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "rank2": Case(BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5), repeats="bilinear_btt"),
     },
     "global_window": {
-        "": Case(GlobalWindowConfig(window=4, ranks=(1, 3))),
-        "scale": Case(GlobalWindowConfig(window=4, ranks=(3, 1), score_scale=1.5), repeats="global_window"),
+        "": Case(GlobalWindowConfig(window=5, ranks=(1, 3))),
+        "scale": Case(GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5), repeats="global_window"),
     },
     "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},
     "tlinformer": {"": Case(TLinFormerConfig(window=8, context=5, hidden=1))},

@@ -155,7 +155,7 @@ def global_window_mix(u, p, m, d):
     q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
     q, k = rotary(q, places), rotary(k, places)
     distance = places[:, None] - places
-    near = (distance <= m.window) & (distance >= 0)
+    near = (distance < m.window) & (distance >= 0)
     if not d.is_causal:
         near = abs(distance) <= m.window // 2
     first = m.ranks[0]

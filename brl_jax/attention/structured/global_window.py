@@ -105,4 +105,4 @@ def check_split(ranks: Any, head_dim: int) -> int:
 
 def split_window(window: Any, is_causal: bool) -> SlidingWindow:
     require(is_int(window) and window >= 1, f"window must be an int of at least 1, got {window!r}")
-    return SlidingWindow(window, 0) if is_causal else SlidingWindow(window // 2, window // 2)
+    return SlidingWindow.of_width(window, is_causal)

@@ -96,7 +96,7 @@ def global_window_attention(
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])
     everything = _visible(length, is_causal)
     distance = jnp.abs(jnp.arange(length)[:, None] - jnp.arange(length)[None])
-    near = everything & (distance <= (window if is_causal else window // 2))
+    near = everything & (distance <= (window - 1 if is_causal else window // 2))
     scores = [
         8 / rank * jnp.einsum("btnh,bsnh->bnts", query[..., part], key[..., part])
         for rank, part in ((first, slice(0, first)), (second, slice(first, None)))

@@ -32,9 +32,9 @@ class GlobalWindowConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    window: int = 128
-    """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on each side in an
-    encoder."""
+    window: int = 129
+    """Width w: in a decoder a token sees itself and the w - 1 tokens before it; in an encoder, w // 2 tokens on each side
+    too. The paper's window of 128 has 129 keys."""
     ranks: tuple[int, int] | None = None
     """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
@@ -84,7 +84,7 @@ class GlobalWindowAttention(AttentionLayer):
         d, m = self.dimensions, self.mechanism
         ranks = m.parts(d.head_dim)
         shape = (batch, length, d.num_kv_heads)
-        window_key = jnp.zeros((batch, min(m.window, length), d.num_kv_heads, ranks[1]), d.dtype)
+        window_key = jnp.zeros((batch, min(m.window, length + 1) - 1, d.num_kv_heads, ranks[1]), d.dtype)
         past = KeyValueCache.empty((*shape, ranks[0]), (*shape, d.head_dim), d.dtype)
         return GlobalWindowCache(past, window_key)
 
