@@ -47,8 +47,8 @@ def global_window_attention(
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) and (B, T, K, V) of the same dtype; K divides N.
       ranks: features of the global part and of the window part; they sum to H.
-      window: w. A query's window has w + 1 keys: its own and the w keys before it if causal, else its own and w //
-        2 keys on each side.
+      window: w. A query sees w keys if causal, its own and the w - 1 before it, else its own and w // 2 keys on each
+        side, as in `LocalConfig`.
       scale: scales of the two parts' scores; 8 / rank by default.
       is_causal, key_value_seq_lengths, segment_ids: as for `full_attention`.
       implementation: for the window part, as for `local_attention`; the global part always runs through XLA.
