@@ -33,8 +33,8 @@ class GlobalWindowConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     window: int = 129
-    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, or w // 2 on each side in an encoder. The
-    paper's window of 128 has 129 keys."""
+    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, or w // 2 on each side in an encoder.
+    The paper's window of 128 has 129 keys."""
     ranks: tuple[int, int] | None = None
     """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
