@@ -45,6 +45,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
+from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
 
 State = TypeVar("State")

@@ -121,11 +121,11 @@ def bsbr_attention(
         out = bsbr_attention(query, key, value, **retrieval, strength=1 / 64, is_causal=True)
 
       out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c'
+      p_c = softmax(r_c h_c'^T / sqrt(R)),  F_c' = K_c'^T V_c'
 
-    c is the chunk of token i, with keys up to i if causal, and F_c' = K_c'^T V_c'. The weights p_c = softmax(r_c
-    h_c'^T / sqrt(R)) cover the earlier chunks c' < c if causal, and all other chunks if not. r_c is the retrieval
-    query of a chunk's first token and h_c' the retrieval key of a chunk's last token. The first chunk of a causal
-    call retrieves 0.
+    c is the chunk of token i, with keys up to i if causal. It retrieves from the chunks c' < c if causal, else from
+    all other chunks. r_c is the retrieval query of a chunk's first token and h_c' the retrieval key of its last token.
+    The first chunk of a causal call retrieves 0.
 
     This follows the section "Technical Implementation Insights" of the BSBR article, with the masks of its text;
     the masks of its public code let tokens see later ones. `reference.bsbr_attention` is the plain form.

@@ -233,7 +233,7 @@ def feature_sums(
 
     Args:
       query, key, value, normalize, is_causal, state, chunk_size, implementation, and in `options`
-      key_value_seq_lengths, segment_ids and return_state: as for `linear_attention`.
+        key_value_seq_lengths, segment_ids and return_state: as for `linear_attention`.
       query_features, key_features: the feature maps.
       num_features: F.
       positions: of queries and keys, or numbers derived from them, for features that depend on positions.
