@@ -299,7 +299,7 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
 
 def _concatenated(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
-    cache = _at(model.init_cache(1, length), num_tokens=length)
+    cache = _at(model.init_cache(1, length), length=length)
     return _kept_step(functools.partial(concatenated_step, model, length), params, _token(1), cache)
 
 
