@@ -62,7 +62,11 @@ def reread_step(
             for old, name in zip(before, ("query", "key", "value"))
         ]
         attended = full_attention(*now, is_causal=True)
-        x = x + jnp.einsum("btnh,nhd->btd", attended, mixer["out"]["kernel"]) + mixer["out"]["bias"][None, None]
+        x = (
+            x
+            + jnp.einsum("btnh,nhd->btd", attended, mixer["out"]["kernel"])
+            + mixer["out"]["bias"][None, None]
+        )
         read = norm(d, name="norm").apply({"params": w["feed_forward_norm"]}, x)
         return x + FeedForward(d).apply({"params": w["feed_forward"]}, read), tuple(now)
 
