@@ -18,8 +18,9 @@ SHORT = ["--steps", "4", "--eval_every", "4", "--eval_tokens", "512", "--full_ev
 
 def commands():
     """The lines of README's shell blocks, without comments and without the environment that they make first."""
-    blocks = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    shell = [block for language, block in blocks if not language]
+    lines = [shlex.split(line, comments=True) for block in shell for line in block.splitlines()]
     return [" ".join(map(shlex.quote, line)) for line in lines]
 
 
