@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
-from brl_jax.models.config import StackConfig, check_config
+from brl_jax.models.config import StackConfig
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.inputs import Inputs, Positions, check_ints
 from brl_jax.models.losses import cross_entropy
@@ -83,9 +83,9 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
-        check_config(c, DecoderConfig)
+        dimensions = c.dimensions
         self.inputs = Inputs(
-            c.dimensions,
+            dimensions,
             c.vocab_size,
             embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
@@ -95,9 +95,9 @@ class DecoderLM(nn.Module):
         if not c.tied_embeddings:
             axes = ("vocab", "embed")
             init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), axes)
-            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype)
+            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), dimensions.param_dtype)
             self.unembedding: Any = gather_parameter(table, axes)
-        self.stack = make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention)
+        self.stack = make_stack(c.mechanisms, dimensions, c.remat, c.cross_attention)
         self.dropout = nn.Dropout(c.dropout)
 
     def _unbound_stack(self) -> Stack:
@@ -166,10 +166,7 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        for name, given in (("memory", memory), ("cache", cache)):
-            if given is not None and not hasattr(given, "_fields"):
-                raise ValueError(f"{name} must be made by init_{name}, got {type(given).__name__}")
-        start = cache.num_tokens if isinstance(cache, StackCache) else 0
+        start = cache.length if isinstance(cache, StackCache) else 0
         places = token_positions(tokens.shape[1], start)
         x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)
         return self.stack(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from brl_jax.fields import declared
+from brl_jax.fields import Count, declared
 from brl_jax.layers.core.protocol import NormKind
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -33,7 +33,7 @@ def transnormer(
     variant: Variant,
     kind: type[C],
     *,
-    block_size: int = 64,
+    block_size: Count = 64,
     attention_norm: NormKind = "rms",
     **options: Any,
 ) -> C:

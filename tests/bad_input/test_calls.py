@@ -383,9 +383,9 @@ CALLS = {
         "max_length must be",
     ),
     "norm: an unknown norm": (lambda: SOFTMAX["norm"](norm="batch"), "norm must be"),
-    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 8, 2, 2, 4), "batch must be"),
+    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 2, 4, length=8), "batch must be"),
     "hopfield: no steps": (lambda: SOFTMAX["hopfield"](steps=0), "steps must be"),
-    "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal|causal"),
+    "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal"),
     "linformer: too short a projection": (
         lambda: brl.linformer_attention(Q, K, V, key_projection=array(4, 3), value_projection=array(4, 3)),
         "key_projection must",
@@ -575,39 +575,44 @@ def test_flags_numbers_and_keys_are_found():
 ROTATIONS = brl.reformer_rotations(jax.random.key(0), H, num_buckets=4)
 
 
-def one_token_step(**options):
-    levels = {"ranks": (4, 4), "block_sizes": (None, 4)}
-    state = brl.init_mlr_state(B, 16, N, H, **levels)
-    return brl.mlr_attention_step(Q[:, :1], K[:, :1], V[:, :1], state, **options)
+FEW = (Q[:, :3], K[:, :3], V[:, :3])
+PROJECTED = {"length": 16, "rank": 2, "window": 4, "chunk_size": 2}
+
+#: Calls with a state, in which 3 of 3 tokens may be valid.
+COUNTED = {
+    "diag": lambda **o: brl.diag_attention_step(*FEW, brl.init_diag_state(B, N, H, block_size=4), **o),
+    "mlr": lambda **o: brl.mlr_attention(
+        *FEW, **MLR, state=brl.init_mlr_state(B, N, H, length=16, **MLR), **o
+    ),
+    "long_short": lambda **o: brl.long_short_attention(
+        *FEW, Q[:, :3, :, :2], state=brl.init_long_short_state(B, N, H, **PROJECTED), **o
+    ),
+    "reformer": lambda **o: brl.reformer_attention(
+        Q[:, :3], V[:, :3], ROTATIONS, state=brl.init_reformer_state(B, N, H, length=16, num_buckets=4), **o
+    ),
+    "sinkhorn": lambda **o: brl.sinkhorn_attention(
+        *FEW,
+        array(B, 4, N, 4),
+        block_size=4,
+        state=brl.init_sinkhorn_state(B, N, H, length=16, block_size=4),
+        **o,
+    ),
+    "informer": lambda **o: brl.informer_attention(
+        *FEW, rng=jax.random.key(0), state=brl.init_informer_state(B, N, H, length=16), **o
+    ),
+}
 
 
-def long_short_step(**options):
-    state = brl.init_long_short_state(B, 16, N, H, 2, window=4, chunk_size=2)
-    return brl.long_short_step(Q[:, :3], K[:, :3], V[:, :3], Q[:, :3, :, :2], state, **options)
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("count", [-1, 9])
+def test_count(name, count):
+    options = {} if name == "diag" else {"is_causal": True}
+    with pytest.raises(ValueError, match=f"count must be from 0 to 3, got {count}"):
+        COUNTED[name](count=count, **options)
 
 
 def long_short(**options):
     return brl.long_short_attention(Q, K, V, Q[..., :2], **options)
-
-
-def diag_step(**options):
-    state = brl.init_diag_state(B, N, H, block_size=4)
-    return brl.diag_attention_step(Q[:, :3], K[:, :3], V[:, :3], state, **options)
-
-
-def reformer_step(**options):
-    state = brl.init_reformer_state(B, T, N, num_buckets=4)
-    return brl.reformer_step(Q[:, :2], Q, V, ROTATIONS, state, **options)
-
-
-def sinkhorn_step(**options):
-    return brl.sinkhorn_step(Q[:, :2], K, V, array(B, 3, N, 3), block_size=4, **options)
-
-
-def informer_step(**options):
-    state = brl.init_informer_state(B, T, N)
-    options = {"rng": jax.random.key(0)} | options
-    return brl.informer_step(Q[:, :2], K, V, jnp.zeros((B, N, H)), state, **options)
 
 
 def compress_blocks(lengths):
@@ -641,22 +646,6 @@ DECLARED = {
         "left and right of RotaryBias must have one shape",
     ),
     "ALiBi of a list": (lambda: brl.local_attention(Q, K, V, **WINDOW, bias=brl.ALiBi([0.5] * N)), "slopes"),
-    "mlr_step: a count beyond the tokens": (
-        lambda: one_token_step(count=9),
-        "count must be from 0 to 1, got 9",
-    ),
-    "long_short_step: a count below 0": (
-        lambda: long_short_step(count=-1),
-        "count must be from 0 to 3, got -1",
-    ),
-    "diag_step: a count beyond the tokens": (lambda: diag_step(count=5), "count must be from 0 to 3"),
-    "reformer_step: a start below 0": (lambda: reformer_step(start=-1), "start must be from 0 to 10, got -1"),
-    "reformer_step: a start beyond the room": (lambda: reformer_step(start=99), "start must be from 0 to 10"),
-    "sinkhorn_step: a start beyond the room": (lambda: sinkhorn_step(start=77), "start must be from 0 to 10"),
-    "informer_step: a start beyond the room": (
-        lambda: informer_step(start=200, count=1),
-        "start must be from 0 to 11",
-    ),
     "compress_blocks: a history beyond its size": (
         lambda: compress_blocks([0, 99, 0, 0]),
         r"history_lengths must be from 0 to 3, got \[\[ 0 99",

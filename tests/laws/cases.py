@@ -121,6 +121,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
             compress_positions="none",
         ),
         "layer-neighbourhood": _brl("brl-layer", window=4, pattern="neighbourhood", grid_width=7),
+        "layer-fixed": _brl("brl-layer", pattern="fixed"),
+        "layer-bigbird": _brl("brl-layer", window=4, pattern="bigbird", num_global=4),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(
             "brl-output",
@@ -206,12 +208,12 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
-        "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),
+        "compressed": Case(BSBRConfig(chunk_size=8, num_compressed=5), "bsbr"),
     },
     "mlr": {
         "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),
         "context": Case(
-            MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+            MLRConfig(ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),
             repeats="mlr",
         ),
     },
@@ -226,8 +228,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "rank2": Case(BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5), repeats="bilinear_btt"),
     },
     "global_window": {
-        "": Case(GlobalWindowConfig(window=4, ranks=(1, 3))),
-        "scale": Case(GlobalWindowConfig(window=4, ranks=(3, 1), score_scale=1.5), repeats="global_window"),
+        "": Case(GlobalWindowConfig(window=5, ranks=(1, 3))),
+        "scale": Case(GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5), repeats="global_window"),
     },
     "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},
     "tlinformer": {"": Case(TLinFormerConfig(window=8, context=5, hidden=1))},

@@ -89,14 +89,6 @@ def check_within(name: str, values: Any, most: int, least: int = 0) -> None:
         raise ValueError(f"{name} must be from {least} to {most}, got {known}")
 
 
-def check_new_tokens(start: Any, count: Any, length: int, room: int) -> None:
-    """Raises ValueError unless `count` of `length` new tokens fit after `start`, as far as these are known."""
-    if count is not None:
-        check_within("count", count, length)
-    existing = concrete_values(length if count is None else count)
-    check_within("start", start, room - (1 if existing is None else int(existing)))
-
-
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError, with the nearest choice, unless value is one of them."""
     if value in choices:

@@ -19,7 +19,8 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig(SoftmaxConfig):
-    """Softmax attention over all tokens (over the earlier ones in a decoder), quadratic in the length."""
+    """Softmax attention over all tokens, in a decoder over the earlier ones (Vaswani et al. 2017, arXiv:1706.03762);
+    quadratic in the length."""
 
     packs: ClassVar[bool] = True
 
@@ -38,7 +39,10 @@ class FullAttention(SoftmaxLayer):
         return dense_on_mesh(query, key, value, **options)
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        rate, d = self.mechanism.dropout, self.dimensions
+        mechanism, d = self.mechanism, self.dimensions
+        rate = (
+            mechanism.dropout if isinstance(mechanism, FullConfig) else 0.0
+        )  # TLinFormer has this layer too
         if not rate or call.deterministic or call.cache is not None:
             return super().mix(x, call)
         # The residuals of bfloat16 would be too coarse.
