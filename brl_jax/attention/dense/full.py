@@ -123,10 +123,9 @@ def full_attention(
       the log-sum-exp, (B, T, N) in the dtype of the query, -inf or its sink for a query that sees no key.
 
     Raises:
-      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument, and "cudnn" for a call that
-        it does not support.
-      NotImplementedError: implementation="pallas" where the kernel does not support the call, or where the call is
-        lowered for another platform than a TPU.
+      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument.
+      NotImplementedError: the requested backend does not support the call, or the call is lowered for a platform on
+        which it does not run.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)

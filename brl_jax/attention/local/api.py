@@ -157,7 +157,7 @@ def local_attention(
     Raises:
       ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
         argument.
-      NotImplementedError: a backend that is asked for does not support the call, or where the call is lowered for
+      NotImplementedError: the requested backend does not support the call, or the call is lowered for
         a platform on which it does not run.
     """
     check_qkv(query, key, value)
