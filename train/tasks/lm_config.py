@@ -382,7 +382,7 @@ PRESETS: dict[str, LmConfig] = {
     **{
         f"wikitext103-transnormer-{name}": _competitor(mechanism)
         for name, mechanism in {
-            "vanilla": FullConfig(dropout=0.1),
+            "vanilla": FullConfig(),
             "long-short": LongShortConfig(),
             "linear": LinearConfig(),
             "performer": PerformerConfig(),

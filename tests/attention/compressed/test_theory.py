@@ -78,9 +78,9 @@ def _norm(is_m1, path, of, weights, x, tokens):
 def test_m1_bounds_the_path_through_the_weights_alone():
     """Proposition 2.7 bounds the gradient by O(m) without M1, and by O(1) with it. Medians over 20 networks.
 
-    The path through the compression's weights, to which the proof reduces the gradient, does grow with m without M1, by
-    far more at three times the usual weights, and falls with it. But at the usual weights what a token reads changes by
-    as much with few compressed tokens as with many, with M1 or without, because it comes through their values.
+    The path through the compression's weights, the only one in the proof, does grow with m without M1, by far more at
+    three times the usual weights, and falls with M1. What a token reads does not grow at the usual weights, with M1 or
+    without: most of it comes through the values.
     """
 
     def growth(size, scale, path="both", of="propagated"):
