@@ -403,8 +403,8 @@ PRESETS: dict[str, LmConfig] = {
     **{f"bsbr-chunk-{size}": _bsbr(BSBRConfig(chunk_size=size)) for size in (16, 32, 64, 128, 256)},
     # A head has 64 x 64 numbers. The maps to 1024 and back have 8.4M parameters a layer, which "bsbr-wide" has in its
     # feed-forward networks instead.
-    "bsbr-compressed-2": _bsbr(BSBRConfig(compressed=2048)),
-    "bsbr-compressed-4": _bsbr(BSBRConfig(compressed=1024)),
+    "bsbr-compressed-2": _bsbr(BSBRConfig(num_compressed=2048)),
+    "bsbr-compressed-4": _bsbr(BSBRConfig(num_compressed=1024)),
     "bsbr-wide": _bsbr(BSBRConfig(), d_ff=1024 + 10_923),
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
