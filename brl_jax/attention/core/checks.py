@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,13 +72,6 @@ def check_counts(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         require(value <= most, f"{name} must be at most {most}, got {value}")
-
-
-def check_finite(owner: object, *names: str) -> None:
-    """Raises ValueError unless each of these attributes of a configuration is a finite number or None."""
-    for name in names:
-        value = getattr(owner, name)
-        require(value is None or math.isfinite(value), f"{name} must be finite, got {value}")
 
 
 def check_within(name: str, values: Any, most: int, least: int = 0) -> None:
