@@ -246,7 +246,7 @@ class Mechanism(Checked):
         uses the same ones as training."""
         return self
 
-    def check_stretches(self, length: int, devices: int) -> None:
+    def check_shards(self, length: int, devices: int) -> None:
         """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
 
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
