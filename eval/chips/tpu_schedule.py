@@ -56,8 +56,8 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
-from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
+from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
