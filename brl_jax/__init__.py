@@ -31,19 +31,23 @@ from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
+from brl_jax.attention.local.far_patterns import (
+    Axial,
     BigBird,
-    BlockDiagonal,
     BlockMask,
+    Fixed,
+    GlobalLocal,
+    GlobalWindow,
+    Strided,
+)
+from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
+from brl_jax.attention.local.patterns import (
+    BlockDiagonal,
     Bucketed,
     Dilated,
-    Fixed,
-    GlobalWindow,
+    Neighbourhood,
     Pattern,
     SlidingWindow,
-    Strided,
     SurroundedBlocks,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention

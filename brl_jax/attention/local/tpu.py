@@ -30,8 +30,8 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.layouts import Axial
-from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
+from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
+from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Pattern, SlidingWindow
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.positions import floor_divide
@@ -44,9 +44,9 @@ _MIN_GRANULE = 8
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-def unsupported(call: PatternCall, query: Array, key: Array, bias: Any) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. Traces nothing."""
-    pattern = call.pattern
+def unsupported(call: PatternCall, x: CallArrays) -> str | None:
+    """Why the kernels do not support a call, or None. Traces nothing."""
+    pattern, bias = call.pattern, x.bias
     if (why := tpu_biases.unsupported(bias)) is not None:
         return why
     if bias is not None and isinstance(pattern, Fixed) and call.key_offset is not None:
@@ -56,8 +56,8 @@ def unsupported(call: PatternCall, query: Array, key: Array, bias: Any) -> str |
         if pattern.granule < _MIN_GRANULE:
             return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {pattern.granule}"
         if call.key_offset is None:
-            return f"key_offset must be a static int with {name}, got it traced"
-    steps = _launches(call, query, key, bias)
+            return f"key_offset must be a static int with {name}, got a traced one"
+    steps = _launches(call, x.query, x.key, bias)
     return next((why for step in steps if (why := step.unsupported(bias))), None)
 
 

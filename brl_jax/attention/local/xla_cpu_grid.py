@@ -28,7 +28,7 @@ from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.layouts import Neighbourhood
+from brl_jax.attention.local.patterns import Neighbourhood
 
 # Heads of more features are left to matrix products over blocks, which gain with the size of a head.
 _WIDEST_HEAD = 32

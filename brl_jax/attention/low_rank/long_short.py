@@ -137,7 +137,13 @@ def long_short_attention(
     )
     near = local_tokens(tokens, norms, epsilon, positions, rope_theta, normalize_values)
     query = query if positions is None else rotate(query, positions, rope_theta)
-    call = PatternCall(window_pattern(window, is_causal), is_causal, scale, length, length, 0, 0)
+    call = PatternCall(
+        pattern=window_pattern(window, is_causal),
+        is_causal=is_causal,
+        scale=scale,
+        num_queries=length,
+        num_keys=length,
+    )
     out = xla.attend_beside(call, CallArrays(query, *near, key_lengths=lengths), *far)
     return zero_padding(out, lengths).astype(query.dtype)
 

@@ -156,7 +156,14 @@ def long_short_step(
     (near_key, last_key), (near_value, last_value) = map(slide, state.window, near)
     query = query if positions is None else rotate(query, positions, rope_theta)
     reach = last_key.shape[1]
-    call = PatternCall(window_pattern(reach + 1, True), True, scale, length, reach + length, reach, 0)
+    call = PatternCall(
+        pattern=window_pattern(reach + 1, True),
+        is_causal=True,
+        scale=scale,
+        num_queries=length,
+        num_keys=reach + length,
+        query_offset=reach,
+    )
     # Places of the window that no token has filled are a segment of their own.
     filled = jnp.arange(reach + length, dtype=jnp.int32) >= reach - start
     segments = jnp.broadcast_to(filled.astype(jnp.int32)[None], (batch, reach + length))

@@ -131,7 +131,15 @@ def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
     keys = options.pop("keys")
     static = [options.pop(name, None) for name in ("pattern", "is_causal", "query_offset", "logits_soft_cap")]
     pattern, is_causal, offset, cap = static
-    call = PatternCall(pattern, is_causal, 0.5, query.shape[1], keys.shape[1], offset, 0, cap)
+    call = PatternCall(
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=0.5,
+        num_queries=query.shape[1],
+        num_keys=keys.shape[1],
+        query_offset=offset,
+        logits_soft_cap=cap,
+    )
     found = cudnn.unsupported(call, CallArrays(query, keys, keys, **options))
     assert found is None if why is None else why in found
 
