@@ -237,7 +237,7 @@ CALLS = {
     "SlidingWindow.of_width(0)": (lambda: brl.SlidingWindow.of_width(0, True), "width must be"),
     "Dilated with a dilation of 0": (lambda: brl.Dilated(1, 1, 0), "dilation"),
     "BlockDiagonal(0)": (lambda: brl.BlockDiagonal(0), "block"),
-    "Fixed with more summaries than positions": (lambda: brl.Fixed(2, 3), "summary of Fixed"),
+    "Fixed with more summaries than positions": (lambda: brl.Fixed(2, 3), "summary must"),
     "BigBird with an even window": (lambda: brl.BigBird(4, window_blocks=2), "window_blocks"),
     "BlockMask of floats": (lambda: brl.BlockMask.of(4, np.ones((2, 2))), "mask must be"),
     "BlockMask of ragged rows": (lambda: brl.BlockMask(4, ((True,), (True, False))), "mask"),

@@ -25,10 +25,10 @@ def test_visible_says_what_is_seen(name):
         np.testing.assert_array_equal(np.broadcast_to(traced, expected.shape), expected)
 
 
-def covered(call, block):
+def covered(pattern, call, block):
     """How often each (query, key) pair is in a part of the pattern, rules applied."""
     times = np.zeros((call.num_queries, call.num_keys), int)
-    for part in call.pattern.parts(call, lambda width: block):
+    for part in pattern.parts(call, lambda width: block):
         for i in range(part.num_blocks):
             queries, keys = np.asarray(part.query_index(i)), np.asarray(part.key_index(i, call.num_keys))
             seen = np.ones((len(queries), len(keys)), bool)
@@ -68,7 +68,7 @@ def test_parts_cover_each_pair_once(name, block):
             expected = oracles.pairs(
                 num_queries, num_keys, sees, query_offset + key_offset, key_offset, causal
             )
-            np.testing.assert_array_equal(covered(call, block), expected.astype(int))
+            np.testing.assert_array_equal(covered(pattern, call, block), expected.astype(int))
 
 
 @pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])
