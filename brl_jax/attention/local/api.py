@@ -99,8 +99,8 @@ def local_attention(
     out_i = sum_j p_ij v_j, where p_i is the softmax of scale q_i . k_j + bias_ij over the visible keys j:
     BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 1. A window as wide as the sequence is full attention.
 
-    The arguments are those of `jax.nn.dot_product_attention`, and as there a window size counts the keys on either side
-    of the query's own. local_window_size=(2, 1) lets query 4 see keys 2 to 5::
+    Arguments follow `jax.nn.dot_product_attention`. As there, a window size counts the keys on either side of the
+    query's own. local_window_size=(2, 1) lets query 4 see keys 2 to 5::
 
         key       0 1 2 3 4 5 6 7
         query 4   . . x x x x . .       with is_causal: . . x x x . . .
@@ -127,7 +127,8 @@ def local_attention(
         arXiv:2408.00118).
       implementation: None picks by platform: "pallas" on a TPU; "cudnn", else "triton", on an NVIDIA GPU; "xla"
         elsewhere, for calls that the kernels do not support (with a warning), and for fewer than 128 queries on more
-        keys. docs/gpu.md says what each kernel supports; "pallas_interpret" and "triton_interpret" interpret them.
+        keys. docs/gpu.md and docs/results.md say what the kernels support; "pallas_interpret" and "triton_interpret"
+        interpret them.
       return_residual: also return the log-sum-exp of each query's scores. Unlike jax.nn's, it is differentiable.
 
     Returns:

@@ -29,12 +29,12 @@ class PatternCall(Extent):
 
 
 class CallArrays(NamedTuple):
-    """The arrays of one call; an absent one is None.
+    """The arrays of one call; None for an absent one.
 
     Attributes:
       bias: a `PositionBias`, or an array (B or 1, N or 1, T or 1, S or 1).
       query_segments, key_segments: both or neither.
-      key_offset: given if `PatternCall.key_offset` is None.
+      key_offset: given if the `PatternCall` has no static one.
       sinks: in float32.
     """
 

@@ -1,14 +1,14 @@
 """Sliding windows on a CPU: square tiles of scores that stay in cache, several independent blocks a step.
 
-A block of b queries visits T + 1 tiles of b keys. The first and the last of them contain complementary triangles of
-visible keys, so the two fold into one tile: the softmax runs over T tiles, and only that one is masked.
+A block of b queries visits T + 1 tiles of b keys. In the first and the last of these, complementary triangles are
+visible, so the two are folded into one tile: the softmax runs over T tiles, and only that one is masked.
 
     keys     tile 0    tile 1 .. T-1    tile T
     query r  c > r       all            c <= r       (a window of T * b keys)
 
-XLA runs independent operations of a loop's body on several cores, but hardly ever divides products as small as these; a
-step therefore computes several blocks as independent chains. Rows are read from (B, T, N, H) tile by tile, which avoids
-transposed copies of whole arrays. All arithmetic is in float32.
+XLA runs independent operations of a loop's body on several cores, but rarely divides products this small. So each step
+computes several blocks as independent chains. It reads rows from (B, T, N, H) tile by tile, which avoids transposed
+copies of whole arrays. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from brl_jax.attention.local.patterns import SlidingWindow
 
 _CHAINS = 8
 _MOST_BEFORE = 8
-# The scores of one chain, in bytes: those of two neighbours fit in the cache together.
+# The bytes of one chain's scores: two chains fit into the cache.
 _CHAIN_BYTES = CACHE_BYTES // 2
 
 
@@ -43,8 +43,8 @@ class WindowTiling:
     Attributes:
       tile: queries in a block, and keys in a tile.
       before: T, the number of tiles before the last one of a block.
-      gap: T * tile minus the width of the window: keys of the folded tile that a query does not see.
-      shift: keys that the window reaches to the right; tile u starts at key u * tile + shift.
+      gap: T * tile minus the window's width: how many keys of the folded tile a query does not see.
+      shift: how far the window reaches to the right; tile u starts at key u * tile + shift.
       chains: blocks in a step.
       groups: steps for one sequence and the heads of a step.
       heads: key heads in a step.
@@ -60,7 +60,7 @@ class WindowTiling:
 
     @classmethod
     def of(cls, call: PatternCall, query: Array, key: Array) -> WindowTiling | None:
-        """None where tiles do not pay: other patterns, short sequences, windows of many tiles."""
+        """None if tiles do not pay off: other patterns, short sequences, windows of many tiles."""
         length, kv_heads = query.shape[1], key.shape[2]
         if not isinstance(call.pattern, SlidingWindow) or call.query_offset != 0 or key.shape[1] != length:
             return None
@@ -100,7 +100,7 @@ class WindowTiling:
         return _pad(x, 0, self.size - x.shape[1])
 
     def pad_keys(self, x: Array) -> Array:
-        """Keys (or any array with one entry per key on axis 1), padded to contain every tile within reach."""
+        """Pads keys, or another array with one entry per key on axis 1, to contain every tile within reach."""
         low = self.front * self.tile - self.shift
         return _pad(x, low, self.front * self.tile + self.size - low - x.shape[1])
 
@@ -114,7 +114,7 @@ class Step(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One block of queries and its tiles of scores, the first and the last of them folded into one."""
+    """One block of queries and its tiles of scores, with the first and the last folded into one."""
 
     query: Array  # (k, G * b, H), scaled
     scores: list[Array]  # (k, G, b, b) each
@@ -133,9 +133,9 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
         step = walk.step(number)
         keys, values = walk.key_tiles(k, step), walk.key_tiles(v, step)
         for i in range(tiling.chains):
-            stretch = slice(i, i + tiling.before + 1)
-            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
-            out_tile, lse_tile = _softmax(chain, values[stretch])
+            visited = slice(i, i + tiling.before + 1)
+            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[visited])
+            out_tile, lse_tile = _softmax(chain, values[visited])
             out = walk.put_rows(out, step, i, out_tile)
             lse = walk.put_lse(lse, step, i, lse_tile)
         return (out, lse), None
@@ -148,7 +148,7 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
 
 
 def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d_out, d_lse=None):
-    """Gradients of query, key and value, in float32. lse is as `forward` gives it; d_lse is its cotangent, if any."""
+    """Gradients of query, key and value, in float32. d_lse is the cotangent of `forward`'s lse, if any."""
     query, key, value = x.query, x.key, x.value
     walk = _Walk.of(tiling, call, x)
     k, v = tiling.pad_keys(key), tiling.pad_keys(value)
@@ -164,16 +164,16 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
         d_keys: list[list[Array]] = [[] for _ in keys]
         d_values: list[list[Array]] = [[] for _ in keys]
         for i in range(tiling.chains):
-            stretch = slice(i, i + before + 1)
+            visited = slice(i, i + before + 1)
             do_tile = walk.query_tile(do, step, i)
             delta = jnp.sum(do_tile * walk.query_tile(o, step, i), -1)
             if d_lse is not None:
                 delta = delta - walk.lse_tile(d_lse, step, i).reshape(delta.shape)
-            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
+            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[visited])
             dq_tile, weights, d_scores = _softmax_gradient(
                 chain,
-                keys[stretch],
-                values[stretch],
+                keys[visited],
+                values[visited],
                 do_tile,
                 delta,
                 walk.lse_tile(lse, step, i),
@@ -225,7 +225,7 @@ def _softmax_gradient(
     lse: Array,
     cap: float | None,
 ) -> tuple[Array, list[Array], list[Array]]:
-    """d_query (k, G, b, H), unscaled, and for each tile of keys the weights and gradients of scores (k, G b, b)."""
+    """d_query (k, G, b, H), unscaled; for each tile of keys, the weights and the gradients of scores (k, G b, b)."""
     weights = _weights(chain, lse)
     d_weights = _fold(chain.low, [_split_rows(_product("ntd,nsd->nts", d_out, v), lse) for v in values])
     delta = delta.reshape(lse.shape)[..., None]
@@ -250,12 +250,12 @@ def _split_rows(x: Array, like: Float[Array, "k G b"]) -> Array:
 
 
 def _fold(low: Array, tiles: Sequence[Array]) -> list[Array]:
-    """The tiles with the first and the last folded into one."""
+    """Folds the first and the last tile into one."""
     return [jnp.where(low, tiles[-1], tiles[0]), *tiles[1:-1]]
 
 
 def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
-    """The inverse of `_fold`, with 0 for keys that a tile lacks, and rows merged: (k, G * b, b)."""
+    """Undoes `_fold`, with 0 for the keys of the other tile, and merges rows: (k, G * b, b)."""
     folded, *middle = tiles
     whole = [jnp.where(chain.low, 0.0, folded), *middle, jnp.where(chain.low, folded, 0.0)]
     return [x.reshape(x.shape[0], -1, x.shape[-1]) for x in whole]
@@ -263,7 +263,7 @@ def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Walk:
-    """The steps of a call, and the slices that each reads and writes."""
+    """The steps of a call, and the slices that each one reads and writes."""
 
     tiling: WindowTiling
     scale: float
@@ -301,7 +301,7 @@ class _Walk:
         return Step(rest // self.head_steps, rest % self.head_steps * self.tiling.heads, group)
 
     def query_tile(self, x: Float[Array, "B T N H"], step: Step, i: int) -> Float[Array, "k t H"]:
-        """The queries of chain i, with the rows of one key head together."""
+        """The queries of chain i, grouped by key head."""
         t, g = self.tiling, self.queries_per_key
         start = step.group * t.rows + i * t.tile
         rows = lax.dynamic_slice(
@@ -346,7 +346,7 @@ class _Walk:
         masks = [self._mask(step, i, i + j) for j in range(t.before + 1)]
         scores = [s if m is None else jnp.where(m, s, MASKED) for s, m in zip(scores, masks)]
         offsets: list[Array | None] = [None] * t.before
-        if t.shift == 0:  # tiles before the sequence; the last tile is the block's own
+        if t.shift == 0:  # hide tiles before the sequence; the last tile is the block's own
             block = step.group * t.chains + i
             outside = [jnp.where(block >= t.before - j, 0.0, MASKED) for j in range(t.before)]
             scores[0] = scores[0] + outside[0]
@@ -362,7 +362,7 @@ class _Walk:
         return Chain(query, scores, offsets, low)
 
     def _mask(self, step: Step, i: int, u: int) -> Array | None:
-        """Which keys of the step's tile u exist and are visible for chain i: (b or 1, b) bools, None for all."""
+        """Which keys of the step's tile u exist and are visible to chain i: (b or 1, b) bools, or None for all."""
         t = self.tiling
         mask = None
         if t.shift or self.key_lengths is not None:
@@ -383,7 +383,7 @@ class _Walk:
     def put_rows(
         self, total: Float[Array, "B T N H"], step: Step, i: int, x: Float[Array, "k G b H"]
     ) -> Array:
-        """`total` with the rows of chain i written to it."""
+        """Writes the rows of chain i to `total`."""
         t, g = self.tiling, self.queries_per_key
         rows = x.transpose(2, 0, 1, 3).reshape(1, t.tile, t.heads * g, x.shape[3])
         start = starts(step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)

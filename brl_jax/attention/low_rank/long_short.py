@@ -144,7 +144,7 @@ def long_short_attention(
         num_queries=length,
         num_keys=length,
     )
-    out = xla.attend_beside(call, CallArrays(query, *near, key_lengths=lengths), *far)
+    out = xla.attend_with(call, CallArrays(query, *near, key_lengths=lengths), *far)
     return zero_padding(out, lengths).astype(query.dtype)
 
 

@@ -174,7 +174,7 @@ def long_short_step(
         query_segments=jnp.ones((batch, length), jnp.int32),
         key_segments=segments,
     )
-    out = xla.attend_beside(call, arrays, *far).astype(query.dtype)
+    out = xla.attend_with(call, arrays, *far).astype(query.dtype)
     return out, LongShortState(
         Tokens(last_key, last_value),
         Tokens(*recent[:2]),

@@ -122,7 +122,7 @@ def half(length=16, head_dim=8):
         (half(), {"sinks": jnp.zeros(2)}, "no sinks"),
         (half(), {"logits_soft_cap": 5.0}, "no logits_soft_cap"),
         (half(), {"query_offset": 2}, "query_offset=0"),
-        (half(14), {"keys": half()}, "as many queries as keys"),
+        (half(14), {"keys": half()}, "equal numbers of queries and keys"),
     ],
 )
 def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
