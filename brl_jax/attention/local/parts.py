@@ -118,8 +118,8 @@ class Part:
     """Queries in blocks, and the arranged keys that each block visits.
 
     Blocks are numbered phase by phase. Each visits `length` keys, starting `advance` keys after the start of the
-    previous block in the phase: the block size in a band, 0 in a dense part. With a `table` of shape (blocks, m), block i
-    visits the key blocks table[i] instead, of `length` / m keys each; an entry equal to their number is a placeholder
+    previous block in the phase: the block size in a band, 0 in a dense part. With a `table` of shape (blocks, m), block
+    i visits the key blocks table[i] instead, of `length` / m keys each; an entry equal to their number is a placeholder
     for no block.
     """
 

@@ -291,7 +291,7 @@ def _backward(
         q_t, do_t = transposed(q), transposed(do)
 
         def one(block: Block, q_t, do, do_t, lse, delta):
-            """Gradients of one block; d_bias is for the position bias's leaves, or for the block's slice of an array."""
+            """Gradients of one block; d_bias is for a position bias's leaves, or for the block's slice of an array."""
             scores, slope = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             d_scores, dq, dk, dv = gradient_block(
                 scores, slope, block, q_t, do, do_t, lse, delta, call.scale, multiply
