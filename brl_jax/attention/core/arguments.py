@@ -34,7 +34,7 @@ def is_int(x: Any) -> bool:
 
 
 def starts(*places: Any) -> tuple[Any, ...]:
-    """Makes all start indices of a slice int32. With `jax_enable_x64` ints would be int64, and their types must match."""
+    """Makes a slice's start indices all int32: with `jax_enable_x64` an int would be int64, and types must match."""
     return tuple(np.int32(p) if is_int(p) else p for p in places)
 
 

@@ -37,8 +37,8 @@ def by_query_blocks(
         return jnp.moveaxis(jnp.pad(x, padding).reshape(batch, blocks, block, *x.shape[2:]), 1, 0)
 
     offsets = offset + jnp.arange(blocks, dtype=jnp.int32) * block
-    # In a scan over layers, JAX moves what no layer changes out of the loop. That would include the masks of all blocks,
-    # which are as large as all scores. The barrier ties the masks' inputs to the query, which each layer changes.
+    # In a scan over layers, JAX moves what no layer changes out of the loop. That would include the masks of all
+    # blocks, which are as large as all scores. The barrier ties their inputs to the query, which each layer changes.
     offsets, segments, _ = lax.optimization_barrier((offsets, segments, query[:1, :1]))
     pieces = (cut(query), None if segments is None else cut(segments), offsets)
     out = lax.map(lambda piece: jax.checkpoint(function)(*piece), pieces)

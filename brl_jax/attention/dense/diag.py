@@ -1,4 +1,4 @@
-"""DiagAttention: attention inside blocks of the sequence that do not see each other (TransNormer, arXiv:2210.10340)."""
+"""DiagAttention: attention inside blocks of the sequence (TransNormer, arXiv:2210.10340)."""
 
 from __future__ import annotations
 
@@ -192,14 +192,14 @@ def diag_attention_step(
 
 
 class _Rule(NamedTuple):
-    """How the weights inside a block are computed from the scores."""
+    """How to compute the weights inside a block from the scores."""
 
     score: DiagScore
     scale: float
     is_causal: bool
 
 
-# Compiled on its own, so that a call outside jit is traced once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(
     rule: _Rule,
@@ -208,7 +208,7 @@ def _attend(
     value: Float[Array, "B C s K H"],
     inside: Bool[Array, "#B C s"],
 ) -> Float[Array, "B C t N H"]:
-    """Attention within each of C blocks to its keys `inside`; the backward pass computes the scores anew."""
+    """Attention within each of C blocks to its keys `inside`. The backward pass recomputes the scores."""
     return by_platform(
         lambda platform, *_: _form(rule, _few_at_a_time if platform == "cpu" else _all_at_once),
         query,
@@ -236,8 +236,8 @@ def _all_at_once(function: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
-    """function(*arrays), which treats each block (axis 1) by itself, for as many blocks at a time as keep their scores
-    in a CPU's cache. That is twice as fast at 32k tokens as all blocks at once."""
+    """function(*arrays) on groups of blocks (axis 1) whose scores fit into a CPU's cache: at 32k tokens, twice as fast as
+    all blocks at once."""
     query, key = arrays[:2]
     batch, blocks, rows, heads = query.shape[:4]
     groups = -(-blocks // max(1, CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))

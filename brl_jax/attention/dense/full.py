@@ -100,10 +100,10 @@ def full_attention(
         (exp(sink) + sum_j exp(score_ij)). They are neither scaled nor capped.
       logits_soft_cap: a positive number c; scores become c tanh(score / c) before bias and mask (Gemma 2,
         arXiv:2408.00118).
-      implementation: None picks by platform: "pallas" on a TPU if T and S are at least 1,024; "cudnn" on an NVIDIA GPU
-        if it supports the call; else "xla". "pallas_interpret" interprets the TPU kernel, which takes float32 and
-        bfloat16, heads of up to 256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and masks
-        of keys, (B or 1, 1, 1, S). The compiler cannot divide a kernel over a mesh: use `jax.shard_map` there, or "xla".
+      implementation: None picks by platform: "pallas" on a TPU if T and S are at least 1,024; "cudnn" on an NVIDIA
+        GPU if it supports the call; else "xla". "pallas_interpret" interprets the TPU kernel, which takes float32 and
+        bfloat16, heads of up to 256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and
+        masks of keys, (B or 1, 1, 1, S). The compiler cannot divide a kernel over a mesh: use `jax.shard_map` or "xla".
       return_residual: also return the log-sum-exp of each query's scores; not with "cudnn".
 
     Returns:
@@ -246,7 +246,7 @@ def _cudnn_unsupported(*arguments, scale, is_causal) -> str | None:
     return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
 
 
-# Compiled on its own, so that gradients outside jit are traced once and not every time.
+# Compiled on its own, so that gradients outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
 def _through_cudnn(*arguments, scale, is_causal, everywhere):
     """cuDNN on a GPU, or `everywhere`, for a call that meets `_missing_for_cudnn`'s requirements."""
@@ -281,7 +281,8 @@ def _missing_for_cudnn(
     needs = {
         f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
         f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
-        f"equal head_dims of value and query (got {value.shape[3]} and {head_dim})": value.shape[3] == head_dim,
+        f"equal head_dims of value and query (got {value.shape[3]} and {head_dim})": value.shape[3]
+        == head_dim,
         "no bias": bias is None,
         "no mask": mask is None,
         "no segment_ids": segments[0] is None,

@@ -69,7 +69,7 @@ def attend(
     return_residual: bool,
     interpret: bool,
 ) -> Array | tuple[Array, Array]:
-    """`full_attention` on the kernel, with a float32 residual; `offset` is the query offset, or None if it is traced."""
+    """`full_attention` on the kernel, with a float32 residual; `offset` is the query offset, None if traced."""
     if mask is not None:
         key, value, segments = _without_hidden_keys(query, key, value, mask, segments)
     query_dim, value_dim = query.shape[3], value.shape[3]

@@ -202,7 +202,7 @@ class Ring(NamedTuple):
     def parts(
         self, query: Array, key: Array, value: Array, ids: tuple[Any, Any], lengths: Any = None
     ) -> tuple[Array, Shard, Array | None, Array | None]:
-        """Spreads the queries, keys and segments of this device's shard into parts. Lengths stay those of whole rows."""
+        """Spreads the queries, keys and segments of this device's shard into parts; lengths are of whole rows."""
         arrays = (query, key, value, *ids, lengths)
         query, key, value, *more, lengths = vary_like(arrays, (*arrays, lax.axis_index(self.axis)))
         query_ids, key_ids = (None if x is None else self.spread(x) for x in more)
@@ -225,14 +225,14 @@ class Ring(NamedTuple):
         return lax.ppermute(x, self.axis, [(i, last - i) for i in range(last + 1)])
 
     def pass_on(self, tree: Any) -> Any:
-        """Sends arrays to the next device, and returns those of the previous one."""
+        """Sends arrays to the next device, and returns the previous device's."""
         size = lax.axis_size(self.axis)
         return jax.tree.map(
             lambda x: lax.ppermute(x, self.axis, [(i, (i + 1) % size) for i in range(size)]), tree
         )
 
     def around(self, visit: Callable[[Any, Any, Any], Any], state: Any, shard: Shard) -> Any:
-        """Runs state = visit(state, shard, round) for the shards of all devices, starting with this one's in round 0."""
+        """Runs state = visit(state, shard, round) for the shards of all devices; this one's is in round 0."""
         size = lax.axis_size(self.axis)
         # The next shard travels while this one is in use.
         state, shard = visit(state, shard, 0), self.pass_on(shard) if size > 1 else shard
@@ -280,7 +280,7 @@ class Ring(NamedTuple):
             return [(0, 0, isinstance(number, int))]
         size, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
         there = lax.rem(here + size - number, jnp.int32(size))
-        # Device i has the parts 2 i and 2 n - 1 - 2 i. A first part sees another device's second part if that is earlier.
+        # Device i has the parts 2 i and 2 n - 1 - 2 i. A first part sees another's second part if that is earlier.
         second_sees = (here + there < size).astype(jnp.int32)
         across = (second_sees, 1 - second_sees, False)
         if isinstance(number, int):  # round 0
