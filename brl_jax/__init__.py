@@ -25,7 +25,7 @@ from brl_jax.attention.compressed.compress import compress
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.compressed.propagate import propagate
 from brl_jax.attention.core.biases import ALiBi, DistanceBias, PositionBias, RotaryBias, T5Bias, alibi_slopes
-from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
+from brl_jax.attention.dense.diag import diag_attention, init_diag_state
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
@@ -40,7 +40,7 @@ from brl_jax.attention.local.far_patterns import (
     GlobalWindow,
     Strided,
 )
-from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
+from brl_jax.attention.local.generation import LocalState, init_local_state
 from brl_jax.attention.local.patterns import (
     BlockDiagonal,
     Bucketed,
@@ -242,7 +242,6 @@ __all__ = [
     "cosformer_attention",
     "delta_rule",
     "diag_attention",
-    "diag_attention_step",
     "doubling_block_sizes",
     "flowformer_attention",
     "full_attention",
@@ -274,7 +273,6 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "local_attention",
-    "local_attention_step",
     "long_short_attention",
     "long_short_step",
     "luna_attention",

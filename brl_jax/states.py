@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.declared import argument_checks
-from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
-from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
+from brl_jax.attention.dense.diag import DiagState, diag_attention, init_diag_state
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.generation import LocalState, init_local_state
 from brl_jax.attention.low_rank.long_short_generation import (
     LongShortState,
     init_long_short_state,
@@ -198,7 +199,9 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: Sequence[str]
 def _local(*, window: int, **settings: Any) -> StateFunctions[LocalState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_local_state(batch, heads, dim, window=window, dtype=dtype),
-        functools.partial(local_attention_step, **settings),
+        functools.partial(
+            local_attention, local_window_size=(window - 1, 0), is_causal=True, return_state=True, **settings
+        ),
     )
 
 
@@ -207,7 +210,9 @@ def _diag(*, block_size: int = 64, **settings: Any) -> StateFunctions[DiagState]
         lambda batch, heads, dim, dtype: init_diag_state(
             batch, heads, dim, block_size=block_size, dtype=dtype
         ),
-        functools.partial(diag_attention_step, **settings),
+        functools.partial(
+            diag_attention, block_size=block_size, is_causal=True, return_state=True, **settings
+        ),
     )
 
 
@@ -320,14 +325,16 @@ def _sums(
 
 
 # Arguments of a mechanism's function that are not settings.
-_OF_CALLS = ("settings", "query", "key", "value", "state", "return_state", "is_causal")
+_OF_CALLS = (
+    "settings", "query", "key", "value", "state", "return_state", "is_causal", "local_window_size", "pattern"
+)  # fmt: skip
 _DECAYED = dict.fromkeys(
     ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
 )
 # For each name, the maker of its functions, and the mechanism's function, which takes the maker's other settings.
 _MAKERS: dict[str, tuple[Callable[..., StateFunctions[Any]], Callable[..., Any]]] = {
-    "local": (_local, local_attention_step),
-    "diag": (_diag, diag_attention_step),
+    "local": (_local, local_attention),
+    "diag": (_diag, diag_attention),
     "linear": (_linear, linear_attention),
     "norm": (
         _sums(norm_attention, functools.partial(init_linear_state, normalize=False), is_causal=True),

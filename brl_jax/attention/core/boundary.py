@@ -80,6 +80,10 @@ def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
         names = ("query", "key", "value")
         if any(getattr(given[name], "ndim", None) != 3 for name in names):
             return function(*args, **kwargs)
+        require(
+            not given.get("return_state") and given.get("state") is None,
+            "query, key and value must have a batch axis with state and return_state",
+        )
         for name in (*names, "segment_ids"):
             if given.get(name) is not None:
                 given[name] = jax.tree.map(lambda x: x[None], given[name])

@@ -39,6 +39,7 @@ from brl_jax.attention.core.dispatch import (
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.generation import LocalState, continue_from
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
 #: The implementations that `local_attention` takes.
@@ -51,8 +52,9 @@ def local_attention(
     local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
     scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
-    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[False] = False,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[False] = False,
+    return_state: Literal[False] = False,
 ) -> Array: ...  # fmt: skip
 
 
@@ -62,9 +64,22 @@ def local_attention(
     local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
     scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
-    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[True],
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[True],
+    return_state: Literal[False] = False,
 ) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def local_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
+    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[False] = False,
+    return_state: Literal[True],
+) -> tuple[Array, LocalState]: ...  # fmt: skip
 
 
 @batch_optional
@@ -87,9 +102,11 @@ def local_attention(
     key_offset: int | Int[Array, ""] = 0,
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
+    state: LocalState | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    return_state: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | LocalState]:
     """Softmax attention in which each query sees only nearby keys, or another sparse pattern; O(n w) time and memory.
 
     (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
@@ -125,11 +142,14 @@ def local_attention(
         (exp(sink) + sum_j exp(score_ij)). They are neither scaled nor capped.
       logits_soft_cap: a positive number c; scores become c tanh(score / c) before bias and mask (Gemma 2,
         arXiv:2408.00118).
+      state: the keys and values of earlier tokens, from `init_local_state` or an earlier call; for a causal window
+        without other positions, bias, mask, lengths and segments. Any number of tokens may follow, such as one.
       implementation: None picks by platform: "pallas" on a TPU; "cudnn", else "triton", on an NVIDIA GPU; "xla"
         elsewhere, for calls that the kernels do not support (with a warning), and for fewer than 128 queries on more
         keys. docs/gpu.md and docs/results.md say what the kernels support; "pallas_interpret" and "triton_interpret"
         interpret them.
       return_residual: also return the log-sum-exp of each query's scores. Unlike jax.nn's, it is differentiable.
+      return_state: also return the `LocalState` after these tokens.
 
     Returns:
       (B, T, N, H) in query's dtype, 0 for a query that sees no key; softmax runs in float32. With return_residual, also
@@ -156,6 +176,22 @@ def local_attention(
     soft_cap = check_soft_cap(logits_soft_cap)
 
     check_implementation(implementation, *IMPLEMENTATIONS)
+    if state is not None or return_state:
+        given = (bias, query_lengths, key_lengths, query_segments, traced_key_offset)
+        require(
+            is_causal and isinstance(pattern, SlidingWindow) and all(x is None for x in given)
+            and query_offset == static_key_offset == 0 and not return_residual,
+            "state and return_state must be given with is_causal=True and a window, without bias, mask, lengths, "
+            "segment_ids, offsets and return_residual",
+        )  # fmt: skip
+        options = {
+            "scale": scale,
+            "sinks": sinks,
+            "logits_soft_cap": soft_cap,
+            "implementation": implementation,
+        }
+        out, state = continue_from(state, pattern.left + 1, local_attention, query, key, value, **options)
+        return (out, state) if return_state else out
     call = PatternCall(
         pattern=pattern,
         is_causal=bool(is_causal),
