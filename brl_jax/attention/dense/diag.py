@@ -59,7 +59,7 @@ def init_diag_state(
 @overload
 def diag_attention(
     query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
-    is_causal: bool = False, scale: float | None = None, query_seq_lengths: Array | None = None,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
     implementation: Implementation | None = None, return_state: Literal[False] = False,
 ) -> Array: ...  # fmt: skip
@@ -68,7 +68,7 @@ def diag_attention(
 @overload
 def diag_attention(
     query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
-    is_causal: bool = False, scale: float | None = None, query_seq_lengths: Array | None = None,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
     implementation: Implementation | None = None, return_state: Literal[True],
 ) -> tuple[Array, DiagState]: ...  # fmt: skip
@@ -82,8 +82,8 @@ def diag_attention(
     *,
     block_size: int = 64,
     score: DiagScore = "softmax",
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     state: DiagState | None = None,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.varying import vary_like
@@ -26,7 +26,6 @@ def kernelized_attention(
     value: Float[Array, "B S K V"],
     *,
     scale: float | None = None,
-    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
@@ -45,7 +44,6 @@ def kernelized_attention(
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
       scale: multiplies the squared distances; 1 / sqrt(H) by default.
-      is_causal: must be False.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
       implementation: None or "xla".
 
@@ -58,7 +56,6 @@ def kernelized_attention(
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
-    require(not is_causal, "is_causal must be False with kernelized attention, got True")
     scale = check_scale(scale, query.shape[3])
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])

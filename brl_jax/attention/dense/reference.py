@@ -86,8 +86,8 @@ def diag_attention(
     *,
     block_size: int = 64,
     score: str = "softmax",
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Softmax or ReLU attention among the tokens of the same block i // block_size (arXiv:2210.10340, section 4.3)."""
     block = jnp.arange(query.shape[1]) // block_size

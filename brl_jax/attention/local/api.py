@@ -49,8 +49,8 @@ IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton",
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
-    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
-    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
     sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
     implementation: Implementation | None = None, return_residual: Literal[False] = False,
@@ -61,8 +61,8 @@ def local_attention(
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
-    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
-    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
     sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
     implementation: Implementation | None = None, return_residual: Literal[True],
@@ -73,8 +73,8 @@ def local_attention(
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
-    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
-    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
     sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
     implementation: Implementation | None = None, return_residual: Literal[False] = False,
@@ -93,8 +93,8 @@ def local_attention(
     *,
     local_window_size: int | tuple[int, int] | None = None,
     pattern: Pattern | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
@@ -129,8 +129,7 @@ def local_attention(
         `PositionBias`, which computes the bias of one block at a time from absolute positions.
       mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True. Not with a `PositionBias`.
       local_window_size: an int for both sides, or (left, right). Give either this or `pattern`.
-      pattern: which keys a query sees, such as `Dilated` or `BigBird`; `SlidingWindow.of_width` makes the papers'
-        "window w".
+      pattern: which keys a query sees, such as `Dilated`, `BigBird` or the papers' "window", `SlidingWindow.of_width`.
       is_causal: hides the keys after the query, whatever the window or pattern.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding, which may be NaN.
