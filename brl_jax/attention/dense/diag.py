@@ -265,8 +265,8 @@ def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
     size = -(-blocks // groups)
 
     def in_groups(*arrays: Array) -> Any:
-        room = (0, groups * size - blocks)
-        padded = [jnp.pad(a, [(0, 0), room] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
+        padding = (0, groups * size - blocks)
+        padded = [jnp.pad(a, [(0, 0), padding] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
 
         def group(i: Array) -> Any:
             return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))

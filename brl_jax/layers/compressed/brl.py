@@ -199,7 +199,7 @@ class BRLConfig(Mechanism):
                 f"d_model must be a multiple of num_heads={dimensions.num_heads}, got {dimensions.d_model}"
             )
 
-    def check_stretches(self, length: int, devices: int) -> None:
+    def check_shards(self, length: int, devices: int) -> None:
         if self.memory == "layer" and self.num_compressed and length // devices % self.block:
             raise ValueError(
                 f"block_size must divide the {length // devices} tokens of a row that each of {devices} devices has, "
