@@ -264,19 +264,16 @@ def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
     groups = -(-blocks // max(1, CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
     size = -(-blocks // groups)
 
-    def in_groups(*arrays: Array) -> Any:
-        padding = (0, groups * size - blocks)
-        padded = [jnp.pad(a, [(0, 0), padding] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
+    padding = (0, groups * size - blocks)
+    padded = [jnp.pad(a, [(0, 0), padding] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
 
-        def group(i: Array) -> Any:
-            return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))
+    def group(i: Array) -> Any:
+        return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))
 
-        def join(x: Array) -> Array:
-            return jnp.moveaxis(x, 0, 1).reshape(batch, groups * size, *x.shape[3:])[:, :blocks]
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, groups * size, *x.shape[3:])[:, :blocks]
 
-        return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
-
-    return in_groups(*arrays)
+    return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
 
 
 def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:
