@@ -111,8 +111,8 @@ def full_attention(
       -inf, or the sink, for a query that sees no key.
 
     Raises:
-      ValueError: arguments do not fit together; or "cudnn" does not support the call.
-      NotImplementedError: "pallas" does not support the call or the platform.
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named implementation does not support the call or the platform.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -169,9 +169,10 @@ def attend(
     arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
     through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
-        require(
-            not missing, f"implementation='cudnn' supports full attention only with {'; with '.join(missing)}"
-        )
+        if missing:
+            raise NotImplementedError(
+                f"implementation='cudnn' supports full attention only with {'; with '.join(missing)}"
+            )
         return through_cudnn(everywhere=True)
     many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     if implementation in ("pallas", "pallas_interpret") or many:

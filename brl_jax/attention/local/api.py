@@ -155,8 +155,8 @@ def local_attention(
       (B, T, N) in query's dtype: -inf, or the sink, for a query that sees no key.
 
     Raises:
-      ValueError: arguments do not fit together; or "cudnn" does not support the call.
-      NotImplementedError: "pallas" or "triton" does not support the call or the platform.
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named implementation does not support the call or the platform.
     """
     check_qkv(query, key, value)
     if value.shape != key.shape:

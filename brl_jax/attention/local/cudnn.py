@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
@@ -38,11 +37,12 @@ def unsupported(call: PatternCall, x: CallArrays) -> str | None:
 
 
 def check(call: PatternCall, x: CallArrays) -> None:
-    """Raises ValueError, naming everything that cuDNN needs and the call does not have."""
+    """Raises NotImplementedError, naming everything that cuDNN needs and the call does not have."""
     missing = _missing(call, x)
-    require(
-        not missing, "implementation='cudnn' supports local attention only with " + "; with ".join(missing)
-    )
+    if missing:
+        raise NotImplementedError(
+            f"implementation='cudnn' supports local attention only with {'; with '.join(missing)}"
+        )
 
 
 def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
