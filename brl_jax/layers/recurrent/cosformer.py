@@ -56,12 +56,12 @@ class CosformerCache(NamedTuple):
 
     Attributes:
       state: `cosformer_attention`'s.
-      num_tokens: () int32, how many tokens the state has seen.
+      length: () int32, how many tokens the state has seen.
       max_length: () int32, the distance at which a weight reaches 0.
     """
 
     state: CosformerState
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
     max_length: Int[Array, ""]
 
 

@@ -57,8 +57,8 @@ class InformerCache(NamedTuple):
     state: InformerState
 
     @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
+    def length(self) -> Int[Array, ""]:
+        return self.past.length
 
 
 class InformerAttention(MechanismLayer):

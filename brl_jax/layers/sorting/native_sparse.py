@@ -85,9 +85,9 @@ class NativeSparseCache(NamedTuple):
     compressed: Tokens
 
     @property
-    def num_tokens(self) -> Any:
+    def length(self) -> Any:
         """The number of tokens so far, () int32."""
-        return self.tokens.num_tokens
+        return self.tokens.length
 
 
 class NativeSparseAttention(MechanismLayer):

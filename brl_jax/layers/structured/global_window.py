@@ -68,8 +68,8 @@ class GlobalWindowCache(NamedTuple):
     window_key: Float[Array, "B W K F"]
 
     @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
+    def length(self) -> Int[Array, ""]:
+        return self.past.length
 
 
 class GlobalWindowAttention(AttentionLayer):
