@@ -8,8 +8,7 @@ block's scores again (FlashAttention, Dao et al. 2022, arXiv:2205.14135, section
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,23 +193,15 @@ def _without_padding(x: CallArrays) -> CallArrays:
     )
 
 
-class _OnCPU(NamedTuple):
-    """A faster form on a CPU: its plan, a `WindowTiling` or `GridShifts`, and its functions."""
-
-    plan: Any
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
-
-
-def _on_cpu(call: PatternCall, x: CallArrays) -> _OnCPU | None:
-    """The faster form of a call on a CPU, or None."""
+def _on_cpu(call: PatternCall, x: CallArrays) -> tuple[Any, Any] | None:
+    """The plan and the module of a call's faster form on a CPU, or None."""
     if x.bias is not None:
         return None
     tiling = WindowTiling.of(call, x.query, x.key)
     if tiling is not None:
-        return _OnCPU(tiling, xla_cpu.forward, xla_cpu.backward)
+        return tiling, xla_cpu
     shifts = GridShifts.of(call, x.query, x.key) if x.query_segments is None else None
-    return None if shifts is None else _OnCPU(shifts, xla_cpu_grid.forward, xla_cpu_grid.backward)
+    return None if shifts is None else (shifts, xla_cpu_grid)
 
 
 def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
@@ -260,9 +251,10 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
         return normalise(merge_sums(*every))
 
     x = _without_padding(x)
-    form = _on_cpu(call, x) if loop else None
-    if form is not None:
-        out, lse = form.forward(form.plan, call, x)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        out, lse = module.forward(plan, call, x)
     else:
         out, lse = on_parts(x)
         out = merge_heads(out)
@@ -331,9 +323,10 @@ def _backward(
 
     out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
     x = _without_padding(x)
-    form = _on_cpu(call, x) if loop else None
-    if form is not None:
-        gradients = form.backward(form.plan, call, x, out, lse, d_out, d_lse)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        gradients = module.backward(plan, call, x, out, lse, d_out, d_lse)
         return CallArrays(*(y.astype(x.query.dtype) for y in gradients))
     q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
     k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
