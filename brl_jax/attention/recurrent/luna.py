@@ -36,12 +36,12 @@ class LunaState(NamedTuple):
     Attributes:
       scores: the sum of k a^T over the tokens, with a the token's weights in the packed tokens.
       values: the sum of a v^T.
-      length: how many tokens there are.
+      num_tokens: how many tokens there are.
     """
 
     scores: Float[Array, "B K H M"]
     values: Float[Array, "B K M V"]
-    length: Int[Array, " B"]
+    num_tokens: Int[Array, " B"]
 
 
 def init_luna_state(
@@ -138,11 +138,11 @@ def luna_attention(
     if positions is not None:
         places = check_positions(positions, query, key)
         turned = [rotate(x, places, rope_theta) for x in turned]
-    number = before.length[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
+    number = before.num_tokens[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, _ = check_segments(segment_ids, query.shape, key.shape)
         first = first_tokens(segment_ids)
-        number = number - jnp.where(first > 0, first + before.length[:, None], 0)
+        number = number - jnp.where(first > 0, first + before.num_tokens[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
     options: dict[str, Any] = {
         "normalize": False,
@@ -184,5 +184,5 @@ def luna_attention(
     last = number[:, -1]
     if lengths is not None:
         newest = jnp.take_along_axis(number, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        last = jnp.where(lengths > 0, newest, before.length)
+        last = jnp.where(lengths > 0, newest, before.num_tokens)
     return out, LunaState(new_scores.key_value, new_values.key_value, last)

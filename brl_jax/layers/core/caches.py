@@ -21,12 +21,12 @@ class KeyValueCache(NamedTuple):
     Attributes:
       keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
       values: (B, K, S, V).
-      length: () int32, the number of tokens so far.
+      num_tokens: () int32, the number of tokens so far.
     """
 
     keys: Float[Array, "B K S F"]
     values: Float[Array, "B K S V"]
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
     @property
     def key(self) -> Float[Array, "B S K F"]:
@@ -55,7 +55,7 @@ class KeyValueCache(NamedTuple):
         Raises:
           ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
         """
-        start, length = self.length, key.shape[1]
+        start, length = self.num_tokens, key.shape[1]
         return KeyValueCache(
             write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count, axis=2),
             write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
@@ -67,13 +67,13 @@ class WindowCache(NamedTuple):
     """The last keys and values that a local pattern can reach, newest last.
 
     Attributes:
-      key, value: (B, R, K, H); the first R - length entries are empty.
-      length: () int32, the number of tokens so far, including those that have left the window.
+      key, value: (B, R, K, H); the first R - num_tokens entries are empty.
+      num_tokens: () int32, the number of tokens so far, including those that have left the window.
     """
 
     key: Float[Array, "B R K H"]
     value: Float[Array, "B R K H"]
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> WindowCache:
@@ -86,11 +86,11 @@ class StateCache(NamedTuple):
 
     Attributes:
       state: as the attention function defines it.
-      length: () int32, how many tokens it has seen.
+      num_tokens: () int32, how many tokens it has seen.
     """
 
     state: Any
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
 
 def write_tokens(

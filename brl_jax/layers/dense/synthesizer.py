@@ -54,7 +54,7 @@ class SynthesizerCache(NamedTuple):
     before tokens, so that no product with a new token's weights copies the values."""
 
     values: Float[Array, "B K S H"]
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
 
 class SynthesizerAttention(MechanismLayer):

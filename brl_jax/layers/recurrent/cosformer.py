@@ -56,12 +56,12 @@ class CosformerCache(NamedTuple):
 
     Attributes:
       state: `cosformer_attention`'s.
-      length: () int32, how many tokens the state has seen.
+      num_tokens: () int32, how many tokens the state has seen.
       max_length: () int32, the distance at which a weight reaches 0.
     """
 
     state: CosformerState
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
     max_length: Int[Array, ""]
 
 

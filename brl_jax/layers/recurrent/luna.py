@@ -59,7 +59,7 @@ class LunaConfig(Mechanism):
 class LunaCarrierCache(NamedTuple):
     """Number of tokens so far, () int32. A decoder's packed tokens do not depend on them."""
 
-    length: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
 
 class LunaCarrier(CacheOwner):
@@ -78,7 +78,7 @@ class LunaCarrier(CacheOwner):
     def close(self, y: Float[Array, "B T D"], cache: LunaCarrierCache | None, count: Any) -> Any:
         if cache is None:
             return None
-        return LunaCarrierCache(cache.length + (y.shape[1] if count is None else count))
+        return LunaCarrierCache(cache.num_tokens + (y.shape[1] if count is None else count))
 
 
 class LunaAttention(MechanismLayer):

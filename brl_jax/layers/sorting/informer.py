@@ -57,8 +57,8 @@ class InformerCache(NamedTuple):
     state: InformerState
 
     @property
-    def length(self) -> Int[Array, ""]:
-        return self.past.length
+    def num_tokens(self) -> Int[Array, ""]:
+        return self.past.num_tokens
 
 
 class InformerAttention(MechanismLayer):

@@ -85,9 +85,9 @@ class NativeSparseCache(NamedTuple):
     compressed: Tokens
 
     @property
-    def length(self) -> Any:
+    def num_tokens(self) -> Any:
         """The number of tokens so far, () int32."""
-        return self.tokens.length
+        return self.tokens.num_tokens
 
 
 class NativeSparseAttention(MechanismLayer):

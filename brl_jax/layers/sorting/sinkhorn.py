@@ -71,8 +71,8 @@ class SinkhornCache(NamedTuple):
     sort_logits: Float[Array, "B C K C"]
 
     @property
-    def length(self) -> Int[Array, ""]:
-        return self.past.length
+    def num_tokens(self) -> Int[Array, ""]:
+        return self.past.num_tokens
 
 
 class SinkhornAttention(MechanismLayer):

@@ -68,8 +68,8 @@ class GlobalWindowCache(NamedTuple):
     window_key: Float[Array, "B W K F"]
 
     @property
-    def length(self) -> Int[Array, ""]:
-        return self.past.length
+    def num_tokens(self) -> Int[Array, ""]:
+        return self.past.num_tokens
 
 
 class GlobalWindowAttention(AttentionLayer):
