@@ -80,6 +80,7 @@ def rotate(
     positions: Int[Array, "#B T"],
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
+    rotary_dim: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
@@ -91,10 +92,14 @@ def rotate(
       positions: (B, T) or (1, T), not negative.
       theta: base of the frequencies theta^(-2 i / H).
       scaling: changes the frequencies.
+      rotary_dim: how many features of a head, from the first, are rotated; None for all H.
 
     Raises:
-      ValueError: H is odd.
+      ValueError: the number of rotated features is odd.
     """
+    if rotary_dim is not None:
+        turned = rotate(x[..., :rotary_dim], positions, theta, scaling)
+        return jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")
