@@ -21,7 +21,7 @@ WINDOW = {"local_window_size": (3, 0), "is_causal": True}
 # Settings, what else each token has, and the function at once.
 CASES = {
     "local": (
-        {"window": 4},
+        {"local_window_size": (3, 0)},
         {},
         lambda q, k, v: brl_jax.local_attention(q, k, v, local_window_size=(3, 0), is_causal=True),
     ),
@@ -127,8 +127,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
         state_functions("lokal")
     for name, settings, error, message in (
-        ("local", {"window": 4, "windw": 4}, TypeError, "got 'windw'; did you mean 'window'?"),
-        ("local", {}, TypeError, r"state_functions\('local'\) needs window"),
+        ("local", {"local_window_sise": 4}, TypeError, "did you mean 'local_window_size'?"),
+        ("local", {}, TypeError, r"state_functions\('local'\) needs local_window_size"),
         (
             "linear",
             {"feature_map": "rlu"},
@@ -141,7 +141,7 @@ def test_bad_input():
     ):
         with pytest.raises(error, match=message):
             state_functions(name, **settings)
-    state = state_functions("local", window=4).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     with pytest.raises(
         ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
     ):
@@ -153,10 +153,10 @@ def test_bad_input():
     ):
         long_short.extend(*_inputs("long_short"), long_short.init(B, K, H), projection=DECAY[..., :3])
     with pytest.raises(
-        ValueError, match="state must be a LongShortState, made by init_long_short_state, got tuple"
+        ValueError, match="state must be a LongShortState from init_long_short_state, got tuple"
     ):
         long_short.extend(*_inputs("long_short"), (), projection=DECAY[..., :3])
-    with pytest.raises(ValueError, match="state must be a LocalState, made by init_local_state, got tuple"):
+    with pytest.raises(ValueError, match="state must be a LocalState from init_local_state, got tuple"):
         brl_jax.local_attention(*_inputs("local"), **WINDOW, state=(1, 2, 3))
 
 
@@ -184,7 +184,7 @@ def test_a_window_can_start_without_a_state():
 @pytest.mark.parametrize("length", [1, 2])
 def test_one_token_of_a_window_is_checked_as_several_are(length):
     query, key, value = (x[:, :length] for x in _inputs("local"))
-    state = state_functions("local", window=4).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     for changes, message in (
         ({"implementation": "palas"}, "implementation must be .*, got 'palas'"),
         ({"value": value[..., :4]}, r"value must have key's shape \(2, .*, 8\), got \(2, .*, 4\)"),
@@ -200,7 +200,7 @@ def test_one_token_of_a_window_is_checked_as_several_are(length):
 
 def test_one_token_of_a_window_takes_the_kernel_that_it_asks_for():
     query, key, value = _inputs("local")
-    state = state_functions("local", window=4).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     outs = {"xla": [], "pallas_interpret": []}
     for implementation, out in outs.items():
         own = state

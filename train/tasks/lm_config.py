@@ -404,11 +404,11 @@ PRESETS: dict[str, LmConfig] = {
     # What figure 4 of arXiv:2509.07963 compares MLR with, at equal compute.
     "owt-chars-full": _characters(512, FullConfig()),
     "owt-chars-local": _characters(512, LocalConfig(window=128)),
-    "owt-chars-global-window": _characters(512, GlobalWindowConfig(window=128, score_scale=8.0)),
+    "owt-chars-global-window": _characters(512, GlobalWindowConfig(score_scale=8.0)),
     "chars-mlr": _small_characters(),
     "chars-full": _small_characters(FullConfig()),
     "chars-local": _small_characters(LocalConfig(window=128)),
-    "chars-global-window": _small_characters(GlobalWindowConfig(window=128, score_scale=8.0)),
+    "chars-global-window": _small_characters(GlobalWindowConfig(score_scale=8.0)),
     "pod-1b": _pod(),
     "pod-8b": _pod_8b(),
 }

@@ -26,6 +26,7 @@ from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.state import check_state
 
 DiagScore = Literal["softmax", "relu"]
 
@@ -169,16 +170,10 @@ def _whole_blocks(
 def _continue_from(
     state: DiagState, block: int, rule: _Rule, query: Array, key: Array, value: Array, count: Any
 ) -> tuple[Float[Array, "B T N H"], DiagState]:
-    require(
-        isinstance(state, DiagState),
-        f"state must be a DiagState, made by init_diag_state, got {type(state).__name__}",
+    fresh = functools.partial(
+        init_diag_state, key.shape[0], *key.shape[2:], block_size=block, dtype=key.dtype
     )
-    expected = (key.shape[0], block, *key.shape[2:])
-    for name, old in (("key", state.key), ("value", state.value)):
-        require(
-            old.shape == expected and old.dtype == key.dtype,
-            f"state.{name} must be {key.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
-        )
+    check_state(state, jax.eval_shape(fresh), "init_diag_state")
     length = query.shape[1]
     place = state.length % block
     # int32 whatever count's dtype is, because the state's length must keep its type.

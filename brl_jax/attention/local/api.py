@@ -189,7 +189,7 @@ def local_attention(
             "logits_soft_cap": soft_cap,
             "implementation": implementation,
         }
-        out, state = continue_from(state, pattern.left + 1, local_attention, query, key, value, **options)
+        out, state = continue_from(state, pattern.left, local_attention, query, key, value, **options)
         return (out, state) if return_state else out
     call = PatternCall(
         pattern=pattern,
@@ -291,12 +291,7 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
             + ("neither" if window is None else "both")
         )
     if window is not None:
-        sides = (window, window) if is_int(window) else window
-        require(
-            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
-            f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
-        )
-        return SlidingWindow(int(sides[0]), int(sides[1]))
+        return SlidingWindow.of_size(window)
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}")
     if is_causal and not pattern.causal_ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,14 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local.patterns import SlidingWindow
 
 
 class LocalState(NamedTuple):
     """The keys and values in the window of `local_attention`, after the tokens so far.
 
     Attributes:
-      key, value: ring buffers of `window` tokens; the token at position p is in slot p % window.
+      key, value: ring buffers of `window` tokens, the query's own included; position p is in slot p % window.
       length: the number of tokens so far.
     """
 
@@ -28,32 +31,37 @@ class LocalState(NamedTuple):
 
 
 def init_local_state(
-    batch: int, num_kv_heads: int, head_dim: int, *, window: int, dtype: Any = jnp.float32
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    local_window_size: int | tuple[int, int],
+    dtype: Any = jnp.float32,
 ) -> LocalState:
     """The state of `local_attention` before the first token.
 
     Args:
-      window: the number of keys that a query sees, its own included: 1 + the left side of local_window_size.
+      local_window_size: as in the calls that use the state; only the left side counts.
       dtype: of the keys and values.
 
     Raises:
       ValueError: a size is below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
-    shape = (batch, window, num_kv_heads, head_dim)
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    shape = (batch, SlidingWindow.of_size(local_window_size).left + 1, num_kv_heads, head_dim)
     return LocalState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
 def continue_from(
     state: LocalState | None,
-    window: int,
+    left: int,
     attend: Callable[..., Array],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     **options: Any,
 ) -> tuple[Float[Array, "B T N H"], LocalState]:
-    """Causal attention of T new tokens to the last `window` ones, and the state after them.
+    """Causal attention of T new tokens to themselves and `left` tokens before each, and the state after them.
 
     Args:
       attend: `local_attention`.
@@ -62,11 +70,14 @@ def continue_from(
     require(
         query.shape[1] == length, f"key must have {query.shape[1]} tokens, as query has, got {key.shape[1]}"
     )
+    size, window = (left, 0), left + 1
+    init = functools.partial(
+        init_local_state, batch, kv_heads, head_dim, local_window_size=size, dtype=key.dtype
+    )
     if state is None:
-        empty = init_local_state(batch, kv_heads, head_dim, window=window, dtype=key.dtype)
-        out = attend(query, key, value, local_window_size=(window - 1, 0), is_causal=True, **options)
-        return out, _push(empty, key, value)[2]
-    _check_state(state, window, key)
+        out = attend(query, key, value, local_window_size=size, is_causal=True, **options)
+        return out, _push(init(), key, value)[2]
+    check_state(state, jax.eval_shape(init), "init_local_state")
     if length == 1 and options["implementation"] in (None, "xla"):
         place = state.length % window
         keys, values = (
@@ -81,7 +92,7 @@ def continue_from(
     empty_slots = jnp.arange(window + length) < window - state.length
     segments = jnp.broadcast_to(empty_slots.astype(jnp.int32), keys.shape[:2])
     out = attend(
-        query, keys, values, local_window_size=(window - 1, 0), is_causal=True, query_offset=window,
+        query, keys, values, local_window_size=size, is_causal=True, query_offset=window,
         segment_ids=(jnp.zeros(query.shape[:2], jnp.int32), segments), **options,
     )  # fmt: skip
     return out, new
@@ -98,16 +109,3 @@ def _push(state: LocalState, key: Array, value: Array) -> tuple[Array, Array, Lo
     after = state.length + length
     last_keys, last_values = (jnp.roll(x[:, length:], after % window, axis=1) for x in (keys, values))
     return keys, values, LocalState(last_keys, last_values, after)
-
-
-def _check_state(state: Any, window: int, key: Array) -> None:
-    require(
-        isinstance(state, LocalState),
-        f"state must be a LocalState, made by init_local_state, got {type(state).__name__}",
-    )
-    expected = (key.shape[0], window, *key.shape[2:])
-    for name, old in (("key", state.key), ("value", state.value)):
-        require(
-            old.shape == expected and old.dtype == key.dtype,
-            f"state.{name} must be {key.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
-        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.arguments import check_sizes, is_int
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.local.parts import (
     Extent,
     Part,
@@ -88,6 +89,17 @@ class SlidingWindow(Pattern):
 
     left: Natural
     right: Natural
+
+    @classmethod
+    def of_size(cls, local_window_size: Any) -> SlidingWindow:
+        """The window of `local_window_size`: an int for both sides, or (left, right)."""
+        sides = (local_window_size,) * 2 if is_int(local_window_size) else local_window_size
+        require(
+            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
+            "local_window_size must be an int of at least 0 or a pair of them (left, right), "
+            f"got {local_window_size!r}",
+        )
+        return cls(int(sides[0]), int(sides[1]))
 
     @classmethod
     def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:

@@ -55,9 +55,6 @@ class DiagAttention(AttentionLayer):
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    def num_tokens(self, cache: DiagState) -> Any:
-        return cache.length
-
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m = self.mechanism
         return diag_attention(query, key, value, block_size=m.block_size, score=m.score, **options)

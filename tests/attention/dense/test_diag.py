@@ -116,7 +116,7 @@ def _state(**changes):
         (lambda q, k, v: diag_attention(q, k[:, 1:], v[:, 1:]), "key must have query's length 6, got 5"),
         (
             lambda q, k, v: diag_attention(q, k, v, is_causal=True, state={"sum": k}),
-            "state must be a DiagState, .* got dict",
+            "state must be a DiagState from init_diag_state, got dict",
         ),
         (
             lambda q, k, v: diag_attention(q, k, v, return_state=True),
