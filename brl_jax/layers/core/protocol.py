@@ -247,7 +247,7 @@ class Mechanism(Checked):
         return self
 
     def check_shards(self, length: int, devices: int) -> None:
-        """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
+        """Raises ValueError if rows of `length` tokens, a multiple of `devices`, cannot be sharded over the devices."""
 
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
         """Returns the module that creates this mechanism's carry, or None if it has no carry.
