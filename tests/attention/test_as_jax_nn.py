@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, local_attention
-from brl_jax.attention.local.patterns import Strided
+from brl_jax.attention.local.far_patterns import Strided
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 LENGTHS = np.array([20, 13], np.int32)
