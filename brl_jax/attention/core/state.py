@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_within, require
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.in_place import write_places
 
 State = TypeVar("State", bound=tuple)
@@ -92,27 +92,18 @@ def write_tokens(
 
 
 def check_state_options(
-    maker: str,
-    length: int,
-    *,
-    state: Any,
-    return_state: bool,
-    count: Any,
-    is_causal: bool,
-    **lengths: Any,
+    maker: str, *, state: Any, return_state: bool, count: Any, is_causal: bool, **lengths: Any
 ) -> None:
     """Raises ValueError unless a call's options fit its state, or the lack of one.
 
     Args:
       maker: name of the function that makes such states, for messages.
-      length: the new tokens, of which `count` are valid.
       lengths: the call's lengths by name, which a state's `count` replaces.
     """
     if state is None:
         require(not return_state, f"return_state needs a state, from {maker}")
         require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
         return
-    check_within("count", count, length)
     require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
     for name, given in lengths.items():
         require(given is None, f"{name} must be None with a state; use count")

@@ -17,7 +17,7 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
@@ -181,11 +181,11 @@ def long_short_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_state_options(
-        "init_long_short_state", query.shape[1], state=state, return_state=return_state, count=count,
-        is_causal=is_causal,
+        "init_long_short_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     _check_arrays(query, key, value, projection, norms)
+    check_within("count", count, query.shape[1])
     check_implementation(implementation, None, "xla")
     batch, length, _, head_dim = key.shape
     scale = check_scale(scale, head_dim)

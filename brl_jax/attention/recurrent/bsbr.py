@@ -455,4 +455,4 @@ def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, 
         num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
-    check_state(state, fresh)
+    check_state(state, fresh, "init_bsbr_state")

@@ -99,7 +99,7 @@ def cosformer_attention(
         )
     batch, _, kv_heads, head_dim = key.shape
     fresh = init_cosformer_state(batch, kv_heads, head_dim, value.shape[3])
-    given = None if state is None else check_state(state, fresh)
+    given = None if state is None else check_state(state, fresh, "init_cosformer_state")
     index = fresh.length if given is None else given.length
 
     # Use an array max_length only here: features must not close over arrays, as kernels may compute them.

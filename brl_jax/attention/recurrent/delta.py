@@ -235,7 +235,7 @@ def _attend(
             f"{expected}{x.dtype} of shape {x.shape}",
         )
     fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
-    state = check_state(state, fresh)
+    state = check_state(state, fresh, "init_delta_state")
 
     def step(state: DeltaState, chunk: Any, visibility: ChunkVisibility) -> tuple[DeltaState, Array]:
         state, out = _step(chunk, state, visibility, normalize_keys)

@@ -261,7 +261,7 @@ def feature_sums(
     def fresh() -> LinearState:  # a function, because dispatched functions must not close over arrays
         return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
 
-    state = check_state(state, fresh())
+    state = check_state(state, fresh(), "init_linear_state")
     query_positions, key_positions = (None, None) if positions is None else positions
 
     def both(features: Features, x: Array, positions: Any) -> _Both:

@@ -142,7 +142,7 @@ def mixed_chunk_attention(
     fresh = init_mixed_chunk_state(
         query.shape[0], kv_heads, head_dim, value.shape[3], chunk_size=chunk_size, dtype=key.dtype
     )
-    state = check_state(state, fresh)
+    state = check_state(state, fresh, "init_mixed_chunk_state")
 
     def step(
         state: MixedChunkState, chunk: Any, visibility: ChunkVisibility

@@ -162,14 +162,14 @@ def informer_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_state_options(
-        "init_informer_state", query.shape[1], state=state, return_state=return_state, count=count,
-        is_causal=is_causal,
+        "init_informer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     given_key, given_value = key, value
     query, key, value, given, dtype = prepare_same_tokens(
         query, key, value, key_value_seq_lengths, implementation
     )
+    check_within("count", count, query.shape[1])
     scale = check_scale(scale, query.shape[3])
     batch, length, heads, head_dim = query.shape
     if state is not None:

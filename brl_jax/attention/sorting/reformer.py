@@ -16,7 +16,7 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
@@ -172,11 +172,11 @@ def reformer_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_state_options(
-        "init_reformer_state", query.shape[1], state=state, return_state=return_state, count=count,
-        is_causal=is_causal,
+        "init_reformer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     _check_arguments(query, value, rotations)
+    check_within("count", count, query.shape[1])
     check_implementation(implementation, None, "xla")
     scale = check_scale(scale, query.shape[3])
     num_buckets = 2 * rotations.shape[2]

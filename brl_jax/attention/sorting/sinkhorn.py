@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_scale, starts, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_within, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
@@ -122,14 +122,14 @@ def sinkhorn_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_state_options(
-        "init_sinkhorn_state", query.shape[1], state=state, return_state=return_state, count=count,
-        is_causal=is_causal,
+        "init_sinkhorn_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     given_key, given_value = key, value
     query, key, value, given, dtype = prepare_same_tokens(
         query, key, value, key_value_seq_lengths, implementation
     )
+    check_within("count", count, query.shape[1])
     scale = check_scale(scale, query.shape[3])
     batch, length = query.shape[:2]
     if state is not None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.state import check_state, check_state_options
 from brl_jax.attention.structured.mlr_generation import MLRState, extend, init_mlr_state
@@ -22,6 +22,7 @@ from brl_jax.attention.structured.mlr_levels import (
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from brl_jax.attention.structured.mlr_sharded import Levels, mlr_on_mesh
 from brl_jax.attention.structured.mlr_tiles import MLRPlan, attend
+from brl_jax.fields import Count
 
 
 @attention_function
@@ -30,8 +31,8 @@ def mlr_attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     *,
-    ranks: Sequence[int],
-    block_sizes: Sequence[int | None] | None = None,
+    ranks: Sequence[Count],
+    block_sizes: Sequence[Count | None] | None = None,
     scale: float | Sequence[float] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
@@ -91,11 +92,11 @@ def mlr_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_state_options(
-        "init_mlr_state", query.shape[1], state=state, return_state=return_state, count=count,
-        is_causal=is_causal,
+        "init_mlr_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     check_qkv(query, key, value)
+    check_within("count", count, query.shape[1])
     check_dtypes(query, key, value)
     batch, length, _, head_dim = query.shape
     require(
