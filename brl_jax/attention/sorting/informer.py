@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.checks import check_within
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.scores import softmax_weights
