@@ -3,13 +3,13 @@
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
   full_attention, local_attention, compress, compress_blocks and propagate, with their patterns and biases;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
-  linear_attention, norm_attention, performer_attention, cosformer_attention, flow_attention, delta_rule,
+  linear_attention, norm_attention, performer_attention, cosformer_attention, flowformer_attention, delta_rule,
   gated_delta_rule and kimi_delta_rule, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
   global_window_attention;
-  nystrom_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
-  lsh_attention, sinkhorn_attention, prob_sparse_attention, slice_sort.
+  nystromformer_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
+  reformer_attention, sinkhorn_attention, informer_attention, sliceformer_attention.
   state_functions returns init, extend and step of a mechanism under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
@@ -49,12 +49,12 @@ from brl_jax.attention.local.patterns import (
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.attention.low_rank.long_short import long_short_attention
 from brl_jax.attention.low_rank.long_short_generation import init_long_short_state, long_short_step
-from brl_jax.attention.low_rank.nystromformer import nystrom_attention
+from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, init_delta_state, kimi_delta_rule
-from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
+from brl_jax.attention.recurrent.flowformer import flowformer_attention, init_flowformer_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
 from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
@@ -65,16 +65,16 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
-from brl_jax.attention.sorting.lsh import lsh_attention, lsh_rotations
-from brl_jax.attention.sorting.lsh_generation import init_lsh_state, lsh_step
-from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
-from brl_jax.attention.sorting.prob_sparse import (
-    init_prob_sparse_state,
-    prob_sparse_attention,
-    prob_sparse_step,
+from brl_jax.attention.sorting.informer import (
+    informer_attention,
+    informer_step,
+    init_informer_state,
 )
+from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
+from brl_jax.attention.sorting.reformer import reformer_attention, reformer_rotations
+from brl_jax.attention.sorting.reformer_generation import init_reformer_state, reformer_step
 from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
-from brl_jax.attention.sorting.slice_sort import slice_sort
+from brl_jax.attention.sorting.sliceformer import sliceformer_attention
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
@@ -94,7 +94,7 @@ from brl_jax.layers import (
     FlowformerConfig,
     FullConfig,
     GatedDeltaNetConfig,
-    GauConfig,
+    GAUConfig,
     GLAConfig,
     GlobalWindowConfig,
     HopfieldConfig,
@@ -178,9 +178,9 @@ __all__ = [
     "FlashConfig",
     "FlowformerConfig",
     "FullConfig",
+    "GAUConfig",
     "GLAConfig",
     "GatedDeltaNetConfig",
-    "GauConfig",
     "GlobalLocal",
     "GlobalWindow",
     "GlobalWindowConfig",
@@ -240,7 +240,7 @@ __all__ = [
     "diag_attention",
     "diag_attention_step",
     "doubling_block_sizes",
-    "flow_attention",
+    "flowformer_attention",
     "full_attention",
     "gated_delta_rule",
     "gau_attention",
@@ -248,21 +248,23 @@ __all__ = [
     "generate_requests",
     "global_window_attention",
     "hopfield_attention",
+    "informer_attention",
+    "informer_step",
     "init_bsbr_state",
     "init_cosformer_state",
     "init_delta_state",
     "init_diag_state",
-    "init_flow_state",
+    "init_flowformer_state",
     "init_gau_state",
+    "init_informer_state",
     "init_linear_state",
     "init_local_state",
     "init_long_short_state",
-    "init_lsh_state",
     "init_luna_state",
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
-    "init_prob_sparse_state",
+    "init_reformer_state",
     "kernelized_attention",
     "kimi_delta_rule",
     "linear_attention",
@@ -271,26 +273,24 @@ __all__ = [
     "local_attention_step",
     "long_short_attention",
     "long_short_step",
-    "lsh_attention",
-    "lsh_rotations",
-    "lsh_step",
     "luna_attention",
     "mixed_chunk_attention",
     "mlr_attention",
     "mlr_attention_step",
     "native_sparse_attention",
     "norm_attention",
-    "nystrom_attention",
+    "nystromformer_attention",
     "performer_attention",
     "performer_projection",
-    "prob_sparse_attention",
-    "prob_sparse_step",
     "propagate",
+    "reformer_attention",
+    "reformer_rotations",
+    "reformer_step",
     "sinkhorn_attention",
     "sinkhorn_step",
     "skyformer_attention",
     "skyformer_samples",
-    "slice_sort",
+    "sliceformer_attention",
     "state_functions",
     "stream",
     "synthesizer_attention",

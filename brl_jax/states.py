@@ -21,7 +21,7 @@ from brl_jax.attention.low_rank.long_short_generation import (
     init_long_short_state,
     long_short_step,
 )
-from brl_jax.attention.recurrent.bsbr import BsbrState, Compression, bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.bsbr import BSBRState, Compression, bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import (
     DeltaState,
@@ -30,8 +30,12 @@ from brl_jax.attention.recurrent.delta import (
     init_delta_state,
     kimi_delta_rule,
 )
-from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
-from brl_jax.attention.recurrent.gau import GauState, gau_attention, init_gau_state
+from brl_jax.attention.recurrent.flowformer import (
+    FlowformerState,
+    flowformer_attention,
+    init_flowformer_state,
+)
+from brl_jax.attention.recurrent.gau import GAUState, gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.luna import LunaState, init_luna_state, luna_attention
 from brl_jax.attention.recurrent.mixed_chunk import (
@@ -42,7 +46,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
 from brl_jax.attention.structured.mlr import BlockSizes
-from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state, mlr_attention_step
 
 State = TypeVar("State")
 Name = Literal[
@@ -132,17 +136,17 @@ def state_functions(
     name: Literal["deltanet", "gated_deltanet", "kda"], **settings: Any
 ) -> StateFunctions[DeltaState]: ...
 @overload
-def state_functions(name: Literal["flowformer"], **settings: Any) -> StateFunctions[FlowState]: ...
+def state_functions(name: Literal["flowformer"], **settings: Any) -> StateFunctions[FlowformerState]: ...
 @overload
 def state_functions(name: Literal["luna"], **settings: Any) -> StateFunctions[LunaState]: ...
 @overload
-def state_functions(name: Literal["gau"], **settings: Any) -> StateFunctions[GauState]: ...
+def state_functions(name: Literal["gau"], **settings: Any) -> StateFunctions[GAUState]: ...
 @overload
 def state_functions(name: Literal["flash"], **settings: Any) -> StateFunctions[MixedChunkState]: ...
 @overload
-def state_functions(name: Literal["bsbr"], **settings: Any) -> StateFunctions[BsbrState]: ...
+def state_functions(name: Literal["bsbr"], **settings: Any) -> StateFunctions[BSBRState]: ...
 @overload
-def state_functions(name: Literal["mlr"], **settings: Any) -> StateFunctions[MlrState]: ...
+def state_functions(name: Literal["mlr"], **settings: Any) -> StateFunctions[MLRState]: ...
 @overload
 def state_functions(name: Literal["long_short"], **settings: Any) -> StateFunctions[LongShortState]: ...
 def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
@@ -232,7 +236,7 @@ def _luna(*, packed: Float[Array, "M K H"], **settings: Any) -> StateFunctions[L
     )
 
 
-def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions[GauState]:
+def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions[GAUState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_gau_state(
             batch, length, heads, dim, dim if value_dim is None else value_dim, dtype=dtype
@@ -266,7 +270,7 @@ def _bsbr(
     chunk_size: int = 64,
     compression: Compression | None = None,
     **settings: Any,
-) -> StateFunctions[BsbrState]:
+) -> StateFunctions[BSBRState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_bsbr_state(
             batch, length, heads if num_heads is None else num_heads, heads, dim, retrieval_dim=retrieval_dim,
@@ -281,7 +285,7 @@ def _bsbr(
 
 def _mlr(
     *, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settings: Any
-) -> StateFunctions[MlrState]:
+) -> StateFunctions[MLRState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_mlr_state(
             batch, length, heads, dim, ranks=ranks, block_sizes=block_sizes, dtype=dtype
@@ -334,7 +338,7 @@ _MAKERS: dict[str, tuple[Callable[..., StateFunctions[Any]], Callable[..., Any]]
     "deltanet": (_sums(delta_rule, init_delta_state), delta_rule),
     "gated_deltanet": (_sums(gated_delta_rule, init_delta_state), gated_delta_rule),
     "kda": (_sums(kimi_delta_rule, init_delta_state), kimi_delta_rule),
-    "flowformer": (_sums(flow_attention, init_flow_state, is_causal=True), flow_attention),
+    "flowformer": (_sums(flowformer_attention, init_flowformer_state, is_causal=True), flowformer_attention),
     "luna": (_luna, luna_attention),
     "gau": (_gau, gau_attention),
     "flash": (_flash, mixed_chunk_attention),

@@ -18,7 +18,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
-from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
@@ -50,9 +50,9 @@ __all__ = [
     "FlashConfig",
     "FlowformerConfig",
     "FullConfig",
+    "GAUConfig",
     "GLAConfig",
     "GatedDeltaNetConfig",
-    "GauConfig",
     "GlobalWindowConfig",
     "HopfieldConfig",
     "InformerConfig",

@@ -23,7 +23,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
-from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
@@ -71,7 +71,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "performer": PerformerConfig,
         "flowformer": FlowformerConfig,
         "luna": LunaConfig,
-        "gau": GauConfig,
+        "gau": GAUConfig,
         "flash": FlashConfig,
         "bsbr": BSBRConfig,
         "tlinformer": TLinFormerConfig,

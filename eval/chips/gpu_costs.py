@@ -163,15 +163,15 @@ def unserved(options: CostOptions) -> dict[str, str]:
         jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
         for length in (options.length, options.compressed)
     )
-    obstacles = {
-        "local": triton.local_obstacle(many, many, many),
-        "compress": triton.compress_obstacle(few, many),
-        "propagate": triton.propagate_obstacle(many, few, few),
-        "selected": triton.selected_obstacle(many, _grouped(many)),
-        "squared_relu": triton.squared_relu_obstacle(many, many, many),
-        **dict.fromkeys(_RECURRENCES, triton.recurrence_obstacle(many, many, many)),
+    reasons = {
+        "local": triton.local_unsupported(many, many, many),
+        "compress": triton.compress_unsupported(few, many),
+        "propagate": triton.propagate_unsupported(many, few, few),
+        "selected": triton.selected_unsupported(many, _grouped(many)),
+        "squared_relu": triton.squared_relu_unsupported(many, many, many),
+        **dict.fromkeys(_RECURRENCES, triton.recurrence_unsupported(many, many, many)),
     }
-    return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
+    return {name: why for name, why in reasons.items() if why is not None and name in options.operations}
 
 
 def programs(

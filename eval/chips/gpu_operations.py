@@ -433,7 +433,7 @@ OPERATIONS = {
     "delta": Operation(f"{_LOCAL} beta", _of_delta("delta_rule"), _delta),
     "gated_delta": Operation(f"{_LOCAL} beta decay", _of_delta("gated_delta_rule"), _delta),
     "kda": Operation(f"{_LOCAL} beta decays", _of_delta("kimi_delta_rule"), _delta),
-    "flow": Operation(_LOCAL, _of("flow_attention", is_causal=True), _flow),
+    "flow": Operation(_LOCAL, _of("flowformer_attention", is_causal=True), _flow),
     "diag": Operation(
         _LOCAL, _of("diag_attention", is_causal=True), _attend(lambda z, i, j: i // 64 == j // 64),
         lambda z: _WINDOWED(z._replace(window=64)),

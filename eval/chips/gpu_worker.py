@@ -386,7 +386,7 @@ def hello() -> dict:
     except (RuntimeError, AssertionError) as error:  # no driver; no plugin
         why = _line(error, 160).rstrip(": ")
         return {"event": "refused", "why": f"JAX finds no NVIDIA GPU here ({why})"}
-    refused = bridge.obstacle()
+    refused = bridge.unsupported()
     if refused is not None:
         return {"event": "refused", "why": refused}
     capability = "interpreted" if interpret else str(device.compute_capability)

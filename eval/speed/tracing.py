@@ -222,7 +222,7 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             qkv,
         ),
         "bsbr_attention": (lambda q, k, v: bj.bsbr_attention(q, k, v, q, k, **causal), qkv),
-        "flow_attention": (functools.partial(bj.flow_attention, **causal), qkv),
+        "flowformer_attention": (functools.partial(bj.flowformer_attention, **causal), qkv),
         "diag_attention": (functools.partial(bj.diag_attention, **causal), qkv),
         "mlr_attention": (functools.partial(bj.mlr_attention, ranks=ranks, **causal), qkv),
         "hopfield_attention": (functools.partial(bj.hopfield_attention, **causal), qkv),
@@ -232,12 +232,12 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             ),
             qkv,
         ),
-        "nystrom_attention": (bj.nystrom_attention, qkv),
+        "nystromformer_attention": (bj.nystromformer_attention, qkv),
         "kernelized_attention": (bj.kernelized_attention, qkv),
         "native_sparse_attention": (native_sparse, qkv),
-        "prob_sparse_attention": (lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=_key()), qkv),
-        "lsh_attention": (
-            lambda q, k, v: bj.lsh_attention(q, v, jnp.ones((2, o.head_dim, 8)), **causal),
+        "informer_attention": (lambda q, k, v: bj.informer_attention(q, k, v, rng=_key()), qkv),
+        "reformer_attention": (
+            lambda q, k, v: bj.reformer_attention(q, v, jnp.ones((2, o.head_dim, 8)), **causal),
             qkv,
         ),
         "sinkhorn_attention": (

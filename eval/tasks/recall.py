@@ -28,7 +28,7 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, percent, seeds
-from train.data.recall import Case, RecallDataConfig, obstacle
+from train.data.recall import Case, RecallDataConfig, unsupported
 from train.engine.errors import UserError, one_line
 from train.engine.metrics import log, read_metrics
 from train.tasks.recall import RECALL
@@ -61,7 +61,7 @@ def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence
         for length in (lengths or ((2 * longest, 4 * longest) if not pairs else data.length))
         for count in (pairs or [case.pairs for case in data.cases])
     )
-    complaints = {case: obstacle(data, case) for case in dict.fromkeys(wanted)}
+    complaints = {case: unsupported(data, case) for case in dict.fromkeys(wanted)}
     for part, values in (("length", lengths), ("pairs", pairs)):
         for value in values:
             refused = [complaints[case] for case in complaints if getattr(case, part) == value]

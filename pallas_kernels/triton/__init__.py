@@ -1,19 +1,19 @@
 """GPU kernels in Triton, called through jax-triton: differentiable functions of arrays, forward and backward."""
 
-from pallas_kernels.triton.compress.api import compress, compress_obstacle
+from pallas_kernels.triton.compress.api import compress, compress_unsupported
 from pallas_kernels.triton.core.bridge import (
     LEAST_CAPABILITY,
     check_interpretation,
-    obstacle,
     target_capability,
+    unsupported,
 )
-from pallas_kernels.triton.local.api import local_attention, local_obstacle
+from pallas_kernels.triton.local.api import local_attention, local_unsupported
 from pallas_kernels.triton.local.lists import Pattern
-from pallas_kernels.triton.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.triton.propagate.api import propagate, propagate_unsupported
 from pallas_kernels.triton.recurrent.api import Operands, Sums, recurrence
-from pallas_kernels.triton.recurrent.plan import recurrence_obstacle
-from pallas_kernels.triton.selected.api import selected_attention, selected_obstacle
-from pallas_kernels.triton.squared_relu.api import Ranges, squared_relu_attention, squared_relu_obstacle
+from pallas_kernels.triton.recurrent.plan import recurrence_unsupported
+from pallas_kernels.triton.selected.api import selected_attention, selected_unsupported
+from pallas_kernels.triton.squared_relu.api import Ranges, squared_relu_attention, squared_relu_unsupported
 
 __all__ = [
     "LEAST_CAPABILITY",
@@ -23,17 +23,17 @@ __all__ = [
     "Sums",
     "check_interpretation",
     "compress",
-    "compress_obstacle",
+    "compress_unsupported",
     "local_attention",
-    "local_obstacle",
-    "obstacle",
+    "local_unsupported",
     "propagate",
-    "propagate_obstacle",
+    "propagate_unsupported",
     "recurrence",
-    "recurrence_obstacle",
+    "recurrence_unsupported",
     "selected_attention",
-    "selected_obstacle",
+    "selected_unsupported",
     "squared_relu_attention",
-    "squared_relu_obstacle",
+    "squared_relu_unsupported",
     "target_capability",
+    "unsupported",
 ]

@@ -23,11 +23,11 @@ CALLS = {
     "local": lambda q, k, v: bj.local_attention(q, k, v, local_window_size=4),
     "diag": lambda q, k, v: bj.diag_attention(q, k, v, block_size=8),
     "hopfield": lambda q, k, v: bj.hopfield_attention(q, k, v, steps=2),
-    "nystrom": lambda q, k, v: bj.nystrom_attention(q, k, v, num_landmarks=8),
+    "nystromformer": lambda q, k, v: bj.nystromformer_attention(q, k, v, num_landmarks=8),
     "linformer": lambda q, k, v: bj.linformer_attention(q, k, v, key_projection=FEW, value_projection=FEW),
     "compress": lambda q, k, v: bj.compress(q[:, :8], k, k[::-1], v, gamma=0.5),
     "propagate": lambda q, k, v: bj.propagate(q, k[:, :8], v[:, :8], strength=0.5),
-    "prob_sparse": lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0)),
+    "informer": lambda q, k, v: bj.informer_attention(q, k, v, rng=jax.random.key(0)),
     "luna": lambda q, k, v: bj.luna_attention(q, k, v, q[0, :8]),
     "bsbr": lambda q, k, v: bj.bsbr_attention(q, k, v, q, k, strength=0.0, chunk_size=4),
 }

@@ -13,19 +13,19 @@ from tests.support.attention import close, random_qkv
 SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)
 PROJECTION = jnp.asarray(np.random.default_rng(1).standard_normal((3, 12)), jnp.float32)
-ROTATIONS = brl_jax.lsh_rotations(jax.random.key(0), 8, num_rounds=2, num_buckets=4)
+ROTATIONS = brl_jax.reformer_rotations(jax.random.key(0), 8, num_rounds=2, num_buckets=4)
 # Of query, key and value, where 10 tokens have 4 heads on 2 key heads.
 CALLS = {
     "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),
-    "nystrom": lambda *a, **o: brl_jax.nystrom_attention(*a, num_landmarks=5, **o),
-    "prob_sparse": lambda *a, **o: brl_jax.prob_sparse_attention(*a, rng=jax.random.key(0), factor=1, **o),
+    "nystromformer": lambda *a, **o: brl_jax.nystromformer_attention(*a, num_landmarks=5, **o),
+    "informer": lambda *a, **o: brl_jax.informer_attention(*a, rng=jax.random.key(0), factor=1, **o),
     "sinkhorn": lambda *a, **o: brl_jax.sinkhorn_attention(*a, LOGITS, block_size=4, **o),
     "linformer": lambda *a, **o: brl_jax.linformer_attention(
         *a, key_projection=PROJECTION, value_projection=-PROJECTION, **o
     ),
-    "lsh": lambda q, k, v, **o: brl_jax.lsh_attention(q, v, ROTATIONS, chunk_size=3, **o),
+    "reformer": lambda q, k, v, **o: brl_jax.reformer_attention(q, v, ROTATIONS, chunk_size=3, **o),
     "kernelized": brl_jax.kernelized_attention,
-    "flow": brl_jax.flow_attention,
+    "flowformer": brl_jax.flowformer_attention,
     "full": brl_jax.full_attention,
 }
 OF_QUERIES = ("full", "linformer", "kernelized")  # whose queries have lengths too
@@ -61,7 +61,7 @@ def test_padding_may_hold_anything(name, length):
     found = both([jnp.where(inside, x, jnp.nan) for x in arrays], jnp.where(inside, d_out, 0))
     for number, x in enumerate(found):
         assert np.isfinite(x).all()
-        if number or name != "flow":  # whose outputs of padding are any numbers
+        if number or name != "flowformer":  # whose outputs of padding are any numbers
             assert not np.asarray(jnp.where(inside, 0, x)).any()
     if length and name != "sinkhorn":  # whose logits are for ten tokens
         alone = jax.jit(CALLS[name])(*(x[1:, :length] for x in arrays))

@@ -63,7 +63,7 @@ CASES = {
         {"beta": BETA, "log_decay": DECAY},
         lambda q, k, v: brl_jax.kimi_delta_rule(q, k, v, beta=BETA, log_decay=DECAY),
     ),
-    "flowformer": ({}, {}, lambda q, k, v: brl_jax.flow_attention(q, k, v, is_causal=True)),
+    "flowformer": ({}, {}, lambda q, k, v: brl_jax.flowformer_attention(q, k, v, is_causal=True)),
     "luna": ({"packed": PACKED}, {}, lambda q, k, v: brl_jax.luna_attention(q, k, v, PACKED)),
     "gau": ({"length": T}, {}, lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True)),
     "flash": (

@@ -53,12 +53,12 @@ SOFTMAX = {
     "linformer": lambda q=Q, k=K, v=V, **o: brl.linformer_attention(
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
-    "flow": lambda q=Q, k=K, v=V, **o: brl.flow_attention(q, k, v, **o),
+    "flowformer": lambda q=Q, k=K, v=V, **o: brl.flowformer_attention(q, k, v, **o),
     "luna": lambda q=Q, k=K, v=V, **o: brl.luna_attention(q, k, v, array(3, N, H), **o),
-    "prob_sparse": lambda q=Q, k=K, v=V, **o: brl.prob_sparse_attention(q, k, v, rng=jax.random.key(0), **o),
+    "informer": lambda q=Q, k=K, v=V, **o: brl.informer_attention(q, k, v, rng=jax.random.key(0), **o),
     "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
     "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
-    "nystrom": lambda q=Q, k=K, v=V, **o: brl.nystrom_attention(q, k, v, **o),
+    "nystromformer": lambda q=Q, k=K, v=V, **o: brl.nystromformer_attention(q, k, v, **o),
     "global_window": lambda q=Q, k=K, v=V, **o: brl.global_window_attention(
         q, k, v, ranks=(4, 4), window=3, **o
     ),
@@ -100,10 +100,10 @@ SCALES = (
     "hopfield",
     "bsbr",
     "linformer",
-    "nystrom",
+    "nystromformer",
     "kernelized",
     "skyformer",
-    "prob_sparse",
+    "informer",
 )
 
 

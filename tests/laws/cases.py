@@ -29,7 +29,7 @@ from brl_jax.layers import (
     FlowformerConfig,
     FullConfig,
     GatedDeltaNetConfig,
-    GauConfig,
+    GAUConfig,
     GLAConfig,
     GlobalWindowConfig,
     HopfieldConfig,
@@ -199,7 +199,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
     # Near max_length=40 one row of ours has a single key left by ReLU, by less than bfloat16's rounding.
     "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},
-    "gau": {"": Case(GauConfig(key_dim=8, chunk_size=8))},
+    "gau": {"": Case(GAUConfig(key_dim=8, chunk_size=8))},
     "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
     "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
     # Two linear attentions, one after the other; its packed tokens and their count are in laws 1 to 3 and in states.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import BRLConfig, DecoderConfig, FullConfig, GauConfig, LocalConfig, ReformerConfig, Stack
+from brl_jax import BRLConfig, DecoderConfig, FullConfig, GAUConfig, LocalConfig, ReformerConfig, Stack
 from brl_jax.models.block import Block
 from brl_jax.models.reversible import reversible_layers
 from tests.laws.cases import dimensions
@@ -116,8 +116,8 @@ def test_memory_does_not_grow_with_the_layers():
             "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual stream",
         ),
         (
-            {"mechanism": GauConfig()},
-            "reversible must be False with mechanism GauConfig, whose layers are not a mixer and a feed-forward",
+            {"mechanism": GAUConfig()},
+            "reversible must be False with mechanism GAUConfig, whose layers are not a mixer and a feed-forward",
         ),
     ],
 )

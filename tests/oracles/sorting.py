@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brl_jax.attention.sorting.lsh import lsh_rotations
-from brl_jax.attention.sorting.prob_sparse import sampled_fractions
+from brl_jax.attention.sorting.informer import sampled_fractions
+from brl_jax.attention.sorting.reformer import reformer_rotations
 from tests.oracles.parts import head_inputs, merge, project, relu, residual_network, rotary, softmax
 
 
@@ -102,7 +102,7 @@ def reformer_mix(u, p, m, d):
     """Token by token, round by round: the softmax over what is seen in any round."""
     # The random directions come from the library.
     sizes = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
-    rotations = np.asarray(lsh_rotations(jax.random.key(m.seed), d.head_dim, **sizes), np.float64)
+    rotations = np.asarray(reformer_rotations(jax.random.key(m.seed), d.head_dim, **sizes), np.float64)
     n, size, group = len(u), m.chunk_size, d.num_heads // d.num_kv_heads
     queries, values = rotary(project(u, p["query"]), np.arange(n)), project(u, p["value"])
     heads = []

@@ -75,7 +75,7 @@ class RecallDataConfig(Checked):
                 f"pairs must be one number or one for each of the {len(self.length)} lengths, got {self.pairs}"
             )
         for case in self.cases:
-            complaint = obstacle(self, case)
+            complaint = unsupported(self, case)
             if complaint is not None:
                 raise ValueError(complaint)
 
@@ -87,7 +87,7 @@ class RecallDataConfig(Checked):
         return tuple(map(Case, length, pairs))
 
 
-def obstacle(config: RecallDataConfig, case: Case) -> str | None:
+def unsupported(config: RecallDataConfig, case: Case) -> str | None:
     """Why rows of this case cannot be drawn, naming the option; None if they can."""
     length, pairs = case
     if pairs < 1:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from brl_jax.attention.compressed.windows import block_windows
-from brl_jax.attention.core.dispatch import Backend, bias_obstacle
+from brl_jax.attention.core.dispatch import Backend, bias_unsupported
 from brl_jax.attention.core.triton import triton_backend
 
 # Triton is imported where it is needed: it costs import time.
@@ -18,21 +18,21 @@ from brl_jax.attention.core.triton import triton_backend
 def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
-    def obstacle(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
+    def unsupported(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
         from pallas_kernels import triton
 
         if mask is not None:
             return "mask must be None, got an array"
         if axis_name is not None:
             return f"axis_name must be None, got {axis_name!r}"
-        return bias_obstacle(bias) or triton.compress_obstacle(query, value)
+        return bias_unsupported(bias) or triton.compress_unsupported(query, value)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
         from pallas_kernels import triton
 
         return triton.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
 
-    return triton_backend(run, obstacle)
+    return triton_backend(run, unsupported)
 
 
 def compress_blocks_backend(*, block_size: int, history_size: int, scale: float, **static: Any) -> Backend:
@@ -41,11 +41,11 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
     Each block's history becomes a row of the batch.
     """
 
-    def obstacle(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
+    def unsupported(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
         from pallas_kernels import triton
 
         rows = jax.ShapeDtypeStruct((1, *query.shape[2:]), query.dtype)
-        return bias_obstacle(bias) or triton.compress_obstacle(rows, value)
+        return bias_unsupported(bias) or triton.compress_unsupported(rows, value)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths):
         from pallas_kernels import triton
@@ -71,20 +71,20 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
         )
         return out.reshape(*query.shape[:4], value.shape[3])
 
-    return triton_backend(run, obstacle)
+    return triton_backend(run, unsupported)
 
 
 def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
-    def obstacle(query, key, value, strength, bias) -> str | None:
+    def unsupported(query, key, value, strength, bias) -> str | None:
         from pallas_kernels import triton
 
-        return bias_obstacle(bias) or triton.propagate_obstacle(query, key, value)
+        return bias_unsupported(bias) or triton.propagate_unsupported(query, key, value)
 
     def run(query, key, value, strength, bias):
         from pallas_kernels import triton
 
         return triton.propagate(query, key, value, strength=strength, **static)
 
-    return triton_backend(run, obstacle)
+    return triton_backend(run, unsupported)

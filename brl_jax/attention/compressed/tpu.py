@@ -14,10 +14,10 @@ from brl_jax.attention.core.dispatch import Backend
 def compress_backend(**static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
-    def obstacle(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
+    def unsupported(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
         from pallas_kernels import tpu
 
-        return tpu.compress_obstacle(query, key, contrast_key, value, bias=bias, mask=mask)
+        return tpu.compress_unsupported(query, key, contrast_key, value, bias=bias, mask=mask)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
         from pallas_kernels import tpu
@@ -34,17 +34,17 @@ def compress_backend(**static: Any) -> Backend:
             interpret=interpret, **static,
         )  # fmt: skip
 
-    return Backend("pallas", run, obstacle)
+    return Backend("pallas", run, unsupported)
 
 
 def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any) -> Backend:
     """The kernel of `compress_blocks` for operands (query, key, contrast_key, value, gamma, bias, lengths)."""
     sizes: dict[str, Any] = {"block_size": block_size, "history_size": history_size}
 
-    def obstacle(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
+    def unsupported(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
         from pallas_kernels import tpu
 
-        return tpu.compress_blocks_obstacle(query, key, contrast_key, value, bias=bias, **sizes)
+        return tpu.compress_blocks_unsupported(query, key, contrast_key, value, bias=bias, **sizes)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
         from pallas_kernels import tpu
@@ -54,16 +54,16 @@ def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any
             interpret=interpret, **sizes, **static,
         )  # fmt: skip
 
-    return Backend("pallas", run, obstacle)
+    return Backend("pallas", run, unsupported)
 
 
 def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
-    def obstacle(query, key, value, strength, bias) -> str | None:
+    def unsupported(query, key, value, strength, bias) -> str | None:
         from pallas_kernels import tpu
 
-        return tpu.propagate_obstacle(query, key, value, bias=bias)
+        return tpu.propagate_unsupported(query, key, value, bias=bias)
 
     def run(query, key, value, strength, bias, *, interpret):
         from pallas_kernels import tpu
@@ -71,4 +71,4 @@ def propagate_backend(**static: Any) -> Backend:
         strength = strength.astype(jnp.float32)
         return tpu.propagate(query, key, value, strength=strength, bias=bias, interpret=interpret, **static)
 
-    return Backend("pallas", run, obstacle)
+    return Backend("pallas", run, unsupported)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def obstacle_of_cudnn(with_cudnn: Callable[..., Any], *arguments: Any) -> str | None:
+def cudnn_unsupported(with_cudnn: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function of cuDNN cannot be lowered for the GPU that is compiled for; None if it can."""
     from pallas_kernels import triton
 

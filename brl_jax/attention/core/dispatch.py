@@ -31,7 +31,7 @@ class Backend(NamedTuple):
     Attributes:
       implementation: the name that asks for it; the same name followed by "_interpret" asks for its interpretation.
       run: `run(*operands, interpret=...)` returns the results; with a gradient, the results and what is kept for it.
-      obstacle: `obstacle(*operands)` returns why `run` cannot take this call, or None if it can. It must not trace
+      unsupported: `unsupported(*operands)` returns why `run` cannot take this call, or None if it can, without tracing
         `run`.
       unsuited: whether XLA is the better choice for this call, so that only an explicit request takes `run`.
       gradient: as in `Form`, with `interpret=...`; None differentiates `run`, which then runs again.
@@ -39,7 +39,7 @@ class Backend(NamedTuple):
 
     implementation: str
     run: Callable[..., Any]
-    obstacle: Callable[..., str | None]
+    unsupported: Callable[..., str | None]
     unsuited: bool = False
     gradient: Callable[..., Any] | None = None
 
@@ -131,16 +131,16 @@ class _Choice:
         return self._made[platform]
 
     def _choose(self, platform: str, operands: tuple[Any, ...]) -> Form:
-        obstacles = []
+        reasons = []
         for backend in self._backends.get(platform, ()):
             if backend.unsuited:
                 continue
-            obstacle = backend.obstacle(*operands)
-            if obstacle is None:
+            reason = backend.unsupported(*operands)
+            if reason is None:
                 return _form(backend, False, self._kept)
-            obstacles.append(obstacle)
-        if obstacles:
-            why = "; ".join(dict.fromkeys(obstacles))
+            reasons.append(reason)
+        if reasons:
+            why = "; ".join(dict.fromkeys(reasons))
             _warn_once(
                 f"{self._name} runs through XLA on the platform {platform!r}, at {self._cost} cost: {why}"
             )
@@ -161,9 +161,9 @@ def _named(
         for backend in row
         if implementation in (backend.implementation, f"{backend.implementation}_interpret")
     )
-    obstacle = backend.obstacle(*operands)
-    if obstacle is not None:
-        raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
+    reason = backend.unsupported(*operands)
+    if reason is not None:
+        raise NotImplementedError(f"{name} with implementation={implementation!r}: {reason}")
     interpreted = f"{backend.implementation}_interpret"
     form = _form(backend, implementation == interpreted, kept)
 
@@ -200,7 +200,7 @@ def check_implementation(implementation: Any, *names: str | None) -> None:
     )
 
 
-def bias_obstacle(bias: Any) -> str | None:
+def bias_unsupported(bias: Any) -> str | None:
     """Why kernels that add no bias cannot serve a call with this one; None if there is none."""
     if bias is None:
         return None

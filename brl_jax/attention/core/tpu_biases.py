@@ -32,7 +32,7 @@ class Distances(NamedTuple):
         return least, max(most - least, 0) + 1
 
 
-def obstacle(bias: Any) -> str | None:
+def unsupported(bias: Any) -> str | None:
     """Why the kernel cannot add a bias; None if it can."""
     if bias is None or isinstance(bias, DistanceBias):
         return None
@@ -41,7 +41,7 @@ def obstacle(bias: Any) -> str | None:
 
 
 def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
-    """What `tpu.window_obstacle` and `tpu.block_obstacle` take of a bias."""
+    """What `tpu.window_unsupported` and `tpu.block_unsupported` take of a bias."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):

@@ -11,7 +11,7 @@ from brl_jax.attention.core.dispatch import Backend
 
 def triton_backend(
     run: Callable[..., Any],
-    obstacle: Callable[..., str | None],
+    unsupported: Callable[..., str | None],
     unsuited: bool = False,
     gradient: Callable[..., Any] | None = None,
 ) -> Backend:
@@ -22,7 +22,7 @@ def triton_backend(
 
     Args:
       run: `run(*operands)`, the kernel; compiled or interpreted, as the process has chosen.
-      obstacle, unsuited: those of `Backend`.
+      unsupported, unsuited: those of `Backend`.
       gradient: likewise, without `interpret`.
     """
 
@@ -35,4 +35,4 @@ def triton_backend(
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     checked_gradient = None if gradient is None else lambda *given, interpret: gradient(*given)
-    return Backend("triton", checked, obstacle, unsuited or interprets, checked_gradient)
+    return Backend("triton", checked, unsupported, unsuited or interprets, checked_gradient)

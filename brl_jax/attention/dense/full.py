@@ -24,7 +24,7 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.cudnn import obstacle_of_cudnn
+from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
 
@@ -191,7 +191,7 @@ def attend(
         return _by_platform(
             arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
         )
-    if implementation == "xla" or missing or _obstacle_of_cudnn(*arguments, scale=scale, is_causal=is_causal):
+    if implementation == "xla" or missing or _cudnn_unsupported(*arguments, scale=scale, is_causal=is_causal):
         return attend_at_once(*arguments, **static)
     return through_cudnn(everywhere=False)
 
@@ -215,10 +215,10 @@ def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str
 def _by_platform(arguments, *, offset, implementation, missing, **static):
     """The kernel on a TPU, cuDNN on a GPU unless something is `missing` for it, XLA elsewhere."""
 
-    def tpu_obstacle(query, key, value, bias, mask, *_) -> str | None:
+    def tpu_unsupported(query, key, value, bias, mask, *_) -> str | None:
         from brl_jax.attention.dense import full_tpu
 
-        return full_tpu.obstacle(query, key, value, bias, mask, static["is_causal"], offset)
+        return full_tpu.unsupported(query, key, value, bias, mask, static["is_causal"], offset)
 
     def run_on_tpu(*arguments, interpret: bool):
         from brl_jax.attention.dense import full_tpu
@@ -230,9 +230,9 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
     def run_cudnn(*arguments, interpret: bool):
         return _with_cudnn(*arguments, **of_cudnn)
 
-    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_obstacle)]}
+    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported)]}
     # Without a reason in the log: which calls go to cuDNN is documented, and XLA is its equal for the others.
-    if not missing and _obstacle_of_cudnn(*arguments, **of_cudnn) is None:
+    if not missing and _cudnn_unsupported(*arguments, **of_cudnn) is None:
         backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
     return dispatch(
         "full_attention",
@@ -251,12 +251,12 @@ def _results(query: Array, value: Array, return_residual: bool) -> Any:
     return (out, jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)) if return_residual else out
 
 
-def _obstacle_of_cudnn(*arguments, scale, is_causal) -> str | None:
+def _cudnn_unsupported(*arguments, scale, is_causal) -> str | None:
     """What keeps a call from cuDNN, beside `_missing_for_cudnn`, that does not ask for it by name."""
     # It is not specified what cuDNN writes to rows without a visible key.
     if arguments[5] is not None or arguments[6] is not None:
         return "it has lengths"
-    return obstacle_of_cudnn(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
+    return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
 
 
 # Compiled on its own, so that gradients outside jit are traced once and not every time.

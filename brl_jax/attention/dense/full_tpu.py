@@ -19,20 +19,20 @@ from pallas_kernels.absent import mark_absent
 _ANY = 1 << 30
 
 
-def obstacle(
+def unsupported(
     query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, offset: Any
 ) -> str | None:
     """Why the kernel cannot serve a call; None if it can. Traces nothing."""
     if mask is not None and mask.shape[1:3] != (1, 1):
         return f"mask must be the same for all heads and queries, got shape {mask.shape}"
-    if (why := tpu_biases.obstacle(bias)) is not None:
+    if (why := tpu_biases.unsupported(bias)) is not None:
         return why
     if bias is not None and offset is None and (not is_causal or _unbounded(bias)):
         return f"query_offset must be a static int with {type(bias).__name__}"
     width = max(query.shape[3], value.shape[3])
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key, value)]
     described = tpu_biases.described(bias, _distances(query, key, is_causal, offset))
-    return tpu.block_obstacle(
+    return tpu.block_unsupported(
         *shapes, bias=described, **all_blocks(query.shape[1], key.shape[1], is_causal, offset)
     )
 

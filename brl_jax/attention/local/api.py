@@ -32,7 +32,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
-    bias_obstacle,
+    bias_unsupported,
     check_implementation,
     dispatch,
 )
@@ -231,10 +231,10 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:
     # Pallas and Triton cost import time, so they are imported when a call is lowered for their platform.
-    def tpu_obstacle(x: CallArrays) -> str | None:
+    def tpu_unsupported(x: CallArrays) -> str | None:
         from brl_jax.attention.local import tpu
 
-        return tpu.obstacle(call, x.query, x.key, x.bias)
+        return tpu.unsupported(call, x.query, x.key, x.bias)
 
     def run_on_tpu(x: CallArrays, *, interpret: bool) -> Any:
         from brl_jax.attention.local import tpu
@@ -246,10 +246,10 @@ def _backends(call: PatternCall) -> dict[str, list[Backend]]:
 
         return tpu.gradient(call, *given, interpret=interpret)
 
-    def gpu_obstacle(x: CallArrays) -> str | None:
+    def gpu_unsupported(x: CallArrays) -> str | None:
         from brl_jax.attention.local import gpu
 
-        return bias_obstacle(x.bias) or gpu.obstacle(call, x)
+        return bias_unsupported(x.bias) or gpu.unsupported(call, x)
 
     def run_on_gpu(x: CallArrays) -> Any:
         from brl_jax.attention.local import gpu
@@ -267,10 +267,10 @@ def _backends(call: PatternCall) -> dict[str, list[Backend]]:
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
     return {
-        "tpu": [Backend("pallas", run_on_tpu, tpu_obstacle, few, gradient_on_tpu)],
+        "tpu": [Backend("pallas", run_on_tpu, tpu_unsupported, few, gradient_on_tpu)],
         "cuda": [
-            Backend("cudnn", run_cudnn, functools.partial(cudnn.obstacle, call), few),
-            triton_backend(run_on_gpu, gpu_obstacle, few, gradient_on_gpu),
+            Backend("cudnn", run_cudnn, functools.partial(cudnn.unsupported, call), few),
+            triton_backend(run_on_gpu, gpu_unsupported, few, gradient_on_gpu),
         ],
     }
 

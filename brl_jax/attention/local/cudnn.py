@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.cudnn import obstacle_of_cudnn
+from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 
 
-def obstacle(call: PatternCall, x: CallArrays) -> str | None:
+def unsupported(call: PatternCall, x: CallArrays) -> str | None:
     """Why a call does not go to cuDNN by itself; None if it does.
 
     Stricter than `attend`. It is not specified what cuDNN writes to rows without a visible key, which lengths can
@@ -34,7 +34,7 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     missing = _missing(call, x)
     if missing:
         return f"cuDNN needs {missing[0]}"
-    return obstacle_of_cudnn(functools.partial(attend, call), x)
+    return cudnn_unsupported(functools.partial(attend, call), x)
 
 
 def check(call: PatternCall, x: CallArrays) -> None:

@@ -16,14 +16,14 @@ from pallas_kernels import triton
 _STRETCH = 32
 
 
-def obstacle(call: PatternCall, x: CallArrays) -> str | None:
+def unsupported(call: PatternCall, x: CallArrays) -> str | None:
     """Why the kernel cannot serve a call without a bias; None if it can. Traces nothing."""
     name = type(call.pattern).__name__
     if isinstance(call.pattern, (Strided, Fixed, Axial)):
         return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
     if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
         return f"key_offset must be a static int with {name}, got it traced"
-    return triton.local_obstacle(x.query, x.key, x.value)
+    return triton.local_unsupported(x.query, x.key, x.value)
 
 
 def attend(call: PatternCall, x: CallArrays) -> tuple[Any, Float[Array, "B N T"]]:

@@ -44,10 +44,10 @@ _MIN_GRANULE = 8
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-def obstacle(call: PatternCall, query: Array, key: Array, bias: Any) -> str | None:
+def unsupported(call: PatternCall, query: Array, key: Array, bias: Any) -> str | None:
     """Why the kernels cannot serve a call; None if they can. Traces nothing."""
     pattern = call.pattern
-    if (why := tpu_biases.obstacle(bias)) is not None:
+    if (why := tpu_biases.unsupported(bias)) is not None:
         return why
     if bias is not None and isinstance(pattern, Fixed) and call.key_offset is not None:
         return f"bias must be None with Fixed, got {type(bias).__name__}"
@@ -58,7 +58,7 @@ def obstacle(call: PatternCall, query: Array, key: Array, bias: Any) -> str | No
         if call.key_offset is None:
             return f"key_offset must be a static int with {name}, got it traced"
     steps = _launches(call, query, key, bias)
-    return next((why for step in steps if (why := step.obstacle(bias))), None)
+    return next((why for step in steps if (why := step.unsupported(bias))), None)
 
 
 def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> tuple[Any, Float[Array, "B N T"]]:
@@ -133,10 +133,10 @@ class _Launch:
     shifted: bool = False
     reach: tuple[int | None, int | None] = (None, None)
 
-    def obstacle(self, bias: Any) -> str | None:
+    def unsupported(self, bias: Any) -> str | None:
         names = ("left", "right") if self.window else ("key_blocks", "block_q", "block_k", "granules")
         options = {name: self.options[name] for name in names if name in self.options}
-        function = tpu.window_obstacle if self.window else tpu.block_obstacle
+        function = tpu.window_unsupported if self.window else tpu.block_unsupported
         bias = tpu_biases.described(bias, self._distances())
         return function(self.query, self.key, self.key, bias=bias, **options)
 
@@ -362,7 +362,7 @@ def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, bias: 
         launch = _Launch(
             tokens, query_shape, key_shape, True, {"left": left, "right": right}, reach=(left, right)
         )
-        if launch.obstacle(bias) is None:
+        if launch.unsupported(bias) is None:
             return launch
     # What a window shows does not depend on absolute positions.
     return _pattern(tokens, query, key, SlidingWindow(left, right), 0)

@@ -18,7 +18,7 @@ from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
 
 
 @attention_function
-def nystrom_attention(
+def nystromformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -35,11 +35,11 @@ def nystrom_attention(
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
-        out = nystrom_attention(query, key, value, num_landmarks=64)
+        out = nystromformer_attention(query, key, value, num_landmarks=64)
 
     Q~ and K~ are the means of the queries and keys over R segments of the sequence, and pinv is the iteration of
     `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. Landmarks are means over the whole sequence and every
-    query reads all of them: there is no causal form. `reference.nystrom_attention` is the plain form.
+    query reads all of them: there is no causal form. `reference.nystromformer_attention` is the plain form.
 
     Token t of a row of L tokens belongs to the segment floor(t R / L), so that segments differ by at most one token
     where R does not divide L; the paper assumes that it does. A row of fewer tokens than R has a landmark for each

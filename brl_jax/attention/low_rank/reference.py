@@ -29,7 +29,7 @@ def linformer_attention(
     return dense.full_attention(query, key, value, scale=scale)
 
 
-def nystrom_attention(
+def nystromformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],

@@ -32,7 +32,7 @@ from brl_jax.sharding import sequence_axis
 Compression = tuple[Float[Array, "H H F"], Float[Array, "F H H"]]
 
 
-class BsbrState(NamedTuple):
+class BSBRState(NamedTuple):
     """What `bsbr_attention` keeps of the tokens so far: a summary of each completed chunk, and the current chunk.
 
     Attributes:
@@ -62,7 +62,7 @@ def init_bsbr_state(
     compressed: int | None = None,
     chunk_size: int = 64,
     dtype: DTypeLike = jnp.float32,
-) -> BsbrState:
+) -> BSBRState:
     """The state of `bsbr_attention` before the first token.
 
     Args:
@@ -82,7 +82,7 @@ def init_bsbr_state(
     )  # fmt: skip
     chunks = -(-length // chunk_size)
     numbers = head_dim**2 if compressed is None else compressed
-    return BsbrState(
+    return BSBRState(
         jnp.zeros((batch, chunks, num_kv_heads, numbers), jnp.float32),
         jnp.zeros((batch, chunks, num_kv_heads, retrieval_dim), dtype),
         jnp.zeros((batch, num_heads, head_dim, head_dim), jnp.float32),
@@ -105,11 +105,11 @@ def bsbr_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
-    state: BsbrState | None = None,
+    state: BSBRState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BsbrState]:
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BSBRState]:
     """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.
 
     (B, T, N, H), (B, T, K, H) x 2, (B, T, N, R), (B, T, K, R) -> (B, T, N, H)::
@@ -142,7 +142,7 @@ def bsbr_attention(
       chunk_size: C; chunks are counted from the first token of the sequence. It changes the result.
 
     Returns:
-      (B, T, N, H) in the dtype of the query, computed in float32; with return_state, that and a `BsbrState`.
+      (B, T, N, H) in the dtype of the query, computed in float32; with return_state, that and a `BSBRState`.
 
     Raises:
       ValueError: arrays, lengths, a compression, a state or sizes that do not fit, naming the argument.
@@ -177,7 +177,7 @@ def bsbr_attention(
     require(state is not None, "return_state needs a state, which determines the largest number of tokens")
     _check_bsbr_state(state, inputs, compression, chunk_size)
 
-    def step(state: BsbrState, piece: Any, visibility: ChunkVisibility) -> tuple[BsbrState, Array]:
+    def step(state: BSBRState, piece: Any, visibility: ChunkVisibility) -> tuple[BSBRState, Array]:
         return _piece(piece, state, visibility, retrieval, scale, chunk_size)
 
     pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
@@ -185,7 +185,7 @@ def bsbr_attention(
         state, out = pieces(state, inputs, prepared.segments)
     else:
 
-        def at_once(state: BsbrState, inputs: dict[str, Array], segments: Array | None) -> Any:
+        def at_once(state: BSBRState, inputs: dict[str, Array], segments: Array | None) -> Any:
             return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
 
         state = vary_like(state, jax.tree.leaves(inputs))
@@ -300,13 +300,13 @@ def _stretch_between_chunks(
 
 def _prompt(
     inputs: dict[str, Array],
-    state: BsbrState,
+    state: BSBRState,
     segments: Int[Array, "B T"] | None,
     retrieval: _Retrieval,
     scale: float,
     chunk_size: int,
     implementation: Implementation | None,
-) -> tuple[BsbrState, Float[Array, "B T N H"]]:
+) -> tuple[BSBRState, Float[Array, "B T N H"]]:
     """Many new tokens at once, for GPUs, which would wait for the launch of each piece's kernels."""
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
@@ -345,18 +345,18 @@ def _prompt(
     retrieved = jnp.take_along_axis(matrix, last[..., None, None, None], axis=1)[:, 0]
     current_key, current_value = (prompt.unfinished_chunk(aligned[name]) for name in ("key", "value"))
     length = state.length + prompt.new[:, 0]
-    state = BsbrState(summaries, retrieval_key, retrieved, current_key, current_value, length)
+    state = BSBRState(summaries, retrieval_key, retrieved, current_key, current_value, length)
     return state, prompt.restore((near + far).astype(near.dtype))
 
 
 def _piece(
     piece: dict[str, Array],
-    state: BsbrState,
+    state: BSBRState,
     visibility: ChunkVisibility,
     retrieval: _Retrieval,
     scale: float,
     chunk_size: int,
-) -> tuple[BsbrState, Float[Array, "B L N H"]]:
+) -> tuple[BSBRState, Float[Array, "B L N H"]]:
     """At most chunk_size new tokens, which may begin anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads, head_dim = piece["key"].shape
     filled, chunk = state.length % chunk_size, state.length // chunk_size
@@ -412,7 +412,7 @@ def _piece(
     current_key, current_value = (
         positions.unfinished_chunk(getattr(state, n), piece[n]) for n in ("key", "value")
     )
-    state = BsbrState(
+    state = BSBRState(
         summaries, retrieval_key, retrieved, current_key, current_value, state.length + positions.new
     )
     return state, out.astype(piece["query"].dtype)
@@ -448,7 +448,7 @@ def _check_retrieval(
 
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
     """Raises ValueError unless the state fits the inputs."""
-    check_state_type(state, BsbrState, "init_bsbr_state")
+    check_state_type(state, BSBRState, "init_bsbr_state")
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(

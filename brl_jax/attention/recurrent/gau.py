@@ -22,7 +22,7 @@ from brl_jax.attention.recurrent.gpu import gau_backend
 from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
 
 
-class GauState(NamedTuple):
+class GAUState(NamedTuple):
     """What `gau_attention` keeps of the tokens so far: all keys and values.
 
     Attributes:
@@ -43,7 +43,7 @@ def init_gau_state(
     value_dim: int,
     *,
     dtype: DTypeLike = jnp.float32,
-) -> GauState:
+) -> GAUState:
     """The state of `gau_attention` before the first token.
 
     Args:
@@ -55,7 +55,7 @@ def init_gau_state(
       ValueError: a size below 1.
     """
     check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
-    return GauState(
+    return GAUState(
         jnp.zeros((batch, length, num_kv_heads, head_dim), dtype),
         jnp.zeros((batch, length, num_kv_heads, value_dim), dtype),
         jnp.zeros((batch,), jnp.int32),
@@ -72,11 +72,11 @@ def gau_attention(
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    state: GauState | None = None,
+    state: GAUState | None = None,
     return_state: bool = False,
     chunk_size: int = 128,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GauState]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GAUState]:
     """out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
@@ -101,7 +101,7 @@ def gau_attention(
         but not the result.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `GauState`.
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `GAUState`.
 
     Raises:
       ValueError: arrays, lengths, segments, a bias, a state or sizes that do not fit, naming the argument.
@@ -143,11 +143,11 @@ def gau_attention(
     return out if state is None or not return_state else (out, state)
 
 
-def _check_gau_state(state: Any, key: Array, value: Array) -> GauState:
+def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
     """The state; raises ValueError unless one is given that fits the new keys and values."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
-    check_state_type(state, GauState, "init_gau_state")
+    check_state_type(state, GAUState, "init_gau_state")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
     expected = init_gau_state(batch, room, kv_heads, head_dim, value.shape[3], dtype=key.dtype)
@@ -156,7 +156,7 @@ def _check_gau_state(state: Any, key: Array, value: Array) -> GauState:
     return state
 
 
-def _append(state: GauState, key: Array, value: Array, lengths: Array | None) -> GauState:
+def _append(state: GAUState, key: Array, value: Array, lengths: Array | None) -> GAUState:
     """The state with those of the new tokens that exist appended."""
     batch, length = key.shape[:2]
     room = state.key.shape[1]
@@ -164,7 +164,7 @@ def _append(state: GauState, key: Array, value: Array, lengths: Array | None) ->
     steps = jnp.arange(length, dtype=jnp.int32)[None]
     count = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.minimum(lengths, length)
     slots = jnp.where(steps < count[:, None], state.length[:, None] + steps, room)
-    return GauState(
+    return GAUState(
         write_places(state.key, key, slots),
         write_places(state.value, value, slots),
         state.length + count,

@@ -46,15 +46,15 @@ def recurrence_backend(
     v = jax.ShapeDtypeStruct(value.shape, value.dtype)
     by_feature = log_decay is not None and log_decay.ndim == 4
 
-    def obstacle(*_: Any) -> str | None:
+    def unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
         if by_feature:
             return "log_decay must be one number for each token and head, got one for each feature"
-        return triton.recurrence_obstacle(q, k, v)
+        return triton.recurrence_unsupported(q, k, v)
 
     unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
-    return triton_backend(run, obstacle, unsuited)
+    return triton_backend(run, unsupported, unsuited)
 
 
 def walk(arrays: Walked, *, out_dtype: Any = jnp.float32) -> Any:
@@ -70,7 +70,7 @@ def walk(arrays: Walked, *, out_dtype: Any = jnp.float32) -> Any:
 def gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
     """The kernel of `gau_attention` for operands (query, key, value, bias, positions, segments, key_segments)."""
 
-    def obstacle(query, key, value, bias: PositionBias | None, *_) -> str | None:
+    def unsupported(query, key, value, bias: PositionBias | None, *_) -> str | None:
         from pallas_kernels import triton
 
         features = query
@@ -83,7 +83,7 @@ def gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
                 )
             width = query.shape[3] + bias.left.shape[-1]
             features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
-        return triton.squared_relu_obstacle(features, key, value)
+        return triton.squared_relu_unsupported(features, key, value)
 
     def run(query, key, value, bias, positions, segments, key_segments):
         from pallas_kernels import triton
@@ -95,4 +95,4 @@ def gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
         out = triton.squared_relu_attention(rows, columns, value.astype(dtype), triton.Ranges(*ranges))
         return out.astype(query.dtype)
 
-    return triton_backend(run, obstacle, unsuited)
+    return triton_backend(run, unsupported, unsuited)

@@ -154,7 +154,7 @@ def cosformer_attention(
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 
-def flow_attention(
+def flowformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],

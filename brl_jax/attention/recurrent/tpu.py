@@ -74,16 +74,16 @@ def recurrence_backend(
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
     by_feature = log_decay is not None and log_decay.ndim == 4
 
-    def obstacle(*_: Any) -> str | None:
+    def unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
         if by_feature:
             return "log_decay must be one number for each token and head, got one for each feature"
-        return tpu.recurrence_obstacle(*shapes, delta=delta)
+        return tpu.recurrence_unsupported(*shapes, delta=delta)
 
     length = key.shape[1]
     unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
-    return Backend("pallas", run, obstacle, unsuited)
+    return Backend("pallas", run, unsupported, unsuited)
 
 
 def walk(arrays: Walked, *, interpret: bool) -> Any:

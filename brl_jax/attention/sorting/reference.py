@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from brl_jax.attention.sorting.informer import sampled_fractions
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES, BlockSizes
-from brl_jax.attention.sorting.prob_sparse import sampled_fractions
 
 
-def prob_sparse_attention(
+def informer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -106,7 +106,9 @@ def native_sparse_attention(
     return jnp.stack([gates[..., i, None] * part for i, part in enumerate(parts)]).sum(0)
 
 
-def slice_sort(value: Float[Array, "B T N V"], *, order: str = "ascending") -> Float[Array, "B T N V"]:
+def sliceformer_attention(
+    value: Float[Array, "B T N V"], *, order: str = "ascending"
+) -> Float[Array, "B T N V"]:
     """Each channel sorted along the sequence (arXiv:2310.17683). Runs outside of `jax.jit`."""
     out = np.array(value)
     for b, n, v in np.ndindex(out.shape[0], *out.shape[2:]):
@@ -164,7 +166,7 @@ def sinkhorn_attention(
     return jnp.einsum("bnts,bsnv->btnv", attended, values)
 
 
-def lsh_attention(
+def reformer_attention(
     query: Float[Array, "B T N H"],
     value: Float[Array, "B T K V"],
     rotations: Float[Array, "R H F"],

@@ -155,10 +155,10 @@ def _pallas(
     unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
 
     # Pallas is imported where it is needed: it costs import time.
-    def obstacle(query, key, value, starts, offset) -> str | None:
+    def unsupported(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import tpu
 
-        return tpu.block_obstacle(query, key, value, chosen_runs=starts.shape[3], **blocks)
+        return tpu.block_unsupported(query, key, value, chosen_runs=starts.shape[3], **blocks)
 
     def run(query, key, value, starts, offset, *, interpret):
         from pallas_kernels import tpu
@@ -180,19 +180,19 @@ def _pallas(
         assert isinstance(out, jax.Array)
         return out.astype(jnp.float32)
 
-    return Backend("pallas", run, obstacle, unsuited)
+    return Backend("pallas", run, unsupported, unsuited)
 
 
 def _triton(*, size: int, scale: float) -> Backend:
     """The GPU kernel for operands (query, key, value, starts, offset)."""
 
     # Triton is imported where it is needed: it costs import time.
-    def obstacle(query, key, value, starts, offset) -> str | None:
+    def unsupported(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import triton
 
         if value.shape[3] != key.shape[3]:
             return f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}"
-        return triton.selected_obstacle(query, key)
+        return triton.selected_unsupported(query, key)
 
     def run(query, key, value, starts, offset):
         from pallas_kernels import triton
@@ -201,4 +201,4 @@ def _triton(*, size: int, scale: float) -> Backend:
         positions = jnp.broadcast_to(positions, query.shape[:2])
         return triton.selected_attention(query, key, value, starts, positions, size=size, scale=scale)
 
-    return triton_backend(run, obstacle)
+    return triton_backend(run, unsupported)

@@ -20,7 +20,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from brl_jax.attention.structured.mlr_sharded import Levels, mlr_on_mesh
-from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
+from brl_jax.attention.structured.mlr_tiles import MLRPlan, attend
 
 BlockSizes = Sequence[int | None]
 
@@ -103,7 +103,7 @@ def mlr_attention(
     if axis is not None:
         out = mlr_on_mesh(levels, axis, query, key, value, lengths, is_causal)
         return zero_padding(out, query_lengths)
-    plan = MlrPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
+    plan = MLRPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
     return zero_padding(attend(plan, query, key, value, lengths)[0], query_lengths)
 
 

@@ -18,7 +18,7 @@ from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
 
 
-class MlrState(NamedTuple):
+class MLRState(NamedTuple):
     """What `mlr_attention_step` keeps of the tokens so far.
 
     The shapes of the keys contain the ranks r_l and the block sizes b_l of the levels.
@@ -46,7 +46,7 @@ def init_mlr_state(
     block_sizes: BlockSizes,
     value_dim: int | None = None,
     dtype: DTypeLike = jnp.float32,
-) -> MlrState:
+) -> MLRState:
     """The state of `mlr_attention_step` before the first of up to `length` tokens.
 
     Its keys take sum_l r_l min(b_l, length) numbers for each sequence and key head (arXiv:2509.07963, section 3.4),
@@ -66,7 +66,7 @@ def init_mlr_state(
     check_sizes(batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
     ranks = check_ranks(ranks, head_dim)
     sizes = _limited_sizes(check_block_sizes(block_sizes, len(ranks)), length)
-    return MlrState(
+    return MLRState(
         tuple(jnp.zeros((batch, kv_heads, size, rank), dtype) for size, rank in zip(sizes, ranks)),
         jnp.zeros((batch, kv_heads, length, value_dim), dtype),
         jnp.zeros((), jnp.int32),
@@ -78,14 +78,14 @@ def mlr_attention_step(
     query: Float[Array, "B L N H"],
     key: Float[Array, "B L K H"],
     value: Float[Array, "B L K V"],
-    state: MlrState,
+    state: MLRState,
     *,
     ranks: Sequence[int] | None = None,
     block_sizes: BlockSizes | None = None,
     scale: float | Sequence[float] | None = None,
     divide_by_levels: bool = False,
     count: int | Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B L N V"], MlrState]:
+) -> tuple[Float[Array, "B L N V"], MLRState]:
     """Causal `mlr_attention` of L new tokens after those in the state: any number of them, beginning anywhere.
 
     (B, L, N, H), (B, L, K, H), (B, L, K, V) -> (B, L, N, V) and the new state::
@@ -135,8 +135,8 @@ def _check_state(
 ) -> tuple[tuple[int, ...], list[int]]:
     """The ranks and the block sizes of the state; raises ValueError unless it fits the arrays and what is given."""
     require(
-        isinstance(state, MlrState),
-        f"state must be an MlrState from init_mlr_state, got {type(state).__name__}",
+        isinstance(state, MLRState),
+        f"state must be an MLRState from init_mlr_state, got {type(state).__name__}",
     )
     longest = state.value.shape[2]
     own_ranks = tuple(level.shape[3] for level in state.keys)
@@ -176,8 +176,8 @@ def _limited_sizes(block_sizes: BlockSizes, longest: int) -> list[int]:
 
 
 def _write(
-    state: MlrState, key: Array, value: Array, sizes: Sequence[int], slices: Sequence[slice], count: Any
-) -> MlrState:
+    state: MLRState, key: Array, value: Array, sizes: Sequence[int], slices: Sequence[slice], count: Any
+) -> MLRState:
     """The state with the new tokens in it."""
     length, start = key.shape[1], state.tokens
     positions = start + jnp.arange(length, dtype=jnp.int32)
@@ -192,11 +192,11 @@ def _write(
     for old, size, own in zip(state.keys, sizes, slices):
         current = positions // size == (end - 1) // size
         keys.append(put(old, key[..., own], jnp.where(current, positions % size, size)))
-    return MlrState(tuple(keys), put(state.value, value, positions), jnp.asarray(end, jnp.int32))
+    return MLRState(tuple(keys), put(state.value, value, positions), jnp.asarray(end, jnp.int32))
 
 
 def _keys_at_positions(
-    state: MlrState, key: Array, sizes: Sequence[int], slices: Sequence[slice]
+    state: MLRState, key: Array, sizes: Sequence[int], slices: Sequence[slice]
 ) -> Float[Array, "B K S H"]:
     """The keys of old and new tokens at their positions where the new tokens need them, and undefined elsewhere."""
     start, longest = state.tokens, state.value.shape[2]

@@ -49,7 +49,7 @@ class Levels(NamedTuple):
         size = query.shape[1]
         if place.same:
             within = tuple(None if block is None or block >= size else block for block in self.block_sizes)
-            plan = mlr_tiles.MlrPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
+            plan = mlr_tiles.MLRPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
             return mlr_tiles.attend(plan, query, key, value, lengths)
         factors = [self._shared(block, size, place) for block in self.block_sizes]
         if self.divide:

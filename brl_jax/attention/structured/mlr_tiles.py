@@ -29,7 +29,7 @@ _ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class MlrPlan:
+class MLRPlan:
     """The static part of a call.
 
     Attributes:
@@ -46,7 +46,7 @@ class MlrPlan:
 # Compiled on its own, so that a call outside jit is traced once and not every time.
 @functools.partial(jax.jit, static_argnums=0)
 def attend(
-    plan: MlrPlan,
+    plan: MLRPlan,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -74,7 +74,7 @@ def attend(
     )
 
 
-def _form(plan: MlrPlan, loop: bool) -> Form:
+def _form(plan: MLRPlan, loop: bool) -> Form:
     """The form that keeps the log-sum-exp of each row (B, K, G, T), -MASKED where it sees no key."""
 
     def run(*operands: Array) -> tuple[tuple[Array, Array], Array]:
@@ -93,7 +93,7 @@ def _form(plan: MlrPlan, loop: bool) -> Form:
 
 
 def _forward(
-    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None, *, loop: bool
+    plan: MLRPlan, query: Array, key: Array, value: Array, lengths: Array | None, *, loop: bool
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
     """The output and the log-sum-exp of each row, which is -MASKED for rows that see no key.
 
@@ -134,7 +134,7 @@ def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return sum(weighted[1:], start=weighted[0]), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
-def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out, d_lse, *, loop: bool):
+def _backward(plan: MLRPlan, query, key, value, lengths, out, lse, d_out, d_lse, *, loop: bool):
     """The gradients of query, key and value."""
     length, kv_heads = query.shape[1], key.shape[2]
     q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
@@ -235,7 +235,7 @@ class _RectangleTiling:
         x = x.reshape(self.batch, self.heads, r.blocks, *x.shape[-2:]).swapaxes(3, 4)
         return r.restore(x, 2, r.key, length)
 
-    def visible(self, plan: MlrPlan, lengths: Array | None, query: Array) -> Array | None:
+    def visible(self, plan: MLRPlan, lengths: Array | None, query: Array) -> Array | None:
         """The number of keys that each rectangle's queries may see, (*Z,); None if they may see all."""
         r = self.rectangle
         last = (r.blocks - 1) * r.period + r.key[1]
@@ -283,7 +283,7 @@ def _dot(x: Array, y: Array, subscripts: str) -> Array:
 class _TileScores:
     """The scores of one tile, and the gradients of the queries and keys that they are made of."""
 
-    def __init__(self, plan: MlrPlan, tiling: _RectangleTiling, number: Any):
+    def __init__(self, plan: MLRPlan, tiling: _RectangleTiling, number: Any):
         r = tiling.rectangle
         self.rectangle = r
         row = (jnp.arange(tiling.group * tiling.tile, dtype=jnp.int32) % tiling.tile + number * tiling.tile)[
@@ -335,7 +335,7 @@ class _TileScores:
 
 
 def _tiles_forward(
-    plan: MlrPlan, tiling: _RectangleTiling, query: Array, key: Array, value: Array, visible: Array | None
+    plan: MLRPlan, tiling: _RectangleTiling, query: Array, key: Array, value: Array, visible: Array | None
 ) -> tuple[Array, Array]:
     """The outputs (*Z, tiles, rows, V) and log-sum-exps (*Z, tiles, rows) over the rectangle's keys, of all its tiles.
 
@@ -358,7 +358,7 @@ def _tiles_forward(
     return jnp.moveaxis(out, 0, axis), jnp.moveaxis(lse, 0, axis)
 
 
-def _tiles_backward(plan: MlrPlan, tiling: _RectangleTiling, query, key, value, visible, d_out, lse, delta):
+def _tiles_backward(plan: MLRPlan, tiling: _RectangleTiling, query, key, value, visible, d_out, lse, delta):
     """The float32 gradients of the query (*Z, tiles, rows, F), the key (*Z, F, keys) and the value (*Z, V, keys)."""
 
     def one_tile(sums, tile):

@@ -10,7 +10,7 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least, require
-from brl_jax.attention.low_rank.nystromformer import nystrom_attention
+from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -43,7 +43,7 @@ class NystromformerConfig(Mechanism):
 
 
 class NystromformerAttention(MechanismLayer):
-    """See `brl_jax.layers.core.protocol` for the call and `nystrom_attention` for the mathematics."""
+    """See `brl_jax.layers.core.protocol` for the call and `nystromformer_attention` for the mathematics."""
 
     mechanism: NystromformerConfig
     dimensions: Dimensions
@@ -57,7 +57,7 @@ class NystromformerAttention(MechanismLayer):
             init = nn.initializers.normal((3 * m.conv_size) ** -0.5)
             kernel = parameter(self, "value_kernel", init, (d.num_heads, m.conv_size), ("heads", None))
         attend = functools.partial(
-            nystrom_attention,
+            nystromformer_attention,
             query,
             key,
             num_landmarks=m.num_landmarks,

@@ -10,7 +10,7 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
-from brl_jax.attention.recurrent.bsbr import BsbrState, bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -41,7 +41,7 @@ class BSBRAttention(StateLayer):
     article's sum of a chunk's products into their mean: the sum would be much larger than the chunk's own output.
     """
 
-    def init_state(self, batch: int, length: int) -> BsbrState:
+    def init_state(self, batch: int, length: int) -> BSBRState:
         m, d = self.mechanism, self.dimensions
         return init_bsbr_state(
             batch, length, d.num_heads, d.num_kv_heads, d.head_dim, compressed=m.compressed,

@@ -10,7 +10,11 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
-from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
+from brl_jax.attention.recurrent.flowformer import (
+    FlowformerState,
+    flowformer_attention,
+    init_flowformer_state,
+)
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
@@ -33,16 +37,16 @@ class FlowformerConfig(Mechanism):
 
 
 class FlowAttention(StateLayer):
-    """`flow_attention`. Rotary positions rotate the features, as in linear attention."""
+    """`flowformer_attention`. Rotary positions rotate the features, as in linear attention."""
 
-    def init_state(self, batch: int, length: int) -> FlowState:
+    def init_state(self, batch: int, length: int) -> FlowformerState:
         d = self.dimensions
-        return init_flow_state(batch, d.num_heads, d.head_dim, d.head_dim)
+        return init_flowformer_state(batch, d.num_heads, d.head_dim, d.head_dim)
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         query, key, value = project_unrotated(self.dimensions, x)
         options = rotary_options(self.dimensions, positions)
         function = functools.partial(
-            flow_attention, query, key, chunk_size=self.mechanism.chunk_size, **options
+            flowformer_attention, query, key, chunk_size=self.mechanism.chunk_size, **options
         )
         return StateAttention(function, value)

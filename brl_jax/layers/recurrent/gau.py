@@ -25,7 +25,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class GauConfig(Mechanism):
+class GAUConfig(Mechanism):
     """Gated attention unit with quadratic attention (Hua et al. 2022, section 3.1).
 
     It has one head and replaces both the attention and the feed-forward network of a block, so num_heads and d_ff have
@@ -54,7 +54,7 @@ class GauConfig(Mechanism):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashConfig(GauConfig):
+class FlashConfig(GAUConfig):
     """FLASH: gated attention unit with quadratic attention inside chunks and linear attention between them (Hua et al.
     2022, section 3.2)."""
 

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.whole_rows import by_heads
-from brl_jax.attention.sorting.prob_sparse import (
-    ProbSparseState,
-    init_prob_sparse_state,
-    prob_sparse_attention,
-    prob_sparse_step,
+from brl_jax.attention.sorting.informer import (
+    InformerState,
+    informer_attention,
+    informer_step,
+    init_informer_state,
 )
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sampled, sow_weights
@@ -49,12 +49,12 @@ class InformerCache(NamedTuple):
     Attributes:
       past: the keys and values of all tokens so far.
       value_sum: the sum of the values, in float32.
-      state: see `ProbSparseState`.
+      state: see `InformerState`.
     """
 
     past: KeyValueCache
     value_sum: Float[Array, "B K H"]
-    state: ProbSparseState
+    state: InformerState
 
     @property
     def num_tokens(self) -> Int[Array, ""]:
@@ -62,7 +62,7 @@ class InformerCache(NamedTuple):
 
 
 class InformerAttention(MechanismLayer):
-    """See `brl_jax.layers.core.protocol` for the call and `prob_sparse_attention` for the mathematics."""
+    """See `brl_jax.layers.core.protocol` for the call and `informer_attention` for the mathematics."""
 
     mechanism: InformerConfig
     dimensions: Dimensions
@@ -71,7 +71,7 @@ class InformerAttention(MechanismLayer):
         d = self.dimensions
         shape = (batch, length, d.num_kv_heads, d.head_dim)
         value_sum = jnp.zeros((batch, d.num_kv_heads, d.head_dim), jnp.float32)
-        state = init_prob_sparse_state(batch, length, d.num_heads, self.mechanism.factor)
+        state = init_informer_state(batch, length, d.num_heads, self.mechanism.factor)
         return InformerCache(KeyValueCache.empty(shape, shape, d.dtype), value_sum, state)
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
@@ -80,7 +80,7 @@ class InformerAttention(MechanismLayer):
         rng = sampled(self, lambda key: key, m.seed, call.deterministic)
         if call.cache is not None:
             past = call.cache.past.append(key, value, call.count)
-            out, value_sum, state = prob_sparse_step(
+            out, value_sum, state = informer_step(
                 query, past.key, past.value, call.cache.value_sum, call.cache.state, start=call.start,
                 count=call.count, rng=rng, factor=m.factor,
             )  # fmt: skip
@@ -88,7 +88,7 @@ class InformerAttention(MechanismLayer):
 
         def attend(value: Array) -> Array:
             def of_rows(query: Array, key: Array, value: Array, lengths: Any, rng: Any) -> Array:
-                return prob_sparse_attention(
+                return informer_attention(
                     query, key, value, rng=rng, factor=m.factor, is_causal=d.is_causal,
                     key_value_seq_lengths=lengths, implementation=d.implementation,
                 )  # fmt: skip

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.whole_rows import by_heads
-from brl_jax.attention.sorting.lsh import check_buckets, lsh_attention, lsh_rotations
-from brl_jax.attention.sorting.lsh_generation import LSHState, init_lsh_state, lsh_step
+from brl_jax.attention.sorting.reformer import check_buckets, reformer_attention, reformer_rotations
+from brl_jax.attention.sorting.reformer_generation import ReformerState, init_reformer_state, reformer_step
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -50,11 +50,11 @@ class ReformerCache(NamedTuple):
 
     Attributes:
       past: the queries and values of all tokens so far.
-      state: see `LSHState`.
+      state: see `ReformerState`.
     """
 
     past: KeyValueCache
-    state: LSHState
+    state: ReformerState
 
     @property
     def num_tokens(self) -> Int[Array, ""]:
@@ -62,7 +62,7 @@ class ReformerCache(NamedTuple):
 
 
 class ReformerAttention(MechanismLayer):
-    """See `brl_jax.layers.core.protocol` for the call and `lsh_attention` for the mathematics.
+    """See `brl_jax.layers.core.protocol` for the call and `reformer_attention` for the mathematics.
 
     Keys have length 1, so muP's factor for wider heads does not apply."""
 
@@ -75,7 +75,7 @@ class ReformerAttention(MechanismLayer):
             (batch, length, d.num_heads, d.head_dim), (batch, length, d.num_kv_heads, d.head_dim), d.dtype
         )
         options = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
-        return ReformerCache(past, init_lsh_state(batch, length, d.num_heads, **options))
+        return ReformerCache(past, init_reformer_state(batch, length, d.num_heads, **options))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
@@ -85,12 +85,12 @@ class ReformerAttention(MechanismLayer):
             query = rotate(query, call.positions, d.rope_theta)
 
         def draw(key: Any) -> Array:
-            return lsh_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
+            return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
 
         rotations = sampled(self, draw, m.seed, call.deterministic)
         if call.cache is not None:
             past = call.cache.past.append(query, value, call.count)
-            out, state = lsh_step(
+            out, state = reformer_step(
                 query, past.key, past.value, rotations, call.cache.state, start=call.start, count=call.count,
                 chunk_size=m.chunk_size,
             )  # fmt: skip
@@ -98,7 +98,7 @@ class ReformerAttention(MechanismLayer):
 
         def attend(value: Array) -> Array:
             def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Array:
-                return lsh_attention(
+                return reformer_attention(
                     query, value, rotations, chunk_size=m.chunk_size, is_causal=d.is_causal,
                     key_value_seq_lengths=lengths, implementation=d.implementation,
                 )  # fmt: skip

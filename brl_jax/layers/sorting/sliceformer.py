@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.whole_rows import by_heads
-from brl_jax.attention.sorting.slice_sort import Order, slice_sort
+from brl_jax.attention.sorting.sliceformer import Order, sliceformer_attention
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -33,11 +33,11 @@ class SliceformerConfig(Mechanism):
         check_choice("order", self.order, get_args(Order))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return Sliceformer(self, dimensions, **kwargs)
+        return SliceformerAttention(self, dimensions, **kwargs)
 
 
-class Sliceformer(MechanismLayer):
-    """See `brl_jax.layers.core.protocol` for the call and `slice_sort` for the mathematics.
+class SliceformerAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `sliceformer_attention` for the mathematics.
 
     It sows no "weights": every channel has its own permutation, so heads have no matrix."""
 
@@ -50,7 +50,7 @@ class Sliceformer(MechanismLayer):
         value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
 
         def of_rows(value: Array, lengths: Any) -> Array:
-            return slice_sort(
+            return sliceformer_attention(
                 value, order=m.order, key_value_seq_lengths=lengths, implementation=d.implementation
             )
 

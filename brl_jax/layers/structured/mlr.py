@@ -15,7 +15,7 @@ from brl_jax.attention.structured.mlr import (
     doubling_block_sizes,
     mlr_attention,
 )
-from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state, mlr_attention_step
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
@@ -91,13 +91,13 @@ class MLRAttention(AttentionLayer):
     mechanism: MLRConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> MlrState:
+    def init_cache(self, batch: int, length: int) -> MLRState:
         """Returns an empty cache for the values of `length` tokens and the keys of one block of each level."""
         d = self.dimensions
         levels = self.mechanism.levels(d.head_dim, length)
         return init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
 
-    def num_tokens(self, cache: MlrState) -> Any:
+    def num_tokens(self, cache: MLRState) -> Any:
         return cache.tokens
 
     def heads(
@@ -115,6 +115,6 @@ class MLRAttention(AttentionLayer):
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
 
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MlrState]:
+    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MLRState]:
         options = self.options(call.cache.value.shape[2])
         return mlr_attention_step(query, key, value, call.cache, **options, count=call.count)

@@ -26,7 +26,7 @@ from pallas_kernels.tpu.block.plan import (
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, pack_rows, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
+from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, positive_scale, refusal, zero_absent
 from pallas_kernels.varying import vary_alike
 
 
@@ -64,7 +64,7 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def block_obstacle(
+def block_unsupported(
     query: Shaped,
     key: Shaped,
     value: Shaped,
@@ -92,7 +92,7 @@ def block_obstacle(
     """
     options: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
     options |= {"chosen_runs": chosen_runs, "bias": bias}
-    return obstacle_of(plan_block, query, key, value, key_blocks=key_blocks, **options)
+    return refusal(plan_block, query, key, value, key_blocks=key_blocks, **options)
 
 
 def block_attention(

@@ -14,7 +14,7 @@ from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.compress.differentiable import compress_packed
 from pallas_kernels.tpu.compress.plan import CompressCall, plan_compress, plan_compress_blocks
 from pallas_kernels.tpu.core.heads import pack
-from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
+from pallas_kernels.tpu.core.inputs import Shaped, positive_scale, refusal
 from pallas_kernels.tpu.core.score_bias import ScoreBias, described, lay_out
 from pallas_kernels.varying import vary_alike
 
@@ -66,7 +66,7 @@ def _run(
     return result.astype(query.dtype)
 
 
-def compress_obstacle(
+def compress_unsupported(
     query: Shaped,
     key: Shaped,
     contrast_key: Shaped | None,
@@ -96,7 +96,7 @@ def compress_obstacle(
         given = described(bias, mask, full)
         plan_compress(query, key, contrast_key, value, bounded=True, bias=given, **options)
 
-    return obstacle_of(plan)
+    return refusal(plan)
 
 
 def compress(
@@ -177,7 +177,7 @@ def compress(
     return _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, bias, mask, call)[:, 0]
 
 
-def compress_blocks_obstacle(
+def compress_blocks_unsupported(
     query: Shaped,
     key: Shaped,
     contrast_key: Shaped | None,
@@ -191,11 +191,11 @@ def compress_blocks_obstacle(
     """Returns why `compress_blocks` does not support a call, or None, from shapes and dtypes without tracing it.
 
     Args:
-      query, key, contrast_key, value, bias: as for `compress_obstacle`.
+      query, key, contrast_key, value, bias: as for `compress_unsupported`.
       block_size, history_size, chip: as in `compress_blocks`.
 
     Returns:
-      The message of the error that `compress_blocks` would raise, as for `compress_obstacle` or because of an
+      The message of the error that `compress_blocks` would raise, as for `compress_unsupported` or because of an
       unsupported block size. None if the call is supported.
     """
     options: dict[str, Any] = {"block_size": block_size, "history_size": history_size, "chip": chip}
@@ -204,7 +204,7 @@ def compress_blocks_obstacle(
         given = _of_blocks(bias, query, history_size)
         plan_compress_blocks(query, key, contrast_key, value, bounded=True, bias=given, **options)
 
-    return obstacle_of(plan)
+    return refusal(plan)
 
 
 def _of_blocks(bias: Shaped | None, query: Shaped, history_size: int) -> ScoreBias | None:

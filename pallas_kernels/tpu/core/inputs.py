@@ -21,7 +21,7 @@ MAX_COMPRESSED = 1024
 Shaped = Array | jax.ShapeDtypeStruct
 
 
-def obstacle_of(plan_call: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
+def refusal(plan_call: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
     """Returns the message of the error that `plan_call` raises for these arguments; None if it accepts them."""
     try:
         plan_call(*arguments, **options)

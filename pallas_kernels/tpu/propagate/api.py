@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.core.heads import pack, unpack
-from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
+from pallas_kernels.tpu.core.inputs import Shaped, positive_scale, refusal
 from pallas_kernels.tpu.core.score_bias import described, gradient_like, lay_out
 from pallas_kernels.tpu.propagate.backward import propagate_backward
 from pallas_kernels.tpu.propagate.forward import propagate_forward
@@ -38,7 +38,7 @@ def _packed_bwd(call: PropagateCall, residuals, grad):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def propagate_obstacle(
+def propagate_unsupported(
     query: Shaped,
     key: Shaped,
     value: Shaped,
@@ -63,7 +63,7 @@ def propagate_obstacle(
             query, key, value, block=block, chip=chip, bias=described(bias, None, _pairs(query, key))
         )
 
-    return obstacle_of(plan)
+    return refusal(plan)
 
 
 def _pairs(query: Shaped, key: Shaped) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of
+from pallas_kernels.tpu.core.inputs import Shaped, refusal
 from pallas_kernels.tpu.recurrent.chunk import CHUNK, ROWS
 from pallas_kernels.tpu.recurrent.kernels import recurrent_backward, recurrent_forward
 from pallas_kernels.tpu.recurrent.plan import NUMBERS, RecurrentCall, plan_recurrent
@@ -73,13 +73,13 @@ def _walk_bwd(call: RecurrentCall, residuals, grads):
 _walk.defvjp(_walk_fwd, _walk_bwd)
 
 
-def recurrence_obstacle(
+def recurrence_unsupported(
     query: Shaped, key: Shaped, value: Shaped, *, delta: bool = False, chip: str | None = None
 ) -> str | None:
     """Returns why `recurrence` does not support a call, from shapes and dtypes without tracing it; None if it does."""
     numbers = NUMBERS if delta else NUMBERS[:-1]
     most = {"totals": True, "weighs": True, "segments": True}
-    return obstacle_of(plan_recurrent, query, key, value, numbers=numbers, **most, chip=chip)
+    return refusal(plan_recurrent, query, key, value, numbers=numbers, **most, chip=chip)
 
 
 def recurrence(

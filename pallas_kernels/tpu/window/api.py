@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
+from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, positive_scale, refusal, zero_absent
 from pallas_kernels.tpu.window.backward import window_backward
 from pallas_kernels.tpu.window.bias import lay_out
 from pallas_kernels.tpu.window.forward import window_forward
@@ -52,7 +52,7 @@ def _packed_bwd(call: WindowCall, residuals, grads):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def window_obstacle(
+def window_unsupported(
     query: Shaped,
     key: Shaped,
     value: Shaped,
@@ -76,7 +76,7 @@ def window_obstacle(
       supported.
     """
     options: dict[str, Any] = {"left": left, "right": right, "chip": chip, "blocks": blocks, "bias": bias}
-    return obstacle_of(plan_window, query, key, value, **options)
+    return refusal(plan_window, query, key, value, **options)
 
 
 def window_attention(

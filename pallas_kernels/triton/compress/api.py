@@ -64,7 +64,7 @@ class _CompressCall(NamedTuple):
     every_key: bool
 
 
-def compress_obstacle(query: Any, value: Any) -> str | None:
+def compress_unsupported(query: Any, value: Any) -> str | None:
     """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     if query.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
@@ -74,7 +74,7 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
             "below compute capability 9.0, float32 supports at most 64 compressed tokens and a head_dim of at most 64, "
             f"got {query.shape[1]} and {query.shape[3]}"
         )
-    return bridge.array_obstacle(query, value, most_head_dim=128)
+    return bridge.array_unsupported(query, value, most_head_dim=128)
 
 
 def compress(
@@ -106,9 +106,9 @@ def compress(
       (B, M, N, H) in query's dtype; rows that see no key give 0.
 
     Raises:
-      NotImplementedError: `compress_obstacle` gives a reason.
+      NotImplementedError: `compress_unsupported` gives a reason.
     """
-    reason = compress_obstacle(query, value)
+    reason = compress_unsupported(query, value)
     if reason is not None:
         raise NotImplementedError(reason)
     batch, heads = query.shape[0], query.shape[2]

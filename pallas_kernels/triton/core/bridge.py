@@ -61,7 +61,7 @@ def check_interpretation(wanted: bool) -> None:
         )
 
 
-def obstacle() -> str | None:
+def unsupported() -> str | None:
     """Returns why this installation cannot launch Triton kernels; None if it can."""
     needed = ("triton",) if interprets() else _PACKAGES
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -96,9 +96,9 @@ def triton_version() -> str:
     return version[1] if version else ""
 
 
-def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
+def array_unsupported(query: Any, value: Any, *, most_head_dim: int) -> str | None:
     """Returns why kernels with up to `most_head_dim` features do not support these arrays; None if they do."""
-    missing = obstacle()
+    missing = unsupported()
     if missing is not None:
         return missing
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -80,9 +80,9 @@ class _LocalCall(NamedTuple):
     with_log_sum: bool
 
 
-def local_obstacle(query: Any, key: Any, value: Any) -> str | None:
+def local_unsupported(query: Any, key: Any, value: Any) -> str | None:
     """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
-    return bridge.array_obstacle(query, value, most_head_dim=256)
+    return bridge.array_unsupported(query, value, most_head_dim=256)
 
 
 def local_attention(
@@ -126,7 +126,7 @@ def local_attention(
     Raises:
       NotImplementedError: Triton is missing, the GPU is too old, or the dtype or head dimension is not supported.
     """
-    reason = local_obstacle(query, key, value)
+    reason = local_unsupported(query, key, value)
     if reason is not None:
         raise NotImplementedError(reason)
     batch, length, _, head_dim = query.shape

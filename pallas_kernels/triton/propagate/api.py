@@ -69,11 +69,11 @@ class _PropagateCall(NamedTuple):
     score: str
 
 
-def propagate_obstacle(query: Any, key: Any, value: Any) -> str | None:
+def propagate_unsupported(query: Any, key: Any, value: Any) -> str | None:
     """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     if key.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {key.shape[1]}"
-    return bridge.array_obstacle(query, value, most_head_dim=128)
+    return bridge.array_unsupported(query, value, most_head_dim=128)
 
 
 def propagate(
@@ -100,9 +100,9 @@ def propagate(
       (B, T, N, H) in query's dtype.
 
     Raises:
-      NotImplementedError: `propagate_obstacle` gives a reason.
+      NotImplementedError: `propagate_unsupported` gives a reason.
     """
-    reason = propagate_obstacle(query, key, value)
+    reason = propagate_unsupported(query, key, value)
     if reason is not None:
         raise NotImplementedError(reason)
     rows = jnp.broadcast_to(strength.astype(jnp.float32), (query.shape[0], *strength.shape))

@@ -100,9 +100,9 @@ def recurrence(operands: Operands, *, out_dtype: Any = jnp.float32) -> Sums:
       `Sums` in float32, with total in out_dtype.
 
     Raises:
-      NotImplementedError: where `recurrence_obstacle` names a reason.
+      NotImplementedError: where `recurrence_unsupported` names a reason.
     """
-    reason = plan.recurrence_obstacle(operands.query, operands.key, operands.value)
+    reason = plan.recurrence_unsupported(operands.query, operands.key, operands.value)
     if reason is not None:
         raise NotImplementedError(reason)
     given = {name: x for name, x in operands._asdict().items() if x is not None}

@@ -146,9 +146,9 @@ def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
 
 
-def recurrence_obstacle(query: Any, key: Any, value: Any) -> str | None:
+def recurrence_unsupported(query: Any, key: Any, value: Any) -> str | None:
     """Why the kernels cannot run on arrays of these shapes and dtypes; None if they can."""
-    missing = bridge.obstacle()
+    missing = bridge.unsupported()
     if missing is not None:
         return missing
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

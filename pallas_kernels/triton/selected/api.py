@@ -54,12 +54,12 @@ class _SelectedCall(NamedTuple):
     scale: float
 
 
-def selected_obstacle(query: Any, key: Any) -> str | None:
+def selected_unsupported(query: Any, key: Any) -> str | None:
     """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     group = query.shape[2] // key.shape[2]
     if group > MOST_GROUP:
         return f"at most {MOST_GROUP} query heads may share a key head, got {group}"
-    return bridge.array_obstacle(query, key, most_head_dim=128)
+    return bridge.array_unsupported(query, key, most_head_dim=128)
 
 
 def selected_attention(
@@ -89,9 +89,9 @@ def selected_attention(
       (B, T, N, H) in float32, 0 where a token sees nothing.
 
     Raises:
-      NotImplementedError: `selected_obstacle` gives a reason.
+      NotImplementedError: `selected_unsupported` gives a reason.
     """
-    reason = selected_obstacle(query, key)
+    reason = selected_unsupported(query, key)
     if reason is not None:
         raise NotImplementedError(reason)
     arrays = vary_alike(query, key, value, starts.astype(jnp.int32), positions.astype(jnp.int32))

@@ -73,9 +73,9 @@ class Ranges(NamedTuple):
     end: Int[Array, "B S"]
 
 
-def squared_relu_obstacle(query: Any, key: Any, value: Any) -> str | None:
+def squared_relu_unsupported(query: Any, key: Any, value: Any) -> str | None:
     """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
-    missing = bridge.obstacle()
+    missing = bridge.unsupported()
     if missing is not None:
         return missing
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -106,9 +106,9 @@ def squared_relu_attention(
       (B, T, N, V) in query's dtype, zero where a query sees nothing.
 
     Raises:
-      NotImplementedError: `squared_relu_obstacle` gives a reason.
+      NotImplementedError: `squared_relu_unsupported` gives a reason.
     """
-    reason = squared_relu_obstacle(query, key, value)
+    reason = squared_relu_unsupported(query, key, value)
     if reason is not None:
         raise NotImplementedError(reason)
     dtype = query.dtype

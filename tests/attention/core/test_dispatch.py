@@ -133,9 +133,9 @@ def test_forced_kernel_refuses_other_platforms(name):
 def test_the_first_backend_that_serves_is_taken(caplog):
     """In order of preference; XLA where none serves the call, with each reason in the log once."""
 
-    def backend(name, obstacle, unsuited=False):
+    def backend(name, reason, unsuited=False):
         number = float(len(name))
-        return kernels.Backend(name, lambda x, interpret: x + number, lambda x: obstacle, unsuited)
+        return kernels.Backend(name, lambda x, interpret: x + number, lambda x: reason, unsuited)
 
     def run(*row, implementation=None):
         kernels._warn_once.cache_clear()

@@ -26,7 +26,7 @@ from brl_jax import (
     local_attention,
     propagate,
 )
-from brl_jax.attention.core.cudnn import obstacle_of_cudnn
+from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.local import cudnn
 from brl_jax.attention.local.call import CallArrays, PatternCall
 
@@ -126,21 +126,21 @@ def half(length=16, head_dim=8):
     ],
 )
 def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
-    monkeypatch.setattr(cudnn, "obstacle_of_cudnn", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "cudnn_unsupported", lambda *arguments: None)
     options = {"pattern": SlidingWindow(3, 0), "is_causal": True, "query_offset": 0, "keys": query} | options
     keys = options.pop("keys")
     static = [options.pop(name, None) for name in ("pattern", "is_causal", "query_offset", "logits_soft_cap")]
     pattern, is_causal, offset, cap = static
     call = PatternCall(pattern, is_causal, 0.5, query.shape[1], keys.shape[1], offset, 0, cap)
-    found = cudnn.obstacle(call, CallArrays(query, keys, keys, **options))
+    found = cudnn.unsupported(call, CallArrays(query, keys, keys, **options))
     assert found is None if why is None else why in found
 
 
 @pytest.mark.parametrize(("capability", "served"), [("75", False), ("80", True)])
 def test_cudnn_wants_ampere(monkeypatch, capability, served):
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", capability)
-    assert (obstacle_of_cudnn(lambda x: x, X) is None) == served
-    reason = obstacle_of_cudnn(jax.nn.relu, "no array") if not served else ""
+    assert (cudnn_unsupported(lambda x: x, X) is None) == served
+    reason = cudnn_unsupported(jax.nn.relu, "no array") if not served else ""
     assert served or reason == "the GPU must have compute capability 8.0 or more, got 7.5"
 
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, nystrom_attention
+from brl_jax import full_attention, nystromformer_attention
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
-attend = jax.jit(nystrom_attention, static_argnames=("num_landmarks", "iterations"))
+attend = jax.jit(nystromformer_attention, static_argnames=("num_landmarks", "iterations"))
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_convolution_alone():
 )
 def test_bad_input(changes, message):
     with pytest.raises(ValueError, match=message):
-        nystrom_attention(*random_qkv(6)[:3], **changes)
+        nystromformer_attention(*random_qkv(6)[:3], **changes)
 
 
 def test_queries_and_keys_are_the_same_tokens():
@@ -55,4 +55,4 @@ def test_queries_and_keys_are_the_same_tokens():
     with pytest.raises(
         ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
     ):
-        nystrom_attention(query, key[:, :5], value[:, :5])
+        nystromformer_attention(query, key[:, :5], value[:, :5])

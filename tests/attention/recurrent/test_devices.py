@@ -21,7 +21,7 @@ from brl_jax import (
     norm_attention,
     performer_attention,
 )
-from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
+from brl_jax.attention.recurrent.flowformer import flowformer_attention, init_flowformer_state
 from brl_jax.attention.recurrent.luna import luna_attention
 from brl_jax.attention.recurrent.performer import performer_projection
 from tests.marks import slow_unless
@@ -66,7 +66,7 @@ def _linear_state():
 
 
 def _flow_state():
-    state = init_flow_state(BATCH, HEADS, SIZE, SIZE)
+    state = init_flowformer_state(BATCH, HEADS, SIZE, SIZE)
     return jax.tree.map(lambda x: jnp.abs(draw(*x.shape, seed=7)).astype(x.dtype) * 3 + 1, state)
 
 
@@ -102,7 +102,7 @@ def performer(query, key, value, projection, **options):
 
 def flow(query, key, value, **options):
     """The output, and the state without its count of tokens."""
-    out = flow_attention(query, key, value, **options)
+    out = flowformer_attention(query, key, value, **options)
     return (out[0], out[1]._replace(length=None)) if "state" in options else out
 
 

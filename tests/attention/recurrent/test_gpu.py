@@ -28,7 +28,7 @@ def dense(query, key, value, ranges):
 
 @pytest.fixture
 def in_jax(monkeypatch):
-    for name in ("squared_relu_obstacle", "compress_obstacle", "check_interpretation"):
+    for name in ("squared_relu_unsupported", "compress_unsupported", "check_interpretation"):
         monkeypatch.setattr(triton, name, lambda *arguments: None)
     monkeypatch.setattr(triton, "squared_relu_attention", dense)
     compress = lambda *x, key_lengths, **o: brl_jax.compress(  # noqa: E731

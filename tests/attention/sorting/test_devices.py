@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from brl_jax import lsh_attention, lsh_rotations, prob_sparse_attention, slice_sort
+from brl_jax import informer_attention, reformer_attention, reformer_rotations, sliceformer_attention
 from brl_jax.attention.core.whole_rows import by_heads
 from tests.marks import slow_unless
 from tests.support.meshes import check_equal, compared, draw, moved
@@ -14,29 +14,31 @@ from tests.support.meshes import check_equal, compared, draw, moved
 pytestmark = pytest.mark.xdist_group("devices")
 
 
-def lsh(query, value, lengths=None, **options):
+def reformer(query, value, lengths=None, **options):
     def of_rows(query, value, lengths, rotations):
-        return lsh_attention(query, value, rotations, chunk_size=8, key_value_seq_lengths=lengths, **options)
+        return reformer_attention(
+            query, value, rotations, chunk_size=8, key_value_seq_lengths=lengths, **options
+        )
 
-    rotations = lsh_rotations(jax.random.key(0), query.shape[3], num_rounds=2, num_buckets=4)
+    rotations = reformer_rotations(jax.random.key(0), query.shape[3], num_rounds=2, num_buckets=4)
     return by_heads(of_rows, (query, value), (lengths,), (rotations,))
 
 
 def informer(query, key, value, **options):
     def of_rows(query, key, value, rng):
-        return prob_sparse_attention(query, key, value, rng=rng, factor=2, **options)
+        return informer_attention(query, key, value, rng=rng, factor=2, **options)
 
     return by_heads(of_rows, (query, key, value), whole=(jax.random.key(1),))
 
 
 # The function, and the heads of each of its arrays.
 CASES = {
-    "lsh": (functools.partial(lsh, is_causal=True), (4, 4)),
-    "lsh, fewer heads than devices": (functools.partial(lsh, is_causal=True), (4, 2)),
-    "lsh, one head, padded": (functools.partial(lsh, lengths=jnp.array([13, 64])), (1, 1)),
+    "reformer": (functools.partial(reformer, is_causal=True), (4, 4)),
+    "reformer, fewer heads than devices": (functools.partial(reformer, is_causal=True), (4, 2)),
+    "reformer, one head, padded": (functools.partial(reformer, lengths=jnp.array([13, 64])), (1, 1)),
     "informer": (functools.partial(informer, is_causal=True), (4, 4, 4)),
     "informer, fewer heads than devices": (informer, (6, 2, 2)),
-    "sliceformer": (lambda value: by_heads(slice_sort, (value,)), (4,)),
+    "sliceformer": (lambda value: by_heads(sliceformer_attention, (value,)), (4,)),
 }
 
 
@@ -46,7 +48,9 @@ def arrays(name):
 
 
 PARTS = {name: lambda name=name: compared(*arrays(name)) for name in CASES}
-PARTS |= {f"moved {name}": lambda name=name: moved(*arrays(name), length=64) for name in ("lsh", "informer")}
+PARTS |= {
+    f"moved {name}": lambda name=name: moved(*arrays(name), length=64) for name in ("reformer", "informer")
+}
 
 
 @pytest.fixture
@@ -54,13 +58,13 @@ def result(devices):
     return functools.partial(devices.ask, __name__)
 
 
-@pytest.mark.parametrize("name", slow_unless(CASES, ("lsh, fewer heads than devices",)))
+@pytest.mark.parametrize("name", slow_unless(CASES, ("reformer, fewer heads than devices",)))
 def test_results_and_gradients_are_those_of_one_device(result, name):
     check_equal(*result(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lsh", "informer"])
+@pytest.mark.parametrize("name", ["reformer", "informer"])
 def test_parts_of_rows_are_exchanged_and_no_row_is_gathered(result, name):
     """A device has 1,024 tokens of 4 heads of 8 features: the numbers of one head of the whole row."""
     found = result(f"moved {name}")

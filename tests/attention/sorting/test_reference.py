@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from brl_jax import lsh_attention, lsh_rotations, prob_sparse_attention, sinkhorn_attention, slice_sort
+from brl_jax import (
+    informer_attention,
+    reformer_attention,
+    reformer_rotations,
+    sinkhorn_attention,
+    sliceformer_attention,
+)
 from brl_jax.attention.sorting import reference
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
@@ -17,15 +23,17 @@ from tests.support.attention import random_qkv
 def test_equals_its_plain_form(is_causal, length):
     arrays, key = random_qkv(length, heads=4)[:3], jax.random.key(0)
     options = {"factor": 2, "is_causal": is_causal, "scale": 0.3}
-    call = jax.jit(functools.partial(prob_sparse_attention, **options))
-    expected = reference.prob_sparse_attention(*arrays, rng=key, **options)
+    call = jax.jit(functools.partial(informer_attention, **options))
+    expected = reference.informer_attention(*arrays, rng=key, **options)
     assert relative_error(call(*arrays, rng=key), expected) < 1e-5
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "interleaved", "max_exchange"])
 def test_sorting_equals_its_plain_form(order):
     value = random_qkv(13)[2]
-    np.testing.assert_array_equal(slice_sort(value, order=order), reference.slice_sort(value, order=order))
+    np.testing.assert_array_equal(
+        sliceformer_attention(value, order=order), reference.sliceformer_attention(value, order=order)
+    )
 
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -44,8 +52,8 @@ def test_sinkhorn_equals_its_plain_form(is_causal, length):
 @pytest.mark.parametrize("length", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_hashed_attention_equals_its_plain_form(is_causal, length):
     query, _, value, _ = random_qkv(length, heads=4)
-    rotations = lsh_rotations(jax.random.key(0), query.shape[3], num_rounds=3, num_buckets=4)
+    rotations = reformer_rotations(jax.random.key(0), query.shape[3], num_rounds=3, num_buckets=4)
     options = {"chunk_size": 5, "is_causal": is_causal, "scale": 1.5}
-    call = jax.jit(functools.partial(lsh_attention, **options))
-    expected = reference.lsh_attention(query, value, rotations, **options)
+    call = jax.jit(functools.partial(reformer_attention, **options))
+    expected = reference.reformer_attention(query, value, rotations, **options)
     assert relative_error(call(query, value, rotations), expected) < 1e-5

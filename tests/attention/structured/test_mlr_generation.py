@@ -81,7 +81,7 @@ def test_bad_arguments():
         mlr_attention_step(query[..., :4], key[..., :4], value, state)
     with pytest.raises(ValueError, match=r"state.keys\[0\] must be float32 of shape \(1, 2, 20, 4\), got"):
         mlr_attention_step(query[:1], key[:1], value[:1], state)
-    with pytest.raises(ValueError, match="state must be an MlrState from init_mlr_state, got NoneType"):
+    with pytest.raises(ValueError, match="state must be an MLRState from init_mlr_state, got NoneType"):
         mlr_attention_step(query, key, value, None)
     with pytest.raises(ValueError, match="ranks must sum to the head_dim 8"):
         init_mlr_state(2, 20, 2, 8, ranks=(4, 2), block_sizes=(None, 8))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import FlashConfig, GauConfig, LinearConfig, NormConfig
+from brl_jax.layers import FlashConfig, GAUConfig, LinearConfig, NormConfig
 from tests.laws.cases import dimensions
 from tests.marks import slow_unless
 
@@ -37,7 +37,7 @@ def test_scores_depend_on_the_distance_only(config):
     assert np.abs(matrix(3, 6) - near).max() > 1e-2
 
 
-@pytest.mark.parametrize("config", [GauConfig(key_dim=8), FlashConfig(key_dim=8)])
+@pytest.mark.parametrize("config", [GAUConfig(key_dim=8), FlashConfig(key_dim=8)])
 @pytest.mark.parametrize("theta", [100.0, None])
 def test_the_bias_of_gated_attention_units_turns_by_the_networks_base(config, theta):
     """Without queries and keys only the bias gives weights, the mean of the cosines of the angles, squared. FLASH

@@ -68,8 +68,8 @@ def test_long_batches_are_several_calls(monkeypatch):
                 np.testing.assert_array_equal(jnp.squeeze(got[1]), 2 * y)
                 assert rows[-len(expected) :] == expected
     large = jax.ShapeDtypeStruct((1, 2**21, 8, 128), jnp.bfloat16)
-    monkeypatch.setattr(bridge, "obstacle", lambda: None)
-    assert "fewer than 2^31 numbers" in bridge.array_obstacle(large, large, most_head_dim=256)
+    monkeypatch.setattr(bridge, "unsupported", lambda: None)
+    assert "fewer than 2^31 numbers" in bridge.array_unsupported(large, large, most_head_dim=256)
 
 
 def test_vmap_is_one_call_on_a_longer_batch():
@@ -110,5 +110,5 @@ def test_the_floor_of_triton(monkeypatch, tmp_path):
         bridge.triton_version.cache_clear()
         assert bridge.triton_version() == (given or "")
         expected = f"Triton must be 3.7.1 or newer, got {given}" if refused else None
-        assert bridge.obstacle() == expected
+        assert bridge.unsupported() == expected
     bridge.triton_version.cache_clear()

@@ -185,6 +185,6 @@ def test_an_a100_compresses_wide_tokens_in_half_precision_alone(monkeypatch):
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", "80")
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
     few, many = half(1, 128, 8, 64), half(1, 1024, 8, 64)
-    assert triton.compress_obstacle(few, many) is None
+    assert triton.compress_unsupported(few, many) is None
     few, many = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (few, many))
-    assert "float32 supports at most 64 compressed tokens" in triton.compress_obstacle(few, many)
+    assert "float32 supports at most 64 compressed tokens" in triton.compress_unsupported(few, many)

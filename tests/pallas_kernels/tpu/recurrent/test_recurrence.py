@@ -210,6 +210,6 @@ def test_causal_to_the_bit():
 )
 def test_what_the_kernel_refuses(shape, dtype, words):
     x = jax.ShapeDtypeStruct(shape, dtype)
-    assert words in tpu.recurrence_obstacle(x, x, x)
+    assert words in tpu.recurrence_unsupported(x, x, x)
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(lambda x: tpu.recurrence(x, x, x, None, None, tpu.Factors()), x)

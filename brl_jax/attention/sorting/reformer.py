@@ -39,10 +39,10 @@ def check_buckets(num_buckets: Any) -> None:
     )
 
 
-def lsh_rotations(
+def reformer_rotations(
     rng: PRNGKeyArray, head_dim: int, *, num_rounds: int = 4, num_buckets: int = 32
 ) -> Float[Array, "R H F"]:
-    """The random matrices of `lsh_attention`, one of F = num_buckets / 2 directions for each round of hashing.
+    """The random matrices of `reformer_attention`, one of F = num_buckets / 2 directions for each round of hashing.
 
     Raises:
       ValueError: a size below 1, or an odd number of buckets.
@@ -53,7 +53,7 @@ def lsh_rotations(
 
 
 @attention_function
-def lsh_attention(
+def reformer_attention(
     query: Float[Array, "B T N H"],
     value: Float[Array, "B T K V"],
     rotations: Float[Array, "R H F"],
@@ -68,8 +68,8 @@ def lsh_attention(
 
     (B, T, N, H), (B, T, K, V) -> (B, T, N, V)::
 
-        rotations = lsh_rotations(jax.random.key(0), head_dim)
-        out = lsh_attention(query, value, rotations, is_causal=True)
+        rotations = reformer_rotations(jax.random.key(0), head_dim)
+        out = reformer_attention(query, value, rotations, is_causal=True)
 
       k_j = q_j / |q_j|;  h(q) = argmax [q W; -q W] for each of the R matrices W
       out_i = sum_j softmax_j(scale q_i . k_j) v_j over the tokens j that i sees in any round
@@ -78,7 +78,8 @@ def lsh_attention(
     it sees itself only where it sees nothing else. In each round the tokens are sorted by bucket and then by position,
     and cut into chunks of `chunk_size`; a token sees those of its bucket in its own chunk and in the one before it. The
     rounds have a softmax each, merged by their log-sum-exp; the score of a token that is seen in n rounds is lowered by
-    log n in each, so that it counts once (appendix A). `reference.lsh_attention` is the plain form. The authors tie
+    log n in each, so that it counts once (appendix A). `reference.reformer_attention` is the plain form.
+    The authors tie
     the number of buckets to the length, 2 T / chunk_size; here it is that of the rotations, so that a token's hash
     depends on the token alone. (The Long Range Arena's code does not normalise keys, and multiplies scores by the root
     of the head dimension; here they are divided by it, as in the paper.)
@@ -94,7 +95,7 @@ def lsh_attention(
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       value: (B, T, K, V) of the same tokens and dtype; K divides N.
-      rotations: from `lsh_rotations`, the same ones for all heads.
+      rotations: from `reformer_rotations`, the same ones for all heads.
       chunk_size: tokens of a chunk.
       scale: the scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
@@ -108,7 +109,7 @@ def lsh_attention(
     Raises:
       ValueError: shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
     """
-    check_lsh_arguments(query, value, rotations)
+    check_reformer_arguments(query, value, rotations)
     check_implementation(implementation, None, "xla")
     check_sizes(chunk_size=chunk_size)
     require(
@@ -128,7 +129,7 @@ def lsh_attention(
     return zero_padding(out, lengths).astype(dtype)
 
 
-def check_lsh_arguments(query: Any, value: Any, rotations: Any) -> None:
+def check_reformer_arguments(query: Any, value: Any, rotations: Any) -> None:
     """Raises ValueError unless queries, values and rotations fit together; the lengths may differ."""
     check_qkv(query, query, query)
     check_qkv(value, value, value, ("value",) * 3)

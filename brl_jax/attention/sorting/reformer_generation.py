@@ -1,4 +1,4 @@
-"""Causal `lsh_attention` token by token, from the chunks that earlier tokens are in."""
+"""Causal `reformer_attention` token by token, from the chunks that earlier tokens are in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
 from brl_jax.attention.recurrent.arguments import check_state
-from brl_jax.attention.sorting.lsh import (
+from brl_jax.attention.sorting.reformer import (
     alone_sees_itself,
     attend_in_buckets,
     bucket_codes,
     check_buckets,
-    check_lsh_arguments,
+    check_reformer_arguments,
     hash_buckets,
     inverse_lengths,
     ranks,
@@ -31,7 +31,7 @@ from brl_jax.attention.sorting.lsh import (
 _NOWHERE = -3
 
 
-class LSHState(NamedTuple):
+class ReformerState(NamedTuple):
     """What generation keeps of the hashes so far.
 
     Attributes:
@@ -43,9 +43,9 @@ class LSHState(NamedTuple):
     counts: Int[Array, "R B N F2"]
 
 
-def init_lsh_state(
+def init_reformer_state(
     batch: int, length: int, num_heads: int, *, num_rounds: int = 4, num_buckets: int = 32
-) -> LSHState:
+) -> ReformerState:
     """The state before the first of up to `length` tokens.
 
     Raises:
@@ -54,30 +54,30 @@ def init_lsh_state(
     check_sizes(batch=batch, length=length, num_heads=num_heads, num_rounds=num_rounds)
     check_buckets(num_buckets)
     rows = (num_rounds, batch, num_heads)
-    return LSHState(
+    return ReformerState(
         jnp.full((*rows, length), _NOWHERE, jnp.int32), jnp.zeros((*rows, num_buckets), jnp.int32)
     )
 
 
 @attention_function
-def lsh_step(
+def reformer_step(
     query: Float[Array, "B T N H"],
     past_query: Float[Array, "B S N H"],
     past_value: Float[Array, "B S K V"],
     rotations: Float[Array, "R H F"],
-    state: LSHState,
+    state: ReformerState,
     *,
     start: Int[Array, ""] | int,
     count: Any = None,
     chunk_size: int = 64,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], LSHState]:
-    """Causal `lsh_attention` of T new tokens after `start` earlier ones.
+) -> tuple[Float[Array, "B T N V"], ReformerState]:
+    """Causal `reformer_attention` of T new tokens after `start` earlier ones.
 
     (B, T, N, H), (B, S, N, H), (B, S, K, V), (R, H, F) -> (B, T, N, V) and the new state::
 
-        state = init_lsh_state(batch, length, num_heads)
-        out, state = lsh_step(query, past_query, past_value, rotations, state, start=0)
+        state = init_reformer_state(batch, length, num_heads)
+        out, state = reformer_step(query, past_query, past_value, rotations, state, start=0)
 
     Few new tokens take their scores with all S places, O(T S) time; more than R chunk_size of them take the sorted form
     over all S.
@@ -87,7 +87,7 @@ def lsh_step(
       past_query, past_value: of all tokens, with room for later ones: those at start .. start + T are of the new
         tokens. Room that no token has filled must be finite.
       rotations: as there.
-      state: from `init_lsh_state` for S tokens, or from an earlier call.
+      state: from `init_reformer_state` for S tokens, or from an earlier call.
       start: the number of earlier tokens.
       count: how many of the new tokens exist, the first ones; None for all. The outputs of the others are undefined.
       chunk_size, scale: as there.
@@ -98,10 +98,10 @@ def lsh_step(
     Raises:
       ValueError: arrays that do not fit, or a state for other sizes, rounds or buckets.
     """
-    check_lsh_arguments(past_query, past_value, rotations)
+    check_reformer_arguments(past_query, past_value, rotations)
     sizes = {"num_rounds": rotations.shape[0], "num_buckets": 2 * rotations.shape[2]}
-    fresh = functools.partial(init_lsh_state, *past_query.shape[:3], **sizes)
-    check_state(state, jax.eval_shape(fresh), "init_lsh_state")
+    fresh = functools.partial(init_reformer_state, *past_query.shape[:3], **sizes)
+    check_state(state, jax.eval_shape(fresh), "init_reformer_state")
     scale = check_scale(scale, query.shape[3])
     length, room = query.shape[1], past_query.shape[1]
     num_buckets = 2 * rotations.shape[2]
@@ -147,8 +147,8 @@ def _code_size(room: int, chunk_size: int) -> int:
 
 
 def _append(
-    buckets: Int[Array, "R B N T"], state: LSHState, start: Any, new: Any, chunk_size: int
-) -> tuple[Array, LSHState]:
+    buckets: Int[Array, "R B N T"], state: ReformerState, start: Any, new: Any, chunk_size: int
+) -> tuple[Array, ReformerState]:
     """The codes of the new tokens, and the state with them."""
     rounds, batch, heads, length = buckets.shape
     num_buckets, room = state.counts.shape[3], state.codes.shape[3]
@@ -162,4 +162,4 @@ def _append(
     added = buckets[..., None] == jnp.arange(num_buckets, dtype=jnp.int32)[None, None, None, None]
     added = added.sum(3, dtype=jnp.int32)
     counts = state.counts + added
-    return codes, LSHState(write_places(state.codes, codes, places, axis=3), counts)
+    return codes, ReformerState(write_places(state.codes, codes, places, axis=3), counts)

@@ -15,28 +15,28 @@ def shaped(*shape, dtype=jnp.bfloat16):
 
 def window(x, y=None, **options):
     y = x if y is None else y
-    return tpu.window_obstacle, tpu.window_attention, (x, y, y), {"left": 63, "right": 0} | options, {}
+    return tpu.window_unsupported, tpu.window_attention, (x, y, y), {"left": 63, "right": 0} | options, {}
 
 
 def block(x, y=None, **options):
     y = x if y is None else y
     options = {"key_blocks": [[0]] * -(-x.shape[1] // 128), "block_q": 128, "block_k": 128} | options
-    return tpu.block_obstacle, tpu.block_attention, (x, y, y), options, {}
+    return tpu.block_unsupported, tpu.block_attention, (x, y, y), options, {}
 
 
 def compress(x, y, **options):
     traced = {"gamma": jnp.ones(x.shape[2])}
-    return tpu.compress_obstacle, tpu.compress, (x, y, y, y), options, traced
+    return tpu.compress_unsupported, tpu.compress, (x, y, y, y), options, traced
 
 
 def compress_blocks(x, y, **options):
     options = {"block_size": 32, "history_size": 32} | options
     traced = {"gamma": jnp.ones(x.shape[3])}
-    return tpu.compress_blocks_obstacle, tpu.compress_blocks, (x, y, y, y), options, traced
+    return tpu.compress_blocks_unsupported, tpu.compress_blocks, (x, y, y, y), options, traced
 
 
 def propagate(x, y, **options):
-    return tpu.propagate_obstacle, tpu.propagate, (x, y, y), options, {"strength": jnp.ones(x.shape[2])}
+    return tpu.propagate_unsupported, tpu.propagate, (x, y, y), options, {"strength": jnp.ones(x.shape[2])}
 
 
 LONG, SHORT, MANY = shaped(1, 300, 2, 64), shaped(1, 16, 2, 64), shaped(1, 3, 16, 2, 64)
@@ -54,8 +54,8 @@ LONG, SHORT, MANY = shaped(1, 300, 2, 64), shaped(1, 16, 2, 64), shaped(1, 3, 16
     ],
 )
 def test_none_where_the_kernel_serves(case):
-    obstacle, call, arrays, options, traced = case
-    assert obstacle(*arrays, **options) is None
+    unsupported, call, arrays, options, traced = case
+    assert unsupported(*arrays, **options) is None
     jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
 
 
@@ -86,8 +86,8 @@ def test_none_where_the_kernel_serves(case):
     ],
 )
 def test_names_what_the_call_refuses(case, words):
-    obstacle, call, arrays, options, traced = case
-    found = obstacle(*arrays, **options)
+    unsupported, call, arrays, options, traced = case
+    found = unsupported(*arrays, **options)
     assert found is not None
     assert words in found
     with pytest.raises((ValueError, NotImplementedError)) as error:
@@ -98,12 +98,12 @@ def test_names_what_the_call_refuses(case, words):
 def test_lists_too_long_for_scalar_memory(monkeypatch):
     monkeypatch.setattr(tpu.block.plan, "MAX_PAIRS", 2)
     x = shaped(1, 512, 2, 64)
-    obstacle, _, arrays, options, _ = block(x, key_blocks=[[0, 1, 2], [0], [0], [0]])
-    assert obstacle(*arrays, **options) == (
+    unsupported, _, arrays, options, _ = block(x, key_blocks=[[0, 1, 2], [0], [0], [0]])
+    assert unsupported(*arrays, **options) == (
         "a block of queries pairs with 3 others, but scalar memory holds 2: choose larger blocks"
     )
-    obstacle, _, arrays, options, _ = block(x, key_blocks=[[0], [0], [0], []])
-    assert "a block of keys pairs with 3 others" in obstacle(*arrays, **options)
+    unsupported, _, arrays, options, _ = block(x, key_blocks=[[0], [0], [0], []])
+    assert "a block of keys pairs with 3 others" in unsupported(*arrays, **options)
 
 
 def test_nothing_is_traced(monkeypatch):
@@ -115,4 +115,4 @@ def test_nothing_is_traced(monkeypatch):
     monkeypatch.setattr(jax, "eval_shape", fail)
     monkeypatch.setattr(jnp, "pad", fail)
     monkeypatch.setattr(tpu.window.api, "pack", fail)
-    assert tpu.window_obstacle(*[shaped(1, 1 << 20, 8, 128)] * 3, left=511, right=0) is None
+    assert tpu.window_unsupported(*[shaped(1, 1 << 20, 8, 128)] * 3, left=511, right=0) is None

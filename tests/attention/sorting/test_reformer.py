@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, init_lsh_state, lsh_attention, lsh_rotations, lsh_step
+from brl_jax import full_attention, init_reformer_state, reformer_attention, reformer_rotations, reformer_step
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
@@ -19,7 +19,9 @@ def arrays_of(length, heads=4):
 
 
 def rotations_for(query, **sizes):
-    return lsh_rotations(jax.random.key(0), query.shape[3], **{"num_rounds": 2, "num_buckets": 4} | sizes)
+    return reformer_rotations(
+        jax.random.key(0), query.shape[3], **{"num_rounds": 2, "num_buckets": 4} | sizes
+    )
 
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -32,21 +34,21 @@ def test_one_bucket_is_full_attention_to_others(is_causal):
     mask = mask | np.diag(~mask.any(1))
     values = jnp.repeat(value, 2, axis=2)
     expected = full_attention(query, key, values, mask=jnp.asarray(mask))
-    call = jax.jit(functools.partial(lsh_attention, chunk_size=11, is_causal=is_causal))
+    call = jax.jit(functools.partial(reformer_attention, chunk_size=11, is_causal=is_causal))
     assert relative_error(call(query, value, rotations), expected) < 1e-5
     # Smaller chunks reach less far back.
-    assert relative_error(lsh_attention(query, value, rotations, chunk_size=3), expected) > 1e-2
+    assert relative_error(reformer_attention(query, value, rotations, chunk_size=3), expected) > 1e-2
 
 
 def test_steps_of_which_some_tokens_exist():
     """Tokens beyond `count` leave no trace, in the sorted form (7 new tokens) and in the plain one (2)."""
     query, value = arrays_of(20)
     rotations = rotations_for(query)
-    expected = jax.jit(functools.partial(lsh_attention, chunk_size=2, is_causal=True))(
+    expected = jax.jit(functools.partial(reformer_attention, chunk_size=2, is_causal=True))(
         query, value, rotations
     )
-    step = jax.jit(functools.partial(lsh_step, chunk_size=2))
-    state = init_lsh_state(query.shape[0], 20, query.shape[2], num_rounds=2, num_buckets=4)
+    step = jax.jit(functools.partial(reformer_step, chunk_size=2))
+    state = init_reformer_state(query.shape[0], 20, query.shape[2], num_rounds=2, num_buckets=4)
     outputs, start = [], 0
     for size, count in ((7, 5), (2, 1), (2, 2), (7, 7), (7, 5)):
         piece = jnp.pad(query, ((0, 0), (0, 7), (0, 0), (0, 0)))[:, start : start + size]
@@ -60,7 +62,7 @@ def test_steps_of_which_some_tokens_exist():
 
 
 def test_directions_are_drawn_from_the_key():
-    first, again, other = (lsh_rotations(jax.random.key(seed), 8, num_buckets=6) for seed in (0, 0, 1))
+    first, again, other = (reformer_rotations(jax.random.key(seed), 8, num_buckets=6) for seed in (0, 0, 1))
     assert first.shape == (4, 8, 3)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
@@ -91,15 +93,15 @@ def test_bad_input(changes, message):
         "rotations": jnp.ones((2, 8, 2)),
     }
     with pytest.raises(ValueError, match=message):
-        lsh_attention(**(arguments | changes))
+        reformer_attention(**(arguments | changes))
 
 
 @pytest.mark.parametrize("number", [0, 3, True])
 def test_an_odd_number_of_buckets_is_refused(number):
     with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
-        lsh_rotations(jax.random.key(0), 8, num_buckets=number)
+        reformer_rotations(jax.random.key(0), 8, num_buckets=number)
     with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
-        init_lsh_state(1, 8, 2, num_buckets=number)
+        init_reformer_state(1, 8, 2, num_buckets=number)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,6 @@ def test_a_state_of_other_sizes_is_refused(sizes, message):
     query, value = arrays_of(9)
     query, value = (jnp.concatenate([x, x])[:4] for x in (query, value))
     sizes = {"length": 9, "num_rounds": 2, "num_buckets": 4} | sizes
-    state = init_lsh_state(4, sizes.pop("length"), query.shape[2], **sizes)
+    state = init_reformer_state(4, sizes.pop("length"), query.shape[2], **sizes)
     with pytest.raises(ValueError, match=message):
-        lsh_step(query[:, :2], query, value, rotations_for(query), state, start=0)
+        reformer_step(query[:, :2], query, value, rotations_for(query), state, start=0)

@@ -26,8 +26,8 @@ _MIN_FLOW = 1e-6
 _LOG_ZERO = -1e30
 
 
-class FlowState(NamedTuple):
-    """What causal `flow_attention` keeps of the tokens so far, for each query head.
+class FlowformerState(NamedTuple):
+    """What causal `flowformer_attention` keeps of the tokens so far, for each query head.
 
     Attributes:
       query, key: the sums of phi(q) and of phi(k).
@@ -54,8 +54,8 @@ class _Flows(NamedTuple):
     sources: Float[Array, "B T N"]
 
 
-def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowState:
-    """The state of `flow_attention` before the first token.
+def init_flowformer_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowformerState:
+    """The state of `flowformer_attention` before the first token.
 
     Args:
       num_heads: N, the query heads.
@@ -66,7 +66,7 @@ def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -
     """
     check_sizes(batch=batch, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
-    return FlowState(
+    return FlowformerState(
         features,
         features,
         features,
@@ -78,7 +78,7 @@ def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -
 
 
 @attention_function
-def flow_attention(
+def flowformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -87,16 +87,16 @@ def flow_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     rope_theta: float = 10000.0,
-    state: FlowState | None = None,
+    state: FlowformerState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowState]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowformerState]:
     """Linear attention with conserved flows between values (sources) and outputs (sinks), in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
-        out = flow_attention(query, key, value, is_causal=True)
+        out = flowformer_attention(query, key, value, is_causal=True)
 
     Flowformer (Wu et al. 2022, arXiv:2202.06258), section 3, with phi the sigmoid and sums over all tokens:
 
@@ -111,7 +111,8 @@ def flow_attention(
 
     Causal: every sum runs over the tokens up to i (up to j for O, O' and the denominator of the softmax), I and O are
     divided by the number n of these tokens, and I' and O' too, as in the authors' code. Cumulative sums give them;
-    the last line is causal linear attention, computed chunk by chunk. `reference.flow_attention` is the plain form.
+    the last line is causal linear attention, computed chunk by chunk.
+    `reference.flowformer_attention` is the plain form.
 
     Args:
       query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16; K
@@ -121,12 +122,12 @@ def flow_attention(
         neither a flow nor the state.
       positions, rope_theta: as for `linear_attention`: phi(q) and phi(k) of the last line are rotated, and the flows
         are those of the features without rotation.
-      state, return_state: as for `linear_attention`, with a `FlowState`.
+      state, return_state: as for `linear_attention`, with a `FlowformerState`.
       chunk_size: the tokens of a chunk; it changes time and memory but not the result.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `FlowState`.
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `FlowformerState`.
 
     Raises:
       ValueError: arrays, lengths, positions, a state or sizes that do not fit, naming the argument.
@@ -140,8 +141,8 @@ def flow_attention(
     if positions is not None:
         options["positions"] = (check_positions(positions, query, key),) * 2
         options["rotation"] = functools.partial(rotate, theta=rope_theta)
-    fresh = init_flow_state(batch, heads, head_dim, value.shape[3])
-    state = check_state(state, fresh, "init_flow_state")
+    fresh = init_flowformer_state(batch, heads, head_dim, value.shape[3])
+    state = check_state(state, fresh, "init_flowformer_state")
     group = heads // key.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value))
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -185,8 +186,8 @@ def _flows(q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None) -
 
 
 def _causal_flows(
-    q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowState
-) -> tuple[_Flows, FlowState]:
+    q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowformerState
+) -> tuple[_Flows, FlowformerState]:
     """The flows over the tokens up to each one, and the state after them but for `key_value`."""
     length = q.shape[1]
     axis = sequence_axis(length)
@@ -201,8 +202,14 @@ def _causal_flows(
 
 
 def _causal_flows_of_stretch(
-    q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowState, *, axis: str | None
-) -> tuple[_Flows, FlowState]:
+    q: Array,
+    k: Array,
+    counts: Int[Array, " B"],
+    exists: Array | None,
+    state: FlowformerState,
+    *,
+    axis: str | None,
+) -> tuple[_Flows, FlowformerState]:
     """The same for a stretch of every row, which is all of it without an axis."""
     number = jnp.minimum(token_numbers(q.shape[1], axis)[None] + 1, counts[:, None])
     number = jnp.maximum(state.length[:, None] + number, 1).astype(jnp.float32)[..., None]

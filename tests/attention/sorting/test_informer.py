@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, init_prob_sparse_state, prob_sparse_attention, prob_sparse_step
-from brl_jax.attention.sorting import prob_sparse, reference
+from brl_jax import full_attention, informer_attention, informer_step, init_informer_state
+from brl_jax.attention.sorting import informer, reference
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
@@ -19,10 +19,10 @@ KEY = jax.random.key(0)
 def test_blocks_of_ranks_and_of_attending_queries_change_nothing(monkeypatch):
     arrays = random_qkv(150, heads=4)[:3]
     options = {"factor": 2, "is_causal": True, "rng": KEY}
-    expected = reference.prob_sparse_attention(*arrays, **options)
-    monkeypatch.setattr(prob_sparse, "_RANKED", 16)
-    monkeypatch.setattr(prob_sparse, "_QUERY_BLOCK", 8)
-    assert relative_error(prob_sparse_attention(*arrays, **options), expected) < 1e-5
+    expected = reference.informer_attention(*arrays, **options)
+    monkeypatch.setattr(informer, "_RANKED", 16)
+    monkeypatch.setattr(informer, "_QUERY_BLOCK", 8)
+    assert relative_error(informer_attention(*arrays, **options), expected) < 1e-5
 
 
 @pytest.mark.slow
@@ -31,26 +31,26 @@ def test_a_budget_of_all_is_full_attention():
     for is_causal in (True, False):
         options = {"rng": KEY, "is_causal": is_causal}
         expected = full_attention(*arrays, is_causal=is_causal)
-        assert relative_error(prob_sparse_attention(*arrays, factor=20, **options), expected) < 1e-5
-        assert relative_error(prob_sparse_attention(*arrays, factor=1, **options), expected) > 1e-2
+        assert relative_error(informer_attention(*arrays, factor=20, **options), expected) < 1e-5
+        assert relative_error(informer_attention(*arrays, factor=1, **options), expected) > 1e-2
 
 
 def test_budgets():
     """Of ints and of arrays alike, at the powers of e."""
     lengths = [1, 2, 3, 7, 8, 20, 21, 22026, 22027, 2**24]
     logarithms = [max(1, math.ceil(math.log(n))) for n in lengths]
-    assert [prob_sparse.log_ceiling(n) for n in lengths] == logarithms
-    np.testing.assert_array_equal(prob_sparse.log_ceiling(jnp.asarray(lengths)), logarithms)
-    assert prob_sparse.budget(4096, 5) == 45
-    assert prob_sparse.budget(20, 5) == 15
-    assert prob_sparse.budget(6, 5) == 6
-    np.testing.assert_array_equal(prob_sparse.budget(jnp.asarray([4096, 20, 6]), 5), [45, 15, 6])
+    assert [informer.log_ceiling(n) for n in lengths] == logarithms
+    np.testing.assert_array_equal(informer.log_ceiling(jnp.asarray(lengths)), logarithms)
+    assert informer.budget(4096, 5) == 45
+    assert informer.budget(20, 5) == 15
+    assert informer.budget(6, 5) == 6
+    np.testing.assert_array_equal(informer.budget(jnp.asarray([4096, 20, 6]), 5), [45, 15, 6])
     # All of the first tokens may attend.
-    assert all(prob_sparse.capacity(n, 5) >= n for n in range(1, 30))
+    assert all(informer.capacity(n, 5) >= n for n in range(1, 30))
 
 
 def test_samples_are_uniform_and_of_the_position_alone():
-    draw = jax.jit(prob_sparse.sampled_fractions)
+    draw = jax.jit(informer.sampled_fractions)
     drawn = np.asarray(draw(KEY, jnp.arange(2000), 3))
     assert drawn.min() >= 0
     assert drawn.max() < 1
@@ -70,7 +70,7 @@ def test_samples_are_uniform_and_of_the_position_alone():
 )
 def test_bad_input(changes, message):
     with pytest.raises(ValueError, match=message):
-        prob_sparse_attention(*random_qkv(6)[:3], rng=KEY, **changes)
+        informer_attention(*random_qkv(6)[:3], rng=KEY, **changes)
 
 
 def test_other_lengths_and_sizes_are_refused():
@@ -78,9 +78,9 @@ def test_other_lengths_and_sizes_are_refused():
     with pytest.raises(
         ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
     ):
-        prob_sparse_attention(query, key[:, :5], value[:, :5], rng=KEY)
+        informer_attention(query, key[:, :5], value[:, :5], rng=KEY)
     with pytest.raises(ValueError, match="num_heads must be an int of at least 1, got 0"):
-        init_prob_sparse_state(1, 8, 0)
+        init_informer_state(1, 8, 0)
 
 
 @pytest.mark.parametrize(("length", "factor"), [(8, 2), (200, 2), (9, 1)])
@@ -88,7 +88,7 @@ def test_a_state_of_other_sizes_is_refused(length, factor):
     """It would rank a query among too few of the earlier ones."""
     query, key, value = (x[:1] for x in random_qkv(90, heads=4)[:3])
     key, value = key[:, :60], value[:, :60]
-    state = init_prob_sparse_state(1, length, query.shape[2], factor)
+    state = init_informer_state(1, length, query.shape[2], factor)
     sums = jnp.zeros((1, *value.shape[2:]), jnp.float32)
     with pytest.raises(ValueError, match=r"state\.measures must be float32 of shape"):
-        prob_sparse_step(query[:, :2], key, value, sums, state, start=0, rng=KEY, factor=2)
+        informer_step(query[:, :2], key, value, sums, state, start=0, rng=KEY, factor=2)

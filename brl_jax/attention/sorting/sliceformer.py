@@ -17,7 +17,7 @@ Order = Literal["ascending", "descending", "interleaved", "max_exchange"]
 
 
 @attention_function
-def slice_sort(
+def sliceformer_attention(
     value: Float[Array, "B T N V"],
     *,
     order: Order = "ascending",
@@ -28,12 +28,12 @@ def slice_sort(
 
     (B, T, N, V) -> (B, T, N, V)::
 
-        out = slice_sort(value)
+        out = sliceformer_attention(value)
 
     Sliceformer (Yuan and Xu 2023, arXiv:2310.17683). There are no queries, keys or softmax: sorting multiplies every
     channel by a permutation matrix of its own, an attention map that is sparse, doubly stochastic and of full rank. The
     gradient goes through that permutation, which is constant almost everywhere. Token i gets the values of rank i,
-    which may be those of any token: there is no causal form. `reference.slice_sort` is the plain form.
+    which may be those of any token: there is no causal form. `reference.sliceformer_attention` is the plain form.
 
     Args:
       value: (B, T, N, V), float32, bfloat16 or float16.

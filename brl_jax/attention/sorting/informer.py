@@ -34,7 +34,7 @@ _LOWEST = -1e30
 _POWERS_OF_E = [math.floor(math.e**k) for k in range(21)]
 
 
-class ProbSparseState(NamedTuple):
+class InformerState(NamedTuple):
     """What causal selection keeps of the queries so far, for each query head.
 
     Attributes:
@@ -66,7 +66,7 @@ def capacity(n: Any, factor: int) -> Any:
     return 2 * budget(n, factor) * log_ceiling(n)
 
 
-def init_prob_sparse_state(batch: int, length: int, num_heads: int, factor: int = 5) -> ProbSparseState:
+def init_informer_state(batch: int, length: int, num_heads: int, factor: int = 5) -> InformerState:
     """The state of causal selection before the first of up to `length` tokens.
 
     Raises:
@@ -74,11 +74,11 @@ def init_prob_sparse_state(batch: int, length: int, num_heads: int, factor: int 
     """
     check_sizes(batch=batch, length=length, num_heads=num_heads, factor=factor)
     measures = jnp.full((batch, num_heads, budget(length, factor)), _LOWEST, jnp.float32)
-    return ProbSparseState(measures, jnp.zeros((batch, num_heads), jnp.int32))
+    return InformerState(measures, jnp.zeros((batch, num_heads), jnp.int32))
 
 
 @attention_function
-def prob_sparse_attention(
+def informer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -94,12 +94,12 @@ def prob_sparse_attention(
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
-        out = prob_sparse_attention(query, key, value, rng=jax.random.key(0), is_causal=True)
+        out = informer_attention(query, key, value, rng=jax.random.key(0), is_causal=True)
 
     Informer (Zhou et al. 2020, arXiv:2012.07436), section 3.1 and algorithm 1. Each query samples
     u = factor ceil(ln n) of the n keys; its measure is the largest of its scores with them minus their mean, and the
     u queries with the largest measures attend to all keys. (The authors' code divides the sum of the sampled scores by
-    n, not by their number.) Measures choose queries, and have no gradient. `reference.prob_sparse_attention` is the
+    n, not by their number.) Measures choose queries, and have no gradient. `reference.informer_attention` is the
     plain form.
 
     Causal: the authors' code masks the scores of the chosen queries and gives the others the cumulative sum of the
@@ -148,7 +148,7 @@ def prob_sparse_attention(
     measures = _measures(query, key, rng, places, seen, factor, budget(length, factor))
     measures = jnp.where(exists[:, None], measures, _LOWEST)
     if is_causal:
-        state = init_prob_sparse_state(batch, length, heads, factor)
+        state = init_informer_state(batch, length, heads, factor)
         attends, _ = _rank(measures, exists, places, state, factor)
         most = min(length, capacity(length, factor))
         chosen = -lax.top_k(-jnp.where(attends, places[None, None], length), most)[0]
@@ -168,25 +168,25 @@ def prob_sparse_attention(
 
 
 @attention_function
-def prob_sparse_step(
+def informer_step(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     value_sum: Float[Array, "B K V"],
-    state: ProbSparseState,
+    state: InformerState,
     *,
     start: Int[Array, ""] | int,
     count: Any = None,
     rng: PRNGKeyArray,
     factor: int = 5,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B K V"], ProbSparseState]:
-    """Causal `prob_sparse_attention` of T new tokens after `start` earlier ones.
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B K V"], InformerState]:
+    """Causal `informer_attention` of T new tokens after `start` earlier ones.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, K, V) -> (B, T, N, V) and the new state::
 
-        state = init_prob_sparse_state(batch, length, num_heads)
-        out, value_sum, state = prob_sparse_step(
+        state = init_informer_state(batch, length, num_heads)
+        out, value_sum, state = informer_step(
             query, key, value, value_sum, state, start=0, rng=jax.random.key(0)
         )
 
@@ -194,7 +194,7 @@ def prob_sparse_step(
       query: of the new tokens.
       key, value: of all tokens, with room for later ones: those at start .. start + T are of the new tokens.
       value_sum: the sum of the values of the earlier tokens, in float32.
-      state: from `init_prob_sparse_state` for S tokens, or from an earlier call.
+      state: from `init_informer_state` for S tokens, or from an earlier call.
       start: the number of earlier tokens.
       count: how many of the new tokens exist, the first ones; None for all. The outputs of the others are undefined.
       rng, factor, scale: as there.
@@ -207,8 +207,8 @@ def prob_sparse_step(
     """
     length, heads = query.shape[1:3]
     batch, room = key.shape[:2]
-    fresh = functools.partial(init_prob_sparse_state, batch, room, heads, factor)
-    check_state(state, jax.eval_shape(fresh), "init_prob_sparse_state")
+    fresh = functools.partial(init_informer_state, batch, room, heads, factor)
+    check_state(state, jax.eval_shape(fresh), "init_informer_state")
     scale = check_scale(scale, query.shape[3])
     count = length if count is None else count
     dtype = query.dtype
@@ -281,9 +281,9 @@ def _rank(
     measures: Float[Array, "B N T"],
     exists: Bool[Array, "B T"],
     positions: Int[Array, " T"],
-    state: ProbSparseState,
+    state: InformerState,
     factor: int,
-) -> tuple[Bool[Array, "B N T"], ProbSparseState]:
+) -> tuple[Bool[Array, "B N T"], InformerState]:
     """Whether each query attends, by the measures of the queries up to its own, and the state after them."""
     batch, heads, length = measures.shape
     size = min(length, _RANKED)
@@ -296,7 +296,7 @@ def _rank(
 
     earlier = jnp.tri(size, k=-1, dtype=bool)[None, None]
 
-    def step(state: ProbSparseState, chunk: Any) -> tuple[ProbSparseState, Array]:
+    def step(state: InformerState, chunk: Any) -> tuple[InformerState, Array]:
         own, exists, positions = chunk
         above = _count(state.measures[:, :, None] >= own[..., None])
         above = above + _count(earlier & (own[:, :, None] >= own[..., None]))
@@ -304,7 +304,7 @@ def _rank(
         before = state.attending[..., None] + _count(earlier & ranks[:, :, None])
         attends = ranks & (before < capacity(positions + 1, factor)[None, None])
         largest = lax.top_k(jnp.concatenate([state.measures, own], -1), state.measures.shape[2])[0]
-        return ProbSparseState(largest, state.attending + _count(attends)), attends
+        return InformerState(largest, state.attending + _count(attends)), attends
 
     pieces = (cut(measures, _LOWEST), cut(exists, False), cut(positions, 0))
     state, attends = lax.scan(step, vary_like(state, measures), pieces)
