@@ -81,7 +81,7 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "learns"),
-    [("mlp", False), ("gcn", True), ("gat", True), ("simple_hgn", True), ("full", True), ("brl", True)],
+    [(name, name != "mlp") for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "full", "brl")],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
     """The features of the nodes are noise; their class is that of the nodes that they are linked to."""

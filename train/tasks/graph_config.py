@@ -38,6 +38,11 @@ class GraphRunConfig(RunConfig):
     data: Annotated[GraphDataConfig, Flat]
     model: Annotated[GraphModelConfig, Flat]
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model.identities and self.data.neighbours:
+            raise ValueError(f"identities need the whole graph, neighbours=0, got {self.data.neighbours}")
+
 
 # The window is a fifth or less of a token list; BRL-Attention gives neither it nor m for its graphs.
 _ATTENTION: dict[str, Mechanism] = {
