@@ -39,7 +39,6 @@ class GraphRunConfig(RunConfig):
     model: Annotated[GraphModelConfig, Flat]
 
     def __post_init__(self):
-        super().__post_init__()
         if self.model.identities and self.data.neighbours:
             raise ValueError(f"identities need the whole graph, neighbours=0, got {self.data.neighbours}")
 
