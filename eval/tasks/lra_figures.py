@@ -1,4 +1,4 @@
-"""The papers' accuracies on the Long Range Arena in percent, the averages that they print, and the presets of the rows."""
+"""The papers' accuracies on the Long Range Arena in percent, the averages they print, and the presets of the rows."""
 
 from __future__ import annotations
 

@@ -325,8 +325,8 @@ class _LateMetrics:
     def exchange(
         self, step: int, count: int, metrics: Mapping[str, Any], tokens: int, flops: float
     ) -> list[dict[str, Any]]:
-        """Takes the metrics of `count` steps up to `step` that were just started, and each step's tokens and operations.
-        Returns the lines of the steps before, unless they were read already."""
+        """Takes the metrics of `count` steps up to `step` that were just started, and the tokens and the operations of
+        each. Returns the lines of the steps before, unless they were read already."""
         lines = [] if self._waiting is None else self.read()
         self._waiting = step, count, metrics, tokens, flops
         return lines
