@@ -143,8 +143,8 @@ def turned(x):
 
 
 def softmax_attention(x, p, mask, d, cap=None, rotated=None):
-    """Multi-head attention with grouped heads under a mask (n, n), with p's norms of queries and keys, its sinks and its
-    gate, if there are any; the first `rotated` features are rotated."""
+    """Multi-head attention with grouped heads under a mask (n, n), with p's norms of queries and keys, sinks and gate
+    where it has them; the first `rotated` features are rotated."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))
