@@ -42,7 +42,7 @@ class StackConfig(Checked):
     """Hidden width of the feed-forward network; None for 4 * d_model."""
     ffn: FeedForwardKind = "glu_relu"
     """Feed-forward network: gated by a ReLU ("glu_relu"), a swish ("swiglu"), a GELU ("geglu_erf") or its tanh
-    approximation ("geglu"), or ungated with a ReLU ("relu")."""
+    approximation ("geglu"), or ungated with a ReLU ("relu") or the exact GELU ("gelu")."""
     mechanism: Mechanism = BRLConfig()
     """The mechanism that mixes tokens."""
     late_mechanism: Mechanism | None = None

@@ -48,7 +48,7 @@ def test_pairs_are_counted_one_by_one(mechanism, length):
     assert attention_products(mechanism, 8, length) == (scores.sum(), 8 * values.sum())
 
 
-@pytest.mark.parametrize("ffn", ["relu", "swiglu"])
+@pytest.mark.parametrize("ffn", ["relu", "gelu", "swiglu"])
 def test_a_row_of_one_token_takes_what_its_program_multiplies(ffn):
     config = DecoderConfig(
         num_layers=3, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, ffn=ffn, vocab_size=11, mechanism=FullConfig()

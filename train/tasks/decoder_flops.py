@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import FullConfig, GlobalWindowConfig, LocalConfig, Mechanism, MLRConfig, mechanism_name
+from brl_jax.layers.core.modules import UNGATED
 from brl_jax.models import DecoderConfig
 
 
@@ -41,7 +42,7 @@ def decoder_multiplications(config: DecoderConfig, length: int) -> Multiplicatio
     pairs = [attention_products(mechanism, d.head_dim, length) for mechanism in config.mechanisms]
     layers = len(pairs)
     heads = 2 * d.num_heads + 2 * d.num_kv_heads
-    maps = 2 if d.ffn in ("relu", "gelu") else 3
+    maps = 2 if d.ffn in UNGATED else 3
     return Multiplications(
         projections=layers * length * d.d_model * heads * d.head_dim,
         feed_forward=layers * length * maps * d.d_model * d.d_ff,

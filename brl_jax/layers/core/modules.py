@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -152,6 +152,19 @@ class GatedNorm(nn.Module):
         return (normed * scale * opened).astype(d.dtype)
 
 
+#: What stands between the two maps of an ungated feed-forward network.
+UNGATED: Mapping[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
+_GATES: Mapping[str, Callable[[Array], Array]] = {
+    "glu_relu": jax.nn.relu,
+    "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
+    "geglu_erf": UNGATED["gelu"],
+}
+
+
 class FeedForward(nn.Module):
     """The network after the mixer, chosen by `dimensions.ffn`:
 
@@ -159,7 +172,8 @@ class FeedForward(nn.Module):
     "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv:2002.05202, eq. 6), TransNormer's GLU;
     "geglu"     W2 (GELU(W1 x) * W3 x), from the same paper, with GELU's tanh approximation, as in Gemma;
     "geglu_erf" the same with the exact GELU;
-    "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
+    "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2);
+    "gelu"      W2 GELU(W3 x) with the exact GELU, as in RoBERTa and nanoGPT.
     """
 
     dimensions: Dimensions
@@ -169,18 +183,11 @@ class FeedForward(nn.Module):
         d = self.dimensions
         width = x.shape[-1]
         hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up", use_bias=d.ffn_bias)(x)
-        if d.ffn == "relu":
-            hidden = jax.nn.relu(hidden)
+        if d.ffn in UNGATED:
+            hidden = UNGATED[d.ffn](hidden)
         else:
-            gates: dict[str, Callable[[Array], Array]] = {
-                "glu_relu": jax.nn.relu,
-                "swiglu": jax.nn.silu,
-                "geglu": jax.nn.gelu,
-                "geglu_erf": functools.partial(jax.nn.gelu, approximate=False),
-            }
-            open_gate = gates[d.ffn]
             gate = dense(d, d.d_ff, ("embed", "mlp"), name="gate", use_bias=d.ffn_bias)
-            hidden = open_gate(gate(x)) * hidden
+            hidden = _GATES[d.ffn](gate(x)) * hidden
         down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)
         return down(hidden)
 

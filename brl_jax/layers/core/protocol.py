@@ -76,7 +76,7 @@ from brl_jax.fields import Checked
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
-FeedForwardKind = Literal["glu_relu", "swiglu", "geglu", "geglu_erf", "relu"]
+FeedForwardKind = Literal["glu_relu", "swiglu", "geglu", "geglu_erf", "relu", "gelu"]
 Residual = Literal["pre", "ffn", "post", "mixer"]
 
 

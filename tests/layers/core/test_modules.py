@@ -1,6 +1,7 @@
 """The feed-forward networks against their formulas."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -17,7 +18,13 @@ FORMULAS = {
     "glu_relu": lambda x, w: (np.maximum(x @ w["gate"], 0) * (x @ w["up"])) @ w["down"],
     "swiglu": lambda x, w: (x @ w["gate"] / (1 + np.exp(-(x @ w["gate"]))) * (x @ w["up"])) @ w["down"],
     "relu": lambda x, w: np.maximum(x @ w["up"], 0) @ w["down"],
+    "gelu": lambda x, w: ((x @ w["up"]) * np.vectorize(_normal)(x @ w["up"])) @ w["down"],
 }
+
+
+def _normal(u):
+    """The share of a normal distribution below u."""
+    return (1 + math.erf(u / math.sqrt(2))) / 2
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
@@ -26,7 +33,7 @@ def test_feed_forward(kind):
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
     variables = nn.unbox(layer.init(jax.random.key(1), x))
     weights = {name: own["kernel"] for name, own in as_float64(variables["params"]).items()}
-    assert set(weights) == ({"up", "down"} if kind == "relu" else {"gate", "up", "down"})
+    assert set(weights) == ({"up", "down"} if kind in ("relu", "gelu") else {"gate", "up", "down"})
     assert relative_error(layer.apply(variables, x), FORMULAS[kind](as_float64(x), weights)) < 1e-6
 
 
