@@ -168,9 +168,7 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
             return value[(slice(None),) * before + (slice(first, first + stop - start),)]
 
         sharding = rows_sharding(mesh, rows, value.ndim, before)
-        return jax.make_array_from_callback(
-            (*reset.shape, rows, *value.shape[before + 1 :]), sharding, shard
-        )
+        return jax.make_array_from_callback((*reset.shape, rows, *value.shape[before + 1 :]), sharding, shard)
 
     whole = NamedSharding(mesh, PartitionSpec())
     return Batch(

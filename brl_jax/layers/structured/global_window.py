@@ -101,7 +101,9 @@ class GlobalWindowAttention(AttentionLayer):
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         m = self.mechanism
-        return project_qkv(self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None)
+        return project_qkv(
+            self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
+        )
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m = self.mechanism
