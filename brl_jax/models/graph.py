@@ -106,7 +106,8 @@ class Projection(nn.Module):
         number, width = max(c.kinds) + 1, d.d_model
         if c.identities:
             shape = (len(c.kinds), width)
-            table = parameter(self, "nodes", nn.initializers.normal(1.0), shape, (None, "embed"))
+            # Small, so that what the nodes learn soon exceeds where they start.
+            table = parameter(self, "nodes", nn.initializers.normal(0.01), shape, (None, "embed"))
             x = jnp.broadcast_to(table.astype(d.dtype)[None], (features.shape[0], *shape))
         else:
             x = nn.Dropout(c.input_dropout)(features.astype(d.dtype), deterministic=deterministic)
