@@ -53,7 +53,8 @@ class Evaluation(Generic[P]):
       name: the command's module, "eval.lra". about: a line for --help.
       measure: the measures of a run, by default the task's own.
       markdown, draw: make a table and a picture of the measures of many runs.
-      kept: the file of a run's folder that keeps its measures at the default options, if any.
+      kept: the file of a run's folder that keeps its measures at the default options, if any. With "{split}" in its
+        name there is one for each split.
       drawn: what --picture draws: the results of --table, or all that was measured of --workdir.
       of_unfinished: what the table shows of a run with steps left to train.
       select: the runs of a table that are worth comparing.
@@ -115,7 +116,7 @@ class Evaluation(Generic[P]):
         found = self.measure(run, options)
         measured = found if isinstance(found, Measured) else Measured(found)
         if self.kept is not None and self._is_standard(options):
-            path = epath.Path(run.config.loop.workdir) / self.kept
+            path = epath.Path(run.config.loop.workdir) / self._file(options)
             kept = {**measured.result, "measured_settings": _measured_settings(run.task, run.config)}
             try:
                 with as_os_errors():
@@ -126,8 +127,13 @@ class Evaluation(Generic[P]):
 
     def _is_standard(self, options: P) -> bool:
         """Whether these options ask for the measures that are kept."""
-        names = [field.name for field in dataclasses.fields(options) if field.name not in _NOT_MEASURES]
+        omitted = (*_NOT_MEASURES, "split") if "{split}" in (self.kept or "") else _NOT_MEASURES
+        names = [field.name for field in dataclasses.fields(options) if field.name not in omitted]
         return all(getattr(options, name) == getattr(self.options, name) for name in names)
+
+    def _file(self, options: P) -> str:
+        """The file that keeps these measures."""
+        return (self.kept or "").format(split=getattr(options, "split", ""))
 
     def _measure_all(self, folder: str, options: P) -> list[Measured]:
         """The measures of all runs under a folder.

@@ -9,7 +9,8 @@ For each length N of the text so far:
   hit          a step inside a window (the plain decoder has no other kind);
   cache        its bytes, for N tokens and one window more.
 Both caches are preallocated and written in place. Their contents do not affect the time, so they are not computed.
-Lines are fitted through the misses and through the hits.
+Lines are fitted through the misses and through the hits. --plain in_place concatenated reread also times the plain
+decoder's step as the paper's authors did (`eval.speed.plain_decoders`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, Program, check_memory, compile_lowered, measure
+from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
+CONCATENATED, REREAD = "plain decoder, concatenated", "plain decoder, reread"
+Plain = Literal["in_place", "concatenated", "reread"]
 # Tokens of the prompt that are read at a time.
 _PIECE = 2048
 
@@ -65,8 +69,10 @@ class GenerationOptions:
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation and the cache."""
-    plain: bool = True
-    """Measure the plain decoder too."""
+    plain: tuple[Plain, ...] = ("in_place",)
+    """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
+    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
+    --plain."""
     repeats: int = 3
     """Rounds; the fastest counts."""
     patience: float = 30.0
@@ -147,12 +153,18 @@ def _parameters(options: GenerationOptions) -> Any:
 
 def _cases(options: GenerationOptions, params: Any, length: int) -> list[Case]:
     tlinformer = Case(TLINFORMER, 1, functools.partial(_tlinformer, options, params, length))
-    if not options.plain:
-        return [tlinformer]
+    makers: dict[Plain, dict[str, tuple[int, Callable]]] = {
+        "in_place": {PLAIN: (1, _plain), PLAIN_PROMPT: (2, _plain_prompt)},
+        "concatenated": {CONCATENATED: (1, _concatenated)},
+        "reread": {REREAD: (2, _reread)},
+    }
+    wanted = [case for kind in options.plain for case in makers[kind].items()]
     return [
         tlinformer,
-        Case(PLAIN, 1, functools.partial(_plain, options, params, length)),
-        Case(PLAIN_PROMPT, 2, functools.partial(_plain_prompt, options, params, length)),
+        *(
+            Case(name, growth, functools.partial(make, options, params, length))
+            for name, (growth, make) in wanted
+        ),
     ]
 
 
@@ -285,6 +297,28 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
     return Candidate({"first_token": Program(first_token, prefill.memory_analysis().temp_size_in_bytes)})
 
 
+def _concatenated(options: GenerationOptions, params: Any, length: int) -> Candidate:
+    model = options.model(PLAIN)
+    cache = _at(model.init_cache(1, length), num_tokens=length)
+    return _kept_step(functools.partial(concatenated_step, model, length), params, _token(1), cache)
+
+
+def _reread(options: GenerationOptions, params: Any, length: int) -> Candidate:
+    model = options.model(PLAIN)
+    return _kept_step(
+        functools.partial(reread_step, model), params, _token(length + 1), empty_rows(model, length)
+    )
+
+
+def _kept_step(function: Callable, params: Any, tokens: Any, cache: Any) -> Candidate:
+    """A step that leaves its cache as it is and returns a longer one."""
+    compiled = compile_lowered(jax.jit(function).lower(params, tokens, cache))
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    check_memory(temporary, 0.8)
+    step = Program(lambda: compiled(params, tokens, cache), temporary)
+    return Candidate({"hit": step}, {"cache_bytes": _bytes(cache)})
+
+
 def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]]:
     """The lines t = a + b N through the times of misses and of hits from N = `start` on, if at least three are
     known."""
@@ -312,8 +346,11 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
 
 def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
     width = options.heads * options.head_dim
+    others = {CONCATENATED: "concatenated", REREAD: "reread"}
+    others = {name: title for name, title in others.items() if any(row["name"] == name for row in rows)}
     table = Table(
-        "n", "tlin first", "plain first", "miss", "hit", "plain step", "tlin MiB", "plain MiB", "cache",
+        "n", "tlin first", "plain first", "miss", "hit", "plain step", *others.values(), "tlin MiB", "plain MiB",
+        "cache",
         title=f"generation, {options.layers} layers of width {width}, {options.dtype}, "
         f"on {jax.devices()[0].device_kind}: seconds for the first token, milliseconds a step",
     )  # fmt: skip
@@ -329,6 +366,7 @@ def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
                 _number(row.get(name), 1e3)
                 for row, name in ((tlin, "miss_s"), (tlin, "hit_s"), (plain, "hit_s"))
             ),
+            *(_number(own.get(name, {}).get("hit_s"), 1e3) for name in others),
             *(_number(size, 2**-20) for size in caches),
             f"{caches[0] / caches[1]:.3f}" if caches[0] and caches[1] else "",
         )

@@ -95,6 +95,7 @@ def as_tables(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[R
     if "step" in programs:
         rest["state MiB"] = ("state_bytes", 2.0**20, None)
     if trains:
+        rest["forward GFLOP"] = ("flops", 1e9, None)
         rest["train MiB"] = ("train_bytes", 2.0**20, None)
         rest[f"train MiB / {base}"] = ("train_bytes_ratio", 1.0, 2)
     tables = []

@@ -9,8 +9,9 @@ as in the presets `figure5-NAME` of `train.copy`, on sources of exactly the sequ
 The paper has --heads 8 --head_dim 64 --batch 16.
 
 Decoders (BRL-Attention, tables 6 and 7): six layers of full, local and BRL attention, as in the presets
-`wikitext103-full`, `-local` and `-brl` of `train.lm`, on rows of exactly the sequence length. The paper has
---heads 8 --head_dim 64 --lengths 128 256 512 1024 2048 3072 4096.
+`wikitext103-full`, `-local`, `-brl-paper-128` and `-brl` of `train.lm`, on rows of exactly the sequence length.
+"brl-paper" has one block of this length and as long a history, as section A.2 says, and "brl" is our own form. The
+paper has --heads 8 --head_dim 64 --lengths 128 256 512 1024 2048 3072 4096.
 
 The training steps of train.lra, train.copy and train.lm are forward and backward pass and the optimiser. Inference is
 the loss without gradients.
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brl_jax.layers import LinformerConfig
+from brl_jax.layers import BRLConfig, LinformerConfig
 from eval.speed.measure import (
     Candidate,
     Case,
@@ -42,6 +43,7 @@ from train.cli.summary import num_parameters
 from train.engine.batch import Batch
 from train.engine.mesh import open_mesh, place_batch, training_programs
 from train.engine.step import make_eval_step
+from train.engine.throughput import step_flops
 from train.tasks import copy_config, lm_config, lra_config
 from train.tasks.copy import COPY
 from train.tasks.lm import LM
@@ -52,7 +54,13 @@ _FIGURE_5 = "figure5-"
 ENCODER_DECODERS = tuple(
     preset.removeprefix(_FIGURE_5) for preset in copy_config.PRESETS if preset.startswith(_FIGURE_5)
 )
-DECODERS = ("full", "local", "brl")
+_DECODERS = {
+    "full": "wikitext103-full",
+    "local": "wikitext103-local",
+    "brl-paper": "wikitext103-brl-paper-128",
+    "brl": "wikitext103-brl",
+}
+DECODERS = tuple(_DECODERS)
 
 
 def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: bool = True) -> Candidate:
@@ -62,7 +70,8 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
       config: of the task, as `task.sized` returns it.
       batch: what the task's stream yields.
 
-    Facts: "parameters", and "train_bytes", the memory of the training step: its temporary memory and its arguments.
+    Facts: "parameters", "flops" of the forward pass's matrix products, and "train_bytes", the memory of the training
+    step: its temporary memory and its arguments.
     """
     objective = task.objective(task.build(config), config)
     mesh = open_mesh(config.mesh, config.loop, config.model)
@@ -74,7 +83,10 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     compiled = compile_lowered(lowered)
     analysis: Any = compiled.memory_analysis()
     check_memory(analysis.temp_size_in_bytes)
-    parameters = num_parameters(state.params)
+    facts = {
+        "parameters": num_parameters(state.params),
+        "flops": step_flops(objective, state.params, batch.arrays) / 3,
+    }
     made = {}
     if inference:
         params = jax.tree.map(jnp.copy, state.params)
@@ -90,7 +102,7 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     made["train"] = Program(step, analysis.temp_size_in_bytes)
     check_finite("training loss", made["train"].run()["loss"], ())
     total = analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
-    return Candidate(made, {"parameters": parameters, "train_bytes": total})
+    return Candidate(made, {**facts, "train_bytes": total})
 
 
 def _random_batch(task: Task[Any, Any], config: Any, **highest: int) -> Batch:
@@ -183,8 +195,12 @@ def decoders(options: SpeedOptions, length: int) -> list[Case]:
 
 def decoder_config(name: str, options: SpeedOptions, length: int) -> lm_config.LmConfig:
     """The run of a decoder: its preset's network at the width of the options."""
-    preset = lm_config.PRESETS[f"wikitext103-{name}"]
+    preset = lm_config.PRESETS[_DECODERS[name]]
+    mechanism = preset.model.mechanism
+    if isinstance(mechanism, BRLConfig) and mechanism.memory == "output":
+        mechanism = dataclasses.replace(mechanism, block_size=length, history_size=length)
     sizes: dict[str, Any] = {"d_model": options.width, "num_heads": options.heads, "d_ff": 4 * options.width}
+    sizes["mechanism"] = mechanism
     model = dataclasses.replace(preset.model, dropout=0.0, dtype=options.dtype, **sizes)
     loop = dataclasses.replace(preset.loop, batch=options.batch, accumulation=1, length=length)
     return LM.sized(dataclasses.replace(preset, model=model, loop=loop))

@@ -1,10 +1,10 @@
 """How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
-Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
-gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2). Prints a JSON object for each run, with
-the values at its last step, and draws how they developed. In a short run the first steps decide this number, because
-their gradients are several times as large as all later ones: --after N also prints `grad_rsd_after`, which counts the
-norms of the whole gradient at the steps after N.
+Reads what `train.lm` or `train.mlm` with `--log_gradient_std True` wrote to metrics.jsonl: the relative standard
+deviation of the gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2). Prints a JSON object
+for each run, with the values at its last step, and draws how they developed. In a short run the first steps decide this
+number, because their gradients are several times as large as all later ones: --after N also prints `grad_rsd_after`,
+which counts the norms of the whole gradient at the steps after N.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.metrics import read_metrics
 from train.tasks.lm import LM
+from train.tasks.mlm import MLM
 from train.tasks.task import read_config
 
 _TITLES = {
@@ -69,7 +70,7 @@ def last_values(workdir: str, after: int = 0) -> dict[str, Any]:
     Raises:
       UserError: the run does not exist, did not log them, or ends before `after`.
     """
-    _, config = read_config([LM], epath.Path(workdir) / "config.json")
+    _, config = read_config([LM, MLM], epath.Path(workdir) / "config.json")
     curves = read_curves(workdir)
     last = {name: curves[name][-1] for name in ("step", *_TITLES)}
     if after:

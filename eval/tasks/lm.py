@@ -2,7 +2,7 @@
 
 The model reads the whole text and carries its memory along. The last line of stdout is one JSON object: perplexity (per
 token), bits_per_byte (of the original text, so that tokenizers are comparable), loss (nats per token), tokens, step,
-split.
+split. Without --data and --checkpoint it is kept in the run's folder, as lm_valid.json or lm_test.json.
 """
 
 from __future__ import annotations
@@ -42,5 +42,10 @@ def measure(run: Run, options: LmEvalOptions) -> dict[str, Any]:
 
 
 main = Evaluation(
-    [LM], LmEvalOptions(), "eval.lm", "Measures a language model on held-out text.", measure
+    [LM],
+    LmEvalOptions(),
+    "eval.lm",
+    "Measures a language model on held-out text.",
+    measure,
+    kept="lm_{split}.json",
 ).main

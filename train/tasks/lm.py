@@ -23,7 +23,7 @@ from train.data.dataset import DataConfig
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
-from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.errors import UserError
 from train.engine.evaluation import held_out_metrics
@@ -96,6 +96,8 @@ def vocabulary(tokenizer: str) -> int:
     """The size of a tokenizer's vocabulary, from its name. Raises UserError if the name does not give it."""
     if tokenizer == "bytes":
         return 256
+    if tokenizer in PUBLISHED_SIZES:
+        return PUBLISHED_SIZES[tokenizer]
     if is_pretrained(tokenizer):
         return PretrainedTokenizer.open(tokenizer).vocab_size
     size = re.fullmatch(r"(?:bpe:|bpe-uncased:|words:max=|chars:max=)(\d+)", tokenizer)

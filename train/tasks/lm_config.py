@@ -11,13 +11,18 @@ from typing import Annotated, Any
 from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
+    FlashConfig,
     FullConfig,
     GatedDeltaNetConfig,
+    GauConfig,
     GlobalWindowConfig,
+    LinearConfig,
     LocalConfig,
+    LongShortConfig,
     Mamba2Config,
     Mechanism,
     MLRConfig,
+    PerformerConfig,
     TLinFormerConfig,
 )
 from brl_jax.models import DecoderConfig
@@ -89,8 +94,7 @@ def _small() -> LmConfig:
 
 
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
-    """Six layers of width 512. The vocabulary has GPT-2's size, so that full attention has the 50.9M parameters of
-    BRL-Attention's tables 6 and 7. The papers give neither the steps nor the warm-up: these are our choice."""
+    """Six layers of width 512, with nanoGPT's optimiser. The paper does not give the number of steps."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -101,11 +105,11 @@ def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumula
             checkpoint_every=1_000,
             eval_tokens=0,
         ),
-        data=DataConfig(data=data, tokenizer="bpe:50257"),
+        data=DataConfig(data=data, tokenizer="hf:gpt2"),
         model=LmModelConfig(
             num_layers=6, d_model=512, num_heads=8, d_ff=2048, dropout=0.1, mechanism=mechanism
         ),
-        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=4_000, beta2=0.98),
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=2_000),
     )
 
 
@@ -128,12 +132,32 @@ def _hybrid(mechanism: Mechanism, run: int, other: Mechanism) -> LmConfig:
 
 
 def _brl(size: int, history: int) -> BRLConfig:
+    """Our own form of BRL at the paper's window, m, history, scale and beta: layer memory, blocks as long as the
+    window, rotary positions in the compression."""
     return BRLConfig(window=size, num_compressed=size, history_size=history, compress_scale="m1", beta=0.5)
 
 
-def _transnormer(variant: Variant, **options: Any) -> LmConfig:
-    """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text.
-    `options`: see `transnormer`."""
+def _brl_paper(size: int, block: int, **changes: Any) -> BRLConfig:
+    """Algorithm 1 of BRL-Attention at the sizes of its tables 13 and 14. A block is a row of a batch, and its
+    compressed tokens read the network's outputs for the block before."""
+    paper = BRLConfig(
+        window=size,
+        num_compressed=size,
+        block_size=block,
+        history_size=block,
+        memory="output",
+        generation="all",
+        compress_scale="m1",
+        compress_positions="none",
+        beta=0.5,
+        lambda_init=0.5,
+    )
+    return dataclasses.replace(paper, **changes)
+
+
+def _words(model: LmModelConfig) -> LmConfig:
+    """TransNormer's language model (its table 13): the batch is 128 rows in all, and the vocabulary of 267744 words is
+    every word of the training text."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -145,7 +169,7 @@ def _transnormer(variant: Variant, **options: Any) -> LmConfig:
             eval_tokens=0,
         ),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="words:max=267744"),
-        model=transnormer(variant, LmModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"], **options),
+        model=dataclasses.replace(model, dropout=0.1),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
             warmup_steps=8_000,
@@ -158,9 +182,29 @@ def _transnormer(variant: Variant, **options: Any) -> LmConfig:
     )
 
 
+def _transnormer(variant: Variant, **options: Any) -> LmConfig:
+    """`options`: see `transnormer`."""
+    return _words(transnormer(variant, LmModelConfig, **TRANSNORMER_SIZES["wikitext103"], **options))
+
+
+def _competitor(mechanism: Mechanism, layers: int = 6) -> LmConfig:
+    """Another row of TransNormer's table 4; those without feed-forward networks have ten layers."""
+    return _words(
+        LmModelConfig(
+            num_layers=layers,
+            d_model=512,
+            num_heads=8,
+            d_ff=2048,
+            ffn="relu",
+            use_bias=True,
+            mechanism=mechanism,
+        )
+    )
+
+
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
     """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs at every
-    length; the learning rate and the warm-up are our choice."""
+    length; the training of their public configurations."""
     rows = 256
     return LmConfig(
         loop=LmLoopConfig(
@@ -172,7 +216,7 @@ def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
             checkpoint_every=250,
             eval_tokens=0,
         ),
-        data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="bpe:50257"),
+        data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="hf:gpt2"),
         model=LmModelConfig(
             num_layers=8,
             d_model=432,
@@ -181,9 +225,10 @@ def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
             ffn="swiglu",
             use_bias=True,
             ffn_bias=False,
+            dropout=0.2,
             mechanism=mechanism,
         ),
-        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=500),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2_000, weight_decay=0.06),
     )
 
 
@@ -335,6 +380,16 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-full": _wikitext103(FullConfig()),
     "wikitext103-local": _wikitext103(LocalConfig(window=128)),
     "wikitext103-local-64": _wikitext103(LocalConfig(window=64)),
+    **{f"wikitext103-brl-paper-{size}": _wikitext103(_brl_paper(size, 512)) for size in (64, 128, 256)},
+    # Figure 7.
+    **{
+        f"wikitext103-brl-paper-64-lambda-{strength:g}": _wikitext103(
+            _brl_paper(64, 512, lambda_init=strength)
+        )
+        for strength in (0.1, 0.2, 1.0)
+    },
+    "wikitext103-brl-paper-64-beta-0": _wikitext103(_brl_paper(64, 512, beta=0.0)),
+    "wikitext103-brl-paper-128-gamma-0": _wikitext103(_brl_paper(128, 512, gamma=0.0)),
     "wikitext103-brl": _wikitext103(_brl(128, 512)),
     "wikitext103-brl-64": _wikitext103(_brl(64, 512)),
     "wikitext103-transnormer-t1": _transnormer("t1"),
@@ -342,6 +397,17 @@ PRESETS: dict[str, LmConfig] = {
     # The ends of its table 8, which T2 lies between: one kind of attention in all layers of the same network.
     "wikitext103-transnormer-diag": _transnormer("t2", early_layers=6),
     "wikitext103-transnormer-norm": _transnormer("t2", early_layers=0),
+    **{
+        f"wikitext103-transnormer-{name}": _competitor(mechanism)
+        for name, mechanism in {
+            "vanilla": FullConfig(dropout=0.1),
+            "long-short": LongShortConfig(),
+            "linear": LinearConfig(),
+            "performer": PerformerConfig(),
+        }.items()
+    },
+    "wikitext103-transnormer-flash-quad": _competitor(GauConfig(), layers=10),
+    "wikitext103-transnormer-flash": _competitor(FlashConfig(), layers=10),
     "wikitext103-tlinformer-base-512": _tlinformer(FullConfig(), 512),
     "wikitext103-tlinformer-base-1k": _tlinformer(FullConfig(), 1024),
     "wikitext103-tlinformer-base-2k": _tlinformer(FullConfig(), 2048),
@@ -354,6 +420,9 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-tlinformer-2k-2k-0.5": _tlinformer(_windows(2048, 0.5), 2048),
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
+    "openwebtext-local-128": _openwebtext(LocalConfig(window=128)),
+    "openwebtext-brl-paper": _openwebtext(_brl_paper(256, 1024)),
+    "openwebtext-brl-paper-128": _openwebtext(_brl_paper(128, 1024)),
     "openwebtext-brl": _openwebtext(_brl(256, 1024)),
     # Three recurrent layers to one as in Qwen3-Next and Kimi Linear (arXiv:2510.26692), five local layers to one as in
     # Gemma 3 (arXiv:2503.19786).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from brl_jax.layers import (
     LocalConfig,
     LongShortConfig,
     Mechanism,
+    NormConfig,
     PerformerConfig,
 )
-from brl_jax.models import TRANSNORMER_SIZES, EncoderConfig, MaskedLM, transnormer
+from brl_jax.models import EncoderConfig, MaskedLM
+from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.data import load
 from train.data.batches import batches_by_number
 from train.data.corpus import Corpus
@@ -133,7 +135,7 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
         ),
         data=MlmDataConfig(
             data="hf:Salesforce/wikitext:wikitext-103-raw-v1",
-            tokenizer="bpe:50265",
+            tokenizer="hf:FacebookAI/roberta-base",
             documents="wikitext",
             pack="auto",
         ),
@@ -144,44 +146,69 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
             decay="linear",
             final_share=0.0,
             beta2=0.98,
+            epsilon=1e-6,
             weight_decay=0.01,
+            clip_norm=0.0,
         ),
     )
 
 
-def _base(mechanism: Mechanism, layers: int = 12) -> MlmConfig:
-    """The other networks of table 5; the ones without feed-forward networks have twice the layers."""
+def _base(mechanism: Mechanism, layers: int = 12, **options: Any) -> MlmConfig:
+    """The other networks of table 5; the ones without feed-forward networks have twice the layers. Attention dropout
+    is for softmax attention alone."""
     return _roberta(
         MlmModelConfig(
             num_layers=layers,
             d_model=768,
             num_heads=12,
             d_ff=3072,
-            ffn="relu",
+            ffn="gelu",
             use_bias=True,
             positions="learned",
             mechanism=mechanism,
+            **options,
         )
     )
 
+
+def _transnormer(variant: Variant, **options: Any) -> MlmConfig:
+    sizes = {**TRANSNORMER_SIZES["roberta"], **options}
+    return _roberta(transnormer(variant, MlmModelConfig, positions="learned", **sizes))
+
+
+_VANILLA = FullConfig(dropout=0.1)
+# TransNormer's tables 8 to 12, by what they change. A plain network with the parameters of the GLU is 3/2 as wide.
+_ABLATIONS: dict[str, dict[str, Any]] = {
+    **{f"-{early}-{12 - early}": {"early_layers": early} for early in (0, 3, 9, 12)},
+    "-norm-first": {"swap_mechanisms": True},
+    "-ffn": {"ffn": "gelu", "d_ff": 3072},
+    "-block-32": {"block_size": 32},
+    "-block-128": {"block_size": 128},
+    "-d-n": {"schedule": "alternate"},
+    "-n-d": {"schedule": "alternate", "swap_mechanisms": True},
+    "-parallel": {"schedule": "parallel"},
+}
 
 PRESETS: dict[str, MlmConfig] = {
     "mlm": _small(BRLConfig(window=64, num_compressed=32)),
     "mlm-full": _small(FullConfig()),
     "mlm-local": _small(LocalConfig(window=64)),
     "mlm-uncased": _uncased(),
-    "roberta-full": _base(FullConfig()),
+    "roberta-full": _base(_VANILLA),
     "roberta-brl": _base(BRLConfig(window=128, num_compressed=128, beta=0.5)),
     "roberta-flash-quad": _base(GAUConfig(), layers=24),
     "roberta-flash": _base(FlashConfig(), layers=24),
     "roberta-long-short": _base(LongShortConfig()),
     "roberta-performer": _base(PerformerConfig()),
     "roberta-linear": _base(LinearConfig()),
+    "roberta-linear-unscaled": _base(LinearConfig(normalize=False)),
+    "roberta-norm": _base(NormConfig(feature_map="elu+1")),
+    "roberta-linear-full": _base(LinearConfig(), late_mechanism=_VANILLA),
+    "roberta-full-linear": _base(_VANILLA, late_mechanism=LinearConfig()),
     **{
-        f"roberta-transnormer-{variant}": _roberta(
-            transnormer(variant, MlmModelConfig, positions="learned", **TRANSNORMER_SIZES["roberta"])
-        )
-        for variant in ("t1", "t2")
+        f"roberta-transnormer-{variant}{name}": _transnormer(variant, **options)
+        for variant in get_args(Variant)
+        for name, options in {"": {}, **_ABLATIONS}.items()
     },
 }
 

@@ -18,17 +18,18 @@ SMALL += ["--vocabulary", "11", "--repeats", "1"]
 @pytest.mark.slow
 def test_times_both_networks_and_draws(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    main(
-        ["--generation", *SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")]
-    )
+    more = ["--plain", "in_place", "concatenated", "reread", "--pictures", str(tmp_path / "new")]
+    main(["--generation", *SMALL, "--lengths", "16", "--json", str(path), *more])
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert all(rows["tlinformer"][f"{what}_s"] > 0 for what in ("first_token", "miss", "hit"))
     assert rows["plain decoder"]["hit_s"] > 0
+    assert rows["plain decoder, concatenated"]["hit_s"] > 0
+    assert rows["plain decoder, reread"]["hit_s"] > 0
     assert rows["plain decoder, prompt"]["first_token_s"] > 0
     # Of one block each 4 layers have one history of 24 tokens: keys, values and tokens, besides what doesn't grow.
     assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
     assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
-    assert "plain" in capsys.readouterr().out
+    assert "reread" in capsys.readouterr().out
 
 
 def test_every_round_reads_the_prompt_from_an_empty_cache():

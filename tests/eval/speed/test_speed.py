@@ -199,13 +199,15 @@ def test_decoders(tmp_path, capsys):
 
 
 def test_decoders_have_the_sizes_of_tables_6_and_7():
-    options = SpeedOptions(mechanisms=("full", "local", "brl"), heads=8, batch=4)
+    options = SpeedOptions(mechanisms=("full", "local", "brl-paper"), heads=8, batch=4)
     made = training.decoders(options, 4096)
-    assert [(case.name, case.growth) for case in made] == [("full", 2), ("local", 1), ("brl", 1)]
+    assert [(case.name, case.growth) for case in made] == [("full", 2), ("local", 1), ("brl-paper", 1)]
     config = made[-1].make.args[0]
     assert (config.model.num_layers, config.model.d_model, config.model.d_ff) == (6, 512, 2048)
     assert (config.loop.batch, config.loop.length, config.model.vocab_size) == (4, 4096, 50257)
-    assert (config.model.mechanism.window, config.model.mechanism.num_compressed) == (128, 128)
+    mechanism = config.model.mechanism
+    assert (mechanism.window, mechanism.num_compressed) == (128, 128)
+    assert (mechanism.block, mechanism.history, mechanism.memory) == (4096, 4096, "output")
 
 
 def test_encoder_decoders_have_the_sizes_of_figure_5():

@@ -21,6 +21,9 @@ from train.engine.errors import UserError, one_line
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
 _MOST_TOKENS = 1 << 24
 
+#: The sizes of the vocabularies that presets name, so that a run can be planned without the hub.
+PUBLISHED_SIZES = {"hf:gpt2": 50257, "hf:FacebookAI/roberta-base": 50265}
+
 
 def is_pretrained(spec: str) -> bool:
     """Whether the command line names a tokenizer that exists, and not one to be learnt."""
@@ -99,7 +102,10 @@ class PretrainedTokenizer(Tokenizer):
         except FileNotFoundError as error:
             raise UserError(f"--tokenizer: there is no file {spec}") from error
         except Exception as error:  # the libraries raise all kinds of errors about the hub, files and formats
-            raise UserError(f"--tokenizer {spec}: cannot be read: {one_line(error)}") from error
+            hint = ""
+            if spec in PUBLISHED_SIZES:
+                hint = f" (--tokenizer bpe:{PUBLISHED_SIZES[spec]} learns a vocabulary of this size from the text)"
+            raise UserError(f"--tokenizer {spec}: cannot be read{hint}: {one_line(error)}") from error
 
     @classmethod
     def load(cls, spec: str, folder: epath.Path) -> PretrainedTokenizer:

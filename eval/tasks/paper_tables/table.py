@@ -1,0 +1,25 @@
+"""What a paper's table consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperTable:
+    """A table of a paper.
+
+    Attributes:
+      source: the paper and the table.
+      task: the task of its runs, a name in `train.tasks.every.TASKS`.
+      measures: the titles of its columns, each with the measure of a run that belongs there
+        (`eval.tasks.papers.measures`).
+      rows: by the paper's name, the preset that trains the row ("" where there is none) and the row's figures, None
+        where the paper has none.
+    """
+
+    source: str
+    task: str
+    measures: Mapping[str, str]
+    rows: Mapping[str, tuple[str | float | None, ...]]

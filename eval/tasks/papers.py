@@ -1,0 +1,151 @@
+"""The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost True].
+
+Each row has the paper's figures, the preset that trains it, and the measures of every run under DIR whose folder, or a
+folder above it, has the preset's name: where `python -m train.lm PRESET` puts it. The last column lists the settings in
+which such a run differs from its preset, as "name preset's -> run's". Without TABLE the tables are listed.
+
+Measures are read from a run's folder: its last evaluation while training (val_loss, ...), and what the evaluation
+commands keep there (lm_test.json of `python -m eval.lm --workdir RUN --split test`, lra_test.json, ...).
+
+--cost True prints instead what each row's training takes: the operations of its matrix products and the hours on a
+machine that does --tflops of them a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+
+from brl_jax.fields import Positive
+from eval.harness.groups import compared
+from eval.harness.table import Table
+from eval.tasks.paper_tables import TABLES
+from eval.tasks.paper_tables.table import PaperTable
+from train.cli.options import parse_options
+from train.cli.summary import num_parameters
+from train.engine.config_file import differences
+from train.engine.errors import UserError
+from train.engine.fields import Mark, marked
+from train.engine.metrics import read_metrics
+from train.engine.step import perplexity
+from train.engine.throughput import step_flops
+from train.tasks.every import TASKS
+from train.tasks.task import Task, find_runs, read_config
+
+
+@dataclasses.dataclass(frozen=True)
+class PapersOptions:
+    """What to print."""
+
+    runs: str = "runs"
+    """The folder of the runs, at any depth."""
+    cost: bool = False
+    """Print what training the rows takes instead."""
+    tflops: Positive = 200.0
+    """TFLOP of matrix products that the machine does a second; 200 is about half of an H100's peak in TF32."""
+
+
+def measures(workdir: Path) -> dict[str, float]:
+    """The numbers in a run's folder: of its last evaluation while training ("val_..."), and those that the evaluation
+    commands kept, such as "test_accuracy"."""
+    found: dict[str, float] = {}
+    if (workdir / "metrics.jsonl").exists():
+        for line in read_metrics(workdir):
+            found |= {
+                name: line[name] for name in line if name.startswith("val_") or name in ("step", "grad_rsd")
+            }
+    if "val_loss" in found:
+        found["val_perplexity"] = perplexity(found["val_loss"])
+    for path in sorted(workdir.glob("*_test.json")):
+        kept = json.loads(path.read_text())
+        found |= {f"test_{name}": value for name, value in kept.items() if isinstance(value, (int, float))}
+    return found
+
+
+def other_settings(task: Task[Any, Any], preset: Any, config: Any) -> list[str]:
+    """The settings in which a run's configuration differs from a preset's, the seed and what the data decide left
+    out."""
+    decided = frozenset(marked(task.config_class, Mark.DECIDED))
+    return differences(compared(task, preset), compared(task, config), decided)
+
+
+def beside_runs(table: PaperTable, folder: Path) -> Table:
+    """The table, with a line for each run of a row's preset under the folder."""
+    task = TASKS[table.task]
+    paths = find_runs([task], folder)
+    columns = [name for title in table.measures for name in (f"{title}, paper", "here")]
+    shown = Table("row", "preset", *columns, "step", "differs from the preset", title=table.source)
+    for name, (preset, *figures) in table.rows.items():
+        runs = [path for path in paths if preset in path.relative_to(folder).parts]
+        for path in runs or [None]:
+            found = {} if path is None else measures(path)
+            cells = [
+                cell
+                for figure, measure in zip(figures, table.measures.values(), strict=True)
+                for cell in (figure, f"{found[measure]:.4g}" if measure in found else None)
+            ]
+            others = None
+            if path is not None:
+                _, config = read_config([task], epath.Path(path) / "config.json")
+                others = ", ".join(other_settings(task, task.presets[str(preset)], config))
+            shown.add(name, preset or None, *cells, found.get("step"), others)
+    return shown
+
+
+def training_cost(task: Task[Any, Any], preset: Any) -> tuple[int, float]:
+    """The parameters of a preset's network, and the operations of the matrix products of its whole training.
+
+    Raises:
+      UserError: the sizes of the network are not known without the data.
+    """
+    config = task.sized(preset)
+    objective = task.objective(task.build(config), config)
+    shapes = jax.eval_shape(objective.init, jax.random.key(0))
+    batch = task.batch_shapes(config, config.loop.microbatch)
+    a_step = config.loop.accumulation * step_flops(objective, shapes, batch)
+    return num_parameters(shapes), config.loop.steps * a_step
+
+
+def costs(table: PaperTable, tflops: float) -> Table:
+    """What training each row of the table takes."""
+    task = TASKS[table.task]
+    shown = Table(
+        "row", "preset", "parameters, M", "EFLOP", f"hours at {tflops:g} TFLOP/s", title=table.source
+    )
+    for name, (preset, *_) in table.rows.items():
+        if preset:
+            parameters, operations = training_cost(task, task.presets[str(preset)])
+            hours = operations / (tflops * 1e12) / 3600
+            shown.add(name, preset, f"{parameters / 1e6:.2f}", f"{operations / 1e18:.3g}", f"{hours:.3g}")
+        else:
+            shown.add(name, None, None, None, None)
+    return shown
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a table of a paper; see the module.
+
+    Raises:
+      UserError: there is no such table.
+    """
+    rest = list(argv)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    about = "The papers' tables next to runs."
+    options = parse_options(PapersOptions(), rest, prog="python -m eval.papers TABLE", about=about)
+    if name is None:
+        table = Table("TABLE", "source", "task")
+        for key, each in TABLES.items():
+            table.add(key, each.source, f"train.{each.task}")
+        table.show()
+    elif name not in TABLES:
+        raise UserError(f"TABLE: expected one of {', '.join(TABLES)}, got {name!r}")
+    elif options.cost:
+        costs(TABLES[name], options.tflops).show()
+    else:
+        beside_runs(TABLES[name], Path(options.runs)).show()

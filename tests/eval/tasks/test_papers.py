@@ -1,0 +1,80 @@
+"""eval.papers on folders of runs."""
+
+import dataclasses
+import json
+
+import pytest
+from etils import epath
+
+from eval.tasks import papers
+from eval.tasks.paper_tables import TABLES
+from eval.tasks.paper_tables.table import PaperTable
+from train.engine.config_file import write_json
+from train.engine.errors import UserError
+from train.tasks.lm import LM
+from train.tasks.lm_config import PRESETS
+
+NAME = "wikitext103-brl-paper-64"
+TABLE = PaperTable(
+    "A paper, table 1",
+    "lm",
+    {"PPL (val)": "val_perplexity", "PPL (test)": "test_perplexity"},
+    {"first": (NAME, 20.5, None), "second": ("wikitext103-full", 1.0, 2.0), "third": ("", 3.0, 4.0)},
+)
+
+
+def _run(folder, config, *, steps, loss):
+    write_json(LM.to_json(config), epath.Path(folder) / "config.json")
+    lines = [{"step": 1, "loss": 9.0, "val_loss": 8.0}, {"step": steps, "loss": 5.0, "val_loss": loss}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_runs_stand_next_to_the_papers_figures(tmp_path):
+    preset = PRESETS[NAME]
+    smaller = dataclasses.replace(
+        preset,
+        model=dataclasses.replace(preset.model, d_model=64, vocab_size=999),
+        loop=dataclasses.replace(preset.loop, seed=3, steps=7),
+    )
+    for seed, config, loss in ((0, preset, 0.0), (1, smaller, 1.0)):
+        _run(tmp_path / NAME / str(seed), config, steps=7, loss=loss)
+    _run(tmp_path / "another", preset, steps=5, loss=1.0)
+    (tmp_path / NAME / "0" / "lm_test.json").write_text('{"perplexity": 3.25, "split": "test"}')
+    shown = papers.beside_runs(TABLE, tmp_path)
+    assert shown.rows == [
+        ("first", NAME, "20.5", "1", "-", "3.25", "7", ""),
+        ("first", NAME, "20.5", "2.718", "-", "-", "7", "steps 100000 -> 7, d_model 512 -> 64"),
+        ("second", "wikitext103-full", "1.0", "-", "2.0", "-", "-", "-"),
+        ("third", "-", "3.0", "-", "4.0", "-", "-", "-"),
+    ]
+
+
+def test_costs_are_those_of_the_step_that_the_loop_counts():
+    """Against the count by hand: two for each weight and token, three passes, and attention."""
+    small = dataclasses.replace(
+        PRESETS["wikitext103-full"],
+        loop=dataclasses.replace(
+            PRESETS["wikitext103-full"].loop, steps=10, batch=8, accumulation=4, length=16
+        ),
+        model=dataclasses.replace(
+            PRESETS["wikitext103-full"].model, num_layers=2, d_model=32, num_heads=2, d_ff=64
+        ),
+    )
+    parameters, operations = papers.training_cost(LM, small)
+    norms = 5 * 32
+    table = 50257 * 32
+    layers = 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert parameters == table + layers + norms
+    pairs = 2 * 2 * 32 * 16
+    assert operations == 10 * 8 * 16 * 3 * 2 * (table + layers + pairs)
+
+
+def test_an_unknown_table():
+    with pytest.raises(UserError, match="TABLE: expected one of brl-3, "):
+        papers.main(["table-9"])
+
+
+def test_the_list(capsys):
+    papers.main([])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in TABLES)
