@@ -14,7 +14,7 @@ from brl_jax.layers import (
     FlashConfig,
     FullConfig,
     GatedDeltaNetConfig,
-    GauConfig,
+    GAUConfig,
     GlobalWindowConfig,
     LinearConfig,
     LocalConfig,
@@ -406,7 +406,7 @@ PRESETS: dict[str, LmConfig] = {
             "performer": PerformerConfig(),
         }.items()
     },
-    "wikitext103-transnormer-flash-quad": _competitor(GauConfig(), layers=10),
+    "wikitext103-transnormer-flash-quad": _competitor(GAUConfig(), layers=10),
     "wikitext103-transnormer-flash": _competitor(FlashConfig(), layers=10),
     "wikitext103-tlinformer-base-512": _tlinformer(FullConfig(), 512),
     "wikitext103-tlinformer-base-1k": _tlinformer(FullConfig(), 1024),

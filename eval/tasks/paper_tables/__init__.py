@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 
-from eval.tasks.paper_tables import brl, tlinformer, transnormer
+from eval.tasks.paper_tables import brl, graphs, lra, structured, tlinformer, transnormer
 from eval.tasks.paper_tables.table import PaperTable
 
-TABLES: Mapping[str, PaperTable] = {**brl.TABLES, **transnormer.TABLES, **tlinformer.TABLES}
+TABLES: Mapping[str, PaperTable] = {
+    name: table
+    for module in (brl, transnormer, structured, tlinformer, lra, graphs)
+    for name, table in module.TABLES.items()
+}
