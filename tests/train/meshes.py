@@ -103,14 +103,30 @@ def shares(state):
 
 
 def gathers(hlo):
-    """(shape, where in the program, "" for what the compiler added) of everything gathered in a compiled program."""
+    """(shape, where in the program, "" for what the compiler added) of everything gathered in a compiled program.
+
+    A gather of what the scan over layers kept is named after the slice that takes one layer's share of it, so the
+    names of the operations that read such a gather are added.
+    """
     found = []
-    for line in hlo.splitlines():
-        gather = re.search(r"= \(?(.*?) all-gather(?:-start)?\(", line)
-        where = re.search(r'op_name="([^"]*)"', line)
-        for dims in re.findall(r"\w+\[([\d,]*)\]", gather[1]) if gather else ():
-            found.append(([int(n) for n in dims.split(",") if n], where[1] if where else ""))
+    lines = hlo.splitlines()
+    for line in lines:
+        gather = re.search(r"(%\S+) = \(?(.*?) all-gather(?:-start)?\(", line)
+        if not gather:
+            continue
+        names = _op_names(line)
+        if names[:1] and names[0].endswith("dynamic_index_in_dim)/squeeze"):
+            operands = (f"{gather[1]},", f"{gather[1]})")
+            names += [
+                name for other in lines if any(x in other for x in operands) for name in _op_names(other)
+            ]
+        for dims in re.findall(r"\w+\[([\d,]*)\]", gather[2]):
+            found.append(([int(n) for n in dims.split(",") if n], " read by ".join(names)))
     return found
+
+
+def _op_names(line):
+    return re.findall(r'op_name="([^"]*)"', line)
 
 
 def careless(mesh):

@@ -77,9 +77,6 @@ def test_only_one_layers_weights_are_gathered_at_a_time(result):
         assert is_weight(result, shape), f"{shape} is no weight of a layer: {where}"
 
 
-@pytest.mark.xfail(
-    reason="residuals of a layer, kept for the gradient of one platform, are gathered in the backward pass"
-)
 @named_gathers
 @pytest.mark.slow
 def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(result):

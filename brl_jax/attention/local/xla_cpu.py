@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -96,6 +97,10 @@ class WindowTiling:
         """Tiles before tile 0 in the arranged keys."""
         return self.before if self.shift else 0
 
+    def visits(self) -> Iterator[tuple[int, slice]]:
+        """The chains of a step, and which of the step's tiles of keys each visits."""
+        return ((i, slice(i, i + self.before + 1)) for i in range(self.chains))
+
     def pad_queries(self, x: Array) -> Array:
         return _pad(x, 0, self.size - x.shape[1])
 
@@ -105,12 +110,12 @@ class WindowTiling:
         return _pad(x, low, self.front * self.tile + self.size - low - x.shape[1])
 
 
-class Step(NamedTuple):
-    """The place of one step."""
+class Place(NamedTuple):
+    """The place of one block of queries, for the key heads of a step."""
 
     sequence: Array
-    head: Array  # the first of its key heads
-    group: Array
+    head: Array  # the first of the key heads
+    block: Array
 
 
 class Chain(NamedTuple):
@@ -128,17 +133,19 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
     walk = _Walk.of(tiling, call, x)
     q, k, v = tiling.pad_queries(query), tiling.pad_keys(key), tiling.pad_keys(value)
 
+    @jax.jit  # chains are alike: they are traced and lowered once
+    def attend(results: tuple[Array, Array], place: Place, keys: list[Array], values: list[Array]):
+        chain = walk.chain(place, walk.query_tile(q, place), keys)
+        out_tile, lse_tile = _softmax(chain, values)
+        return walk.put_rows(results[0], place, out_tile), walk.put_lse(results[1], place, lse_tile)
+
     def run(results: tuple[Array, Array], number: Array):
-        out, lse = results
-        step = walk.step(number)
-        keys, values = walk.key_tiles(k, step), walk.key_tiles(v, step)
-        for i in range(tiling.chains):
-            stretch = slice(i, i + tiling.before + 1)
-            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
-            out_tile, lse_tile = _softmax(chain, values[stretch])
-            out = walk.put_rows(out, step, i, out_tile)
-            lse = walk.put_lse(lse, step, i, lse_tile)
-        return (out, lse), None
+        first = walk.place(number)
+        keys, values = walk.key_tiles(k, first), walk.key_tiles(v, first)
+        for i, visited in tiling.visits():
+            place = first._replace(block=first.block + i)
+            results = attend(results, place, keys[visited], values[visited])
+        return results, None
 
     empty_out = jnp.zeros(q.shape, jnp.float32)
     empty_lse = jnp.zeros((q.shape[0], walk.kv_heads, walk.queries_per_key, tiling.size), jnp.float32)
@@ -157,34 +164,34 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
     tile, before = tiling.tile, tiling.before
     total = jnp.zeros((key.shape[0], before * tile + tiling.size, *key.shape[2:]), jnp.float32)
 
+    @jax.jit
+    def differentiate(d_query: Array, place: Place, keys: list[Array], values: list[Array]):
+        do_tile = walk.query_tile(do, place)
+        delta = jnp.sum(do_tile * walk.query_tile(o, place), -1)
+        if d_lse is not None:
+            delta = delta - walk.lse_tile(d_lse, place).reshape(delta.shape)
+        chain = walk.chain(place, walk.query_tile(q, place), keys)
+        dq_tile, weights, d_scores = _softmax_gradient(
+            chain, keys, values, do_tile, delta, walk.lse_tile(lse, place), walk.soft_cap
+        )
+        q_t, do_t = (x.swapaxes(1, 2) for x in (chain.query, do_tile))
+        d_keys = [_product("ndt,nts->nds", q_t, d) for d in d_scores]
+        d_values = [_product("ndt,nts->nds", do_t, w) for w in weights]
+        return walk.put_rows(d_query, place, dq_tile * call.scale), d_keys, d_values
+
     def run(totals: tuple[Array, Array, Array], number: Array):
         d_query, d_key, d_value = totals
-        step = walk.step(number)
-        keys, values = walk.key_tiles(k, step), walk.key_tiles(v, step)
+        first = walk.place(number)
+        keys, values = walk.key_tiles(k, first), walk.key_tiles(v, first)
         d_keys: list[list[Array]] = [[] for _ in keys]
         d_values: list[list[Array]] = [[] for _ in keys]
-        for i in range(tiling.chains):
-            stretch = slice(i, i + before + 1)
-            do_tile = walk.query_tile(do, step, i)
-            delta = jnp.sum(do_tile * walk.query_tile(o, step, i), -1)
-            if d_lse is not None:
-                delta = delta - walk.lse_tile(d_lse, step, i).reshape(delta.shape)
-            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
-            dq_tile, weights, d_scores = _softmax_gradient(
-                chain,
-                keys[stretch],
-                values[stretch],
-                do_tile,
-                delta,
-                walk.lse_tile(lse, step, i),
-                walk.soft_cap,
-            )
-            d_query = walk.put_rows(d_query, step, i, dq_tile * call.scale)
-            q_t, do_t = (x.swapaxes(1, 2) for x in (chain.query, do_tile))
+        for i, visited in tiling.visits():
+            place = first._replace(block=first.block + i)
+            d_query, dk_tiles, dv_tiles = differentiate(d_query, place, keys[visited], values[visited])
             for j in range(before + 1):
-                d_keys[i + j].append(_product("ndt,nts->nds", q_t, d_scores[j]))
-                d_values[i + j].append(_product("ndt,nts->nds", do_t, weights[j]))
-        d_key, d_value = walk.add_keys(d_key, step, d_keys), walk.add_keys(d_value, step, d_values)
+                d_keys[i + j].append(dk_tiles[j])
+                d_values[i + j].append(dv_tiles[j])
+        d_key, d_value = walk.add_keys(d_key, first, d_keys), walk.add_keys(d_value, first, d_values)
         return (d_query, d_key, d_value), None
 
     zeros = vary_like((jnp.zeros(q.shape, jnp.float32), total, total), (x, d_out))
@@ -192,6 +199,11 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
     first = before * tile - tiling.shift
     d_key, d_value = (lax.slice_in_dim(x, first, first + key.shape[1], axis=1) for x in (d_key, d_value))
     return d_query[:, : query.shape[1]], d_key, d_value
+
+
+# Starts are never negative here; JAX would compute what negative ones mean for each.
+_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
+_updated = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
 
 
 def _product(subscripts: str, x: Array, y: Array) -> Array:
@@ -296,45 +308,47 @@ class _Walk:
     def steps(self) -> Array:
         return jnp.arange(self.batch * self.head_steps * self.tiling.groups, dtype=jnp.int32)
 
-    def step(self, number: Array) -> Step:
+    def place(self, number: Array) -> Place:
+        """The first block of a step."""
         rest, group = number // self.tiling.groups, number % self.tiling.groups
-        return Step(rest // self.head_steps, rest % self.head_steps * self.tiling.heads, group)
-
-    def query_tile(self, x: Float[Array, "B T N H"], step: Step, i: int) -> Float[Array, "k t H"]:
-        """The queries of chain i, with the rows of one key head together."""
-        t, g = self.tiling, self.queries_per_key
-        start = step.group * t.rows + i * t.tile
-        rows = lax.dynamic_slice(
-            x, starts(step.sequence, start, step.head * g, 0), (1, t.tile, t.heads * g, x.shape[3])
+        return Place(
+            rest // self.head_steps, rest % self.head_steps * self.tiling.heads, group * self.tiling.chains
         )
+
+    def query_tile(self, x: Float[Array, "B T N H"], place: Place) -> Float[Array, "k t H"]:
+        """The queries of a block, with the rows of one key head together."""
+        t, g = self.tiling, self.queries_per_key
+        rows = _slice(x, self._rows(place), (1, t.tile, t.heads * g, x.shape[3]))
         rows = rows.reshape(t.tile, t.heads, g, -1).transpose(1, 2, 0, 3)
         return rows.reshape(t.heads, g * t.tile, -1).astype(jnp.float32)
 
-    def lse_tile(self, x: Float[Array, "B K G T"], step: Step, i: int) -> Float[Array, "k G t"]:
-        t = self.tiling
-        start = step.group * t.rows + i * t.tile
-        place = starts(step.sequence, step.head, 0, start)
-        return lax.dynamic_slice(x, place, (1, t.heads, x.shape[2], t.tile))[0]
+    def _rows(self, place: Place) -> tuple[Any, ...]:
+        """Where the queries of a block start."""
+        return starts(place.sequence, place.block * self.tiling.tile, place.head * self.queries_per_key, 0)
 
-    def _tile_start(self, step: Step, i: int) -> Array:
-        t = self.tiling
-        return jnp.maximum(step.group * t.chains + (i - t.before + t.front), 0) * t.tile
+    def _lse_rows(self, place: Place) -> tuple[Any, ...]:
+        return starts(place.sequence, place.head, 0, place.block * self.tiling.tile)
 
-    def key_tiles(self, x: Float[Array, "B S K H"], step: Step) -> list[Float[Array, "k s H"]]:
+    def lse_tile(self, x: Float[Array, "B K G T"], place: Place) -> Float[Array, "k G t"]:
+        return _slice(x, self._lse_rows(place), (1, self.tiling.heads, x.shape[2], self.tiling.tile))[0]
+
+    def _tile_start(self, place: Place, j: int) -> Array:
+        """The first row of tile j of a block, in the arranged keys."""
+        t = self.tiling
+        return jnp.maximum(place.block + (j - t.before + t.front), 0) * t.tile
+
+    def key_tiles(self, x: Float[Array, "B S K H"], first: Place) -> list[Float[Array, "k s H"]]:
         """The tiles of keys that the blocks of the step visit."""
         t = self.tiling
 
-        def read(i: int) -> Array:
-            rows = lax.dynamic_slice(
-                x,
-                starts(step.sequence, self._tile_start(step, i), step.head, 0),
-                (1, t.tile, t.heads, x.shape[3]),
-            )
+        @jax.jit
+        def read(start: Array) -> Array:
+            rows = _slice(x, starts(first.sequence, start, first.head, 0), (1, t.tile, t.heads, x.shape[3]))
             return rows[0].transpose(1, 0, 2).astype(jnp.float32)
 
-        return [read(i) for i in range(t.chains + t.before)]
+        return [read(self._tile_start(first, j)) for j in range(t.chains + t.before)]
 
-    def chain(self, step: Step, i: int, query: Array, keys: Sequence[Array]) -> Chain:
+    def chain(self, place: Place, query: Array, keys: Sequence[Array]) -> Chain:
         t = self.tiling
         query = query * self.scale
         shape = (t.heads, self.queries_per_key, t.tile, t.tile)
@@ -343,12 +357,11 @@ class _Walk:
             scores = [soft_cap(s, self.soft_cap) for s in scores]
         r = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 0)
         c = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 1)
-        masks = [self._mask(step, i, i + j) for j in range(t.before + 1)]
+        masks = [self._mask(place, j) for j in range(t.before + 1)]
         scores = [s if m is None else jnp.where(m, s, MASKED) for s, m in zip(scores, masks)]
         offsets: list[Array | None] = [None] * t.before
         if t.shift == 0:  # tiles before the sequence; the last tile is the block's own
-            block = step.group * t.chains + i
-            outside = [jnp.where(block >= t.before - j, 0.0, MASKED) for j in range(t.before)]
+            outside = [jnp.where(place.block >= t.before - j, 0.0, MASKED) for j in range(t.before)]
             scores[0] = scores[0] + outside[0]
             offsets[1:] = outside[1:]
         low = c <= r
@@ -361,42 +374,36 @@ class _Walk:
         scores = [folded, *middle]
         return Chain(query, scores, offsets, low)
 
-    def _mask(self, step: Step, i: int, u: int) -> Array | None:
-        """Which keys of the step's tile u exist and are visible for chain i: (b or 1, b) bools, None for all."""
+    def _mask(self, place: Place, j: int) -> Array | None:
+        """Which keys of tile j of a block exist and are visible: (b or 1, b) bools, None for all."""
         t = self.tiling
         mask = None
         if t.shift or self.key_lengths is not None:
-            first = (step.group * t.chains + (u - t.before)) * t.tile + t.shift
-            index = first + jnp.arange(t.tile, dtype=jnp.int32)
+            index = (place.block + (j - t.before)) * t.tile + t.shift + jnp.arange(t.tile, dtype=jnp.int32)
             stop = jnp.int32(self.num_keys)
             if self.key_lengths is not None:
-                stop = self.key_lengths[step.sequence].astype(jnp.int32)
+                stop = self.key_lengths[place.sequence].astype(jnp.int32)
             mask = ((index >= 0) & (index < stop))[None]
         if self.query_segments is not None and self.key_segments is not None:
-            start = step.group * t.rows + i * t.tile
-            cut = lambda x, start: lax.dynamic_slice(x, (step.sequence, start), (1, t.tile))[0]  # noqa: E731
-            rows = cut(self.query_segments, start)
-            same = rows[:, None] == cut(self.key_segments, self._tile_start(step, u))[None, :]
+            rows = _slice(self.query_segments, (place.sequence, place.block * t.tile), (1, t.tile))
+            keys = _slice(self.key_segments, (place.sequence, self._tile_start(place, j)), (1, t.tile))
+            same = rows[0][:, None] == keys
             mask = same if mask is None else mask & same
         return mask
 
-    def put_rows(
-        self, total: Float[Array, "B T N H"], step: Step, i: int, x: Float[Array, "k G b H"]
+    def put_rows(self, total: Float[Array, "B T N H"], place: Place, x: Float[Array, "k G b H"]) -> Array:
+        """`total` with the rows of a block written to it."""
+        rows = x.transpose(2, 0, 1, 3).reshape(1, self.tiling.tile, -1, x.shape[3])
+        return _updated(total, rows, self._rows(place))
+
+    def put_lse(self, total: Float[Array, "B K G T"], place: Place, x: Float[Array, "k G b"]) -> Array:
+        return _updated(total, x[None], self._lse_rows(place))
+
+    def add_keys(
+        self, total: Float[Array, "B S K H"], first: Place, tiles: Sequence[Sequence[Array]]
     ) -> Array:
-        """`total` with the rows of chain i written to it."""
-        t, g = self.tiling, self.queries_per_key
-        rows = x.transpose(2, 0, 1, 3).reshape(1, t.tile, t.heads * g, x.shape[3])
-        start = starts(step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)
-        return lax.dynamic_update_slice(total, rows, start)
-
-    def put_lse(self, total: Float[Array, "B K G T"], step: Step, i: int, x: Float[Array, "k G b"]) -> Array:
-        t = self.tiling
-        start = starts(step.sequence, step.head, 0, step.group * t.rows + i * t.tile)
-        return lax.dynamic_update_slice(total, x[None], start)
-
-    def add_keys(self, total: Float[Array, "B S K H"], step: Step, tiles: Sequence[Sequence[Array]]) -> Array:
         """Adds the tiles of the step, each the sum of pieces (k, H, b); `total` starts `before` tiles early."""
         sums = [sum(pieces[1:], start=pieces[0]).transpose(2, 0, 1) for pieces in tiles]
         piece = jnp.concatenate(sums)[None]
-        start = starts(step.sequence, step.group * self.tiling.rows, step.head, 0)
-        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, piece.shape) + piece, start)
+        start = starts(first.sequence, first.block * self.tiling.tile, first.head, 0)
+        return _updated(total, _slice(total, start, piece.shape) + piece, start)

