@@ -37,7 +37,7 @@ class GraphConfig(StackConfig):
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
     passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn" or "hgt")."""
     identities: bool = False
-    """Whether each node of the graph has a learned vector in place of its features."""
+    """Whether each node of the graph has a learned vector, and its features are not read."""
     input_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate of the features."""
     kinds: tuple[int, ...] = (0,)

@@ -180,7 +180,7 @@ class _Run:
         return True
 
     def take_steps(self) -> None:
-        """Reads the batches of one call, hands its steps to the device, and reports those of the call before."""
+        """Reads the batches of one call, hands its steps to the device, and reports the steps of the call before."""
         count = self._steps_of_call()
         with self.meter.input():
             batches = [next(self.stream) for _ in range(count)]
