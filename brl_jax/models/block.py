@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -11,6 +12,9 @@ from brl_jax.layers.core.modules import FeedForward, norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.cross_attention import CrossAttention, CrossCache, CrossCall, CrossConfig
 from brl_jax.sharding import constrain
+
+#: Shards the residual stream by batch and length only: full-width rows let norms run without communication.
+constrain_stream = functools.partial(constrain, names=("batch", "length", "embed"))
 
 
 class BlockCache(NamedTuple):
@@ -37,20 +41,21 @@ class Block(nn.Module):
 
     def setup(self):
         d = self.dimensions
+        self.residual = self.mechanism.residual
         self.mixer = self.mechanism.layer(d)
-        if self.mechanism.residual != "ffn":
+        if self.residual != "ffn":
             self.mixer_norm = norm(d, name="mixer_norm")
         if self.cross_attention is not None:
             self.cross_mixer = CrossAttention(self.cross_attention, d)
             self.cross_norm = norm(d, name="cross_norm")
-        if self.mechanism.residual != "mixer":
+        if self.residual != "mixer":
             self.feed_forward = FeedForward(d)
             self.feed_forward_norm = norm(d, name="feed_forward_norm")
         if d.output_norms:
             self.mixer_output_norm = norm(d, name="mixer_output_norm")
             if self.cross_attention is not None:
                 self.cross_output_norm = norm(d, name="cross_output_norm")
-            if self.mechanism.residual != "mixer":
+            if self.residual != "mixer":
                 self.feed_forward_output_norm = norm(d, name="feed_forward_output_norm")
         self.dropout = nn.Dropout(d.dropout)
 
@@ -69,7 +74,7 @@ class Block(nn.Module):
         if cross is not None:
             mixed, cache = self.attend(x, cross, cache, deterministic)
             x = constrain_stream(x + mixed)
-        if self.mechanism.residual != "mixer":
+        if self.residual != "mixer":
             x = constrain_stream(x + self.transform(x, deterministic))
         return x, carry, cache
 
@@ -77,7 +82,7 @@ class Block(nn.Module):
         self, x: Float[Array, "B T D"], carry: Any, cache: Any, call: dict[str, Any], deterministic: bool
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Returns the mechanism's contribution to the residual stream, the new carry and the new cache."""
-        residual = self.mechanism.residual
+        residual = self.residual
         kept = isinstance(cache, BlockCache)
         mixed, carry, mixer_cache = self.mixer(
             self.mixer_norm(x) if residual in ("pre", "mixer") else x,
@@ -98,9 +103,9 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the cross-attention's contribution to the residual stream and the block's new cache."""
         kept = isinstance(cache, BlockCache)
-        read = x if self.mechanism.residual == "post" else self.cross_norm(x)
+        read = x if self.residual == "post" else self.cross_norm(x)
         mixed, cross_cache = self.cross_mixer(read, cross, cache.cross if kept else None)
-        if self.mechanism.residual == "post":
+        if self.residual == "post":
             mixed = self.cross_norm(mixed)
         if self.dimensions.output_norms:
             mixed = self.cross_output_norm(mixed)
@@ -109,15 +114,10 @@ class Block(nn.Module):
 
     def transform(self, x: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
         """Returns the feed-forward network's contribution to the residual stream."""
-        if self.mechanism.residual == "post":
+        if self.residual == "post":
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
             mixed = self.feed_forward(self.feed_forward_norm(x))
         if self.dimensions.output_norms:
             mixed = self.feed_forward_output_norm(mixed)
         return self.dropout(mixed, deterministic=deterministic)
-
-
-def constrain_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Shards the residual stream by batch and length only: full-width rows let norms run without communication."""
-    return constrain(x, ("batch", "length", "embed"))

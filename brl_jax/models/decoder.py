@@ -83,8 +83,9 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
+        dimensions = c.dimensions
         self.inputs = Inputs(
-            c.dimensions,
+            dimensions,
             c.vocab_size,
             embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
@@ -94,9 +95,9 @@ class DecoderLM(nn.Module):
         if not c.tied_embeddings:
             axes = ("vocab", "embed")
             init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), axes)
-            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype)
+            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), dimensions.param_dtype)
             self.unembedding: Any = gather_parameter(table, axes)
-        self.stack = make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention)
+        self.stack = make_stack(c.mechanisms, dimensions, c.remat, c.cross_attention)
         self.dropout = nn.Dropout(c.dropout)
 
     def _unbound_stack(self) -> Stack:

@@ -54,7 +54,7 @@ def reread_step(
         read = norm(d, name="norm").apply({"params": w["mixer_norm"]}, x[:, -1:])
 
         def project(name: str) -> Array:
-            made = jnp.einsum("btd,dnh->btnh", read, mixer[name]["kernel"]) + mixer[name]["bias"]
+            made = jnp.einsum("btd,dnh->btnh", read, mixer[name]["kernel"]) + mixer[name]["bias"][None, None]
             return made if name == "value" else rotate(made, place, d.rope_theta)
 
         now = [
@@ -62,7 +62,11 @@ def reread_step(
             for old, name in zip(before, ("query", "key", "value"))
         ]
         attended = full_attention(*now, is_causal=True)
-        x = x + jnp.einsum("btnh,nhd->btd", attended, mixer["out"]["kernel"]) + mixer["out"]["bias"]
+        x = (
+            x
+            + jnp.einsum("btnh,nhd->btd", attended, mixer["out"]["kernel"])
+            + mixer["out"]["bias"][None, None]
+        )
         read = norm(d, name="norm").apply({"params": w["feed_forward_norm"]}, x)
         return x + FeedForward(d).apply({"params": w["feed_forward"]}, read), tuple(now)
 

@@ -19,15 +19,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import brl_jax as bj
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.output import json_path
+from eval.harness.table import Table
 from eval.speed import report
 from train.cli.options import parse_options
 
@@ -86,24 +84,22 @@ def run(argv: Sequence[str]) -> None:
     about = "What calls cost before they run: seconds to trace and to lower, calls and operations."
     options = parse_options(TracingOptions(), argv, prog="python -m eval.speed --tracing", about=about)
     path = json_path(options.json)
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+    table = Table("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations")
     bases: dict[bool, Row] = {}
     measured = []
     for row in rows(options):
         base = bases.setdefault(row.gradient, row)
         measured.append(dataclasses.asdict(row))
-        table.add_row(
+        table.add(
             row.name + (", gradient" if row.gradient else ""),
             f"{row.trace:.3f}",
             f"{row.trace / base.trace:.1f}",
             f"{row.lower:.3f}",
             f"{(row.trace + row.lower) / (base.trace + base.lower):.1f}",
-            str(row.calls),
-            str(row.operations),
+            row.calls,
+            row.operations,
         )
-    Console().print(table)
+    table.show()
     if path is not None:
         report.write_json(path, measured, options)
 

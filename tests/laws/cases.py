@@ -121,6 +121,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
             compress_positions="none",
         ),
         "layer-neighbourhood": _brl("brl-layer", window=4, pattern="neighbourhood", grid_width=7),
+        "layer-fixed": _brl("brl-layer", pattern="fixed"),
+        "layer-bigbird": _brl("brl-layer", window=4, pattern="bigbird", num_global=4),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(
             "brl-output",

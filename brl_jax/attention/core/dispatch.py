@@ -79,11 +79,12 @@ def dispatch(
         lowered for a platform on which that backend does not run.
     """
     names: list[str | None] = [None, "xla"]
-    suited = False
+    suited = cudnn = False
     for row in backends.values():
         for backend in row:
             names += [backend.implementation, f"{backend.implementation}_interpret"]
-            suited = suited or (implementation is None and not backend.unsuited)
+            if implementation is None and not backend.unsuited:
+                suited, cudnn = True, cudnn or backend.implementation == "cudnn"
     if implementation not in names:
         check_implementation(implementation, *names)
     rows = backends if implementation is None else {}
@@ -98,8 +99,8 @@ def dispatch(
         choice = _named(name, implementation, backends, operands, kept)
     if results is None:
         results = jax.eval_shape(xla, *operands)
-    half = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(operands))  # cuDNN takes nothing wider
-    cudnn = half and any(b.implementation == "cudnn" and not b.unsuited for row in rows.values() for b in row)
+    if cudnn:  # takes nothing wider
+        cudnn = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(operands))
     return by_platform(
         choice,
         *operands,

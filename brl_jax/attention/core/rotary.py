@@ -80,6 +80,7 @@ def rotate(
     positions: Int[Array, "#B T"],
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
+    rotary_dim: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
@@ -90,10 +91,14 @@ def rotate(
       x: (B, T, N, H) with H even; positions: (B, T) or (1, T), not negative.
       theta: base of the frequencies theta^(-2 i / H).
       scaling: changes some of them; None for none.
+      rotary_dim: how many features of a head, from the first, are rotated; None for all H.
 
     Raises:
-      ValueError: if H is odd.
+      ValueError: if the number of rotated features is odd.
     """
+    if rotary_dim is not None:
+        turned = rotate(x[..., :rotary_dim], positions, theta, scaling)
+        return jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")

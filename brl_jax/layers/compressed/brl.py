@@ -9,7 +9,7 @@ read them. An encoder has a single block, the whole sequence, and its history is
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 
@@ -17,9 +17,8 @@ from brl_jax.attention.core.checks import check_at_least, check_choice, check_fi
 from brl_jax.attention.core.scores import Score
 from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
-from brl_jax.layers.local.local_attention import LocalConfig
+from brl_jax.layers.local.local_attention import LocalConfig, LocalPattern
 
-Pattern = Literal["sliding", "dilated", "block", "bucketed", "neighbourhood"]
 Memory = Literal["output", "layer"]
 Generation = Literal["blocks", "all"]
 Formulation = Literal["algorithm", "equations"]
@@ -36,16 +35,16 @@ class BRLConfig(Mechanism):
     config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
     """
 
-    linear_cost: ClassVar[bool] = True
-
     window: int = 128
     """Width of the local attention [w], as in the mechanism "local"."""
-    pattern: Pattern = "sliding"
-    """Pattern of the local attention [D]; "neighbourhood" is a two-dimensional window, for images stored row by row."""
+    pattern: LocalPattern = "sliding"
+    """Pattern of the local attention [D], any of the mechanism "local"."""
     dilation: int = 2
     """Step between the keys of the pattern "dilated"."""
     grid_width: int = 32
-    """Tokens in a row of the grid, for "neighbourhood"."""
+    """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
+    num_global: int = 64
+    """Global tokens of the patterns "global", "bigbird" and "global_local"."""
     num_compressed: int = 64
     """Compressed tokens of a block [m], at most 256; 0 leaves only local attention."""
     compressed_dim: int | None = None
@@ -101,9 +100,9 @@ class BRLConfig(Mechanism):
     0.50 with "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "dilation", "grid_width")
+        check_at_least(self, "window", "dilation", "num_global", "grid_width")
         choices = {
-            "pattern": Pattern,
+            "pattern": LocalPattern,
             "memory": Memory,
             "generation": Generation,
             "formulation": Formulation,
@@ -137,6 +136,14 @@ class BRLConfig(Mechanism):
         return "pre" if self.input_norm else "ffn"
 
     @property
+    def causal(self) -> bool:
+        return self.local.causal
+
+    @property
+    def linear_cost(self) -> bool:
+        return self.local.linear_cost
+
+    @property
     def segment(self) -> int | None:
         return self.block if self.memory == "output" and self.num_compressed else None
 
@@ -158,7 +165,9 @@ class BRLConfig(Mechanism):
     @property
     def local(self) -> LocalConfig:
         """The local attention's configuration."""
-        return LocalConfig(self.window, self.pattern, self.dilation, grid_width=self.grid_width)
+        return LocalConfig(
+            self.window, self.pattern, self.dilation, self.num_global, grid_width=self.grid_width
+        )
 
     @property
     def block(self) -> int:

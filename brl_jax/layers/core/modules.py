@@ -223,13 +223,8 @@ def project_qkv(
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)
     if d.rope_theta is not None and positions is not None:
-        theta = d.rope_theta
-
-        def turn(x: Array) -> Array:
-            turned = rotate(x[..., :rotary_dim], positions, theta, rope_scaling)
-            return turned if rotary_dim is None else jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
-
-        query, key = turn(query), turn(key)
+        place = (positions, d.rope_theta, rope_scaling, rotary_dim)
+        query, key = rotate(query, *place), rotate(key, *place)
     if root_scores:
         query = scale_scores(query, d.head_score_factor)
     return query, key, value

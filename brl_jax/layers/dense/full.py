@@ -38,7 +38,10 @@ class FullAttention(SoftmaxLayer):
         return dense_on_mesh(query, key, value, **options)
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        rate, d = self.mechanism.dropout, self.dimensions
+        mechanism, d = self.mechanism, self.dimensions
+        rate = (
+            mechanism.dropout if isinstance(mechanism, FullConfig) else 0.0
+        )  # TLinFormer has this layer too
         if not rate or call.deterministic or call.cache is not None:
             return super().mix(x, call)
         # The residuals of bfloat16 would be too coarse.
