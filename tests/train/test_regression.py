@@ -254,6 +254,8 @@ def test_presets_of_the_paper():
         assert data.sizes(30_000) == (int(inputs), 2 * int(inputs))
         assert (config.loop.steps, config.loop.batch, optimizer.decay) == (500_001, 64, "constant")
         assert getattr(model.mechanism, "qk_norm", True), name
+    assert PRESETS["paper-mlr-8-64-256"].model.mechanism.ranks == (8, 8, 8, 8)
+    assert PRESETS["paper-mlr-8-16-64"].model.mechanism.ranks == (4, 4)
 
 
 def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
