@@ -6,11 +6,11 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   linear_attention, norm_attention, performer_attention, cosformer_attention, flowformer_attention, delta_rule,
   gated_delta_rule and kimi_delta_rule, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
-  mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
-  global_window_attention;
+  mlr_attention, long_short_attention, bilinear_mlr_attention, bilinear_btt_attention, global_window_attention;
   nystromformer_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
   reformer_attention, sinkhorn_attention, informer_attention, sliceformer_attention.
-  state_functions returns init, extend and step of a mechanism under the same three names.
+  Functions that can continue from earlier tokens take state= and return_state=, and init_NAME_state makes the first
+  state. state_functions returns init, extend and step of a mechanism under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
   stream yields the tokens as they come, and generate_requests decodes requests of any length together.
@@ -47,8 +47,7 @@ from brl_jax.attention.local.patterns import (
     SurroundedBlocks,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
-from brl_jax.attention.low_rank.long_short import long_short_attention
-from brl_jax.attention.low_rank.long_short_generation import init_long_short_state, long_short_step
+from brl_jax.attention.low_rank.long_short import init_long_short_state, long_short_attention
 from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
@@ -67,18 +66,17 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.attention.sorting.informer import (
     informer_attention,
-    informer_step,
     init_informer_state,
 )
 from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
-from brl_jax.attention.sorting.reformer import reformer_attention, reformer_rotations
-from brl_jax.attention.sorting.reformer_generation import init_reformer_state, reformer_step
-from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
+from brl_jax.attention.sorting.reformer import init_reformer_state, reformer_attention, reformer_rotations
+from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.attention.sorting.sliceformer import sliceformer_attention
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
-from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
-from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.attention.structured.mlr_generation import init_mlr_state
+from brl_jax.attention.structured.mlr_levels import doubling_block_sizes
 from brl_jax.batching import Completion, Request, generate_requests
 from brl_jax.decoding import generate, stream
 from brl_jax.layers import (
@@ -249,7 +247,6 @@ __all__ = [
     "global_window_attention",
     "hopfield_attention",
     "informer_attention",
-    "informer_step",
     "init_bsbr_state",
     "init_cosformer_state",
     "init_delta_state",
@@ -265,6 +262,7 @@ __all__ = [
     "init_mlr_state",
     "init_performer_state",
     "init_reformer_state",
+    "init_sinkhorn_state",
     "kernelized_attention",
     "kimi_delta_rule",
     "linear_attention",
@@ -272,11 +270,9 @@ __all__ = [
     "local_attention",
     "local_attention_step",
     "long_short_attention",
-    "long_short_step",
     "luna_attention",
     "mixed_chunk_attention",
     "mlr_attention",
-    "mlr_attention_step",
     "native_sparse_attention",
     "norm_attention",
     "nystromformer_attention",
@@ -285,9 +281,7 @@ __all__ = [
     "propagate",
     "reformer_attention",
     "reformer_rotations",
-    "reformer_step",
     "sinkhorn_attention",
-    "sinkhorn_step",
     "skyformer_attention",
     "skyformer_samples",
     "sliceformer_attention",

@@ -88,7 +88,7 @@ def generate_requests(
       length: capacity of a slot in tokens, for a prompt and its continuation. None reads all requests first and uses
         the longest.
       rng: random key; required unless temperature is 0.
-      numbers: one for each request, from which its random key is derived; by default 0, 1, ... in their order.
+      numbers: one for each request, which determines its random key; 0, 1, ... in their order by default.
       every: maximum number of steps in one call of the compiled program, which returns early when a request ends.
 
     Yields:

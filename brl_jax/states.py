@@ -16,12 +16,12 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.declared import argument_checks
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
-from brl_jax.attention.low_rank.long_short_generation import (
+from brl_jax.attention.low_rank.long_short import (
     LongShortState,
     init_long_short_state,
-    long_short_step,
+    long_short_attention,
 )
-from brl_jax.attention.recurrent.bsbr import BSBRState, Compression, bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import (
     DeltaState,
@@ -45,8 +45,8 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
-from brl_jax.attention.structured.mlr import BlockSizes
-from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
 
 State = TypeVar("State")
 Name = Literal[
@@ -73,7 +73,7 @@ Name = Literal[
 class StateFunctions(Generic[State]):
     """The functions of one mechanism, pure and without parameters; see `state_functions`. State is a NamedTuple."""
 
-    _init: Callable[[int, int, int, Any], State]
+    _init: Callable[..., State]
     _extend: Callable[..., Any]  # -> (Array, State); functions whose state is optional return a union
 
     def init(self, batch: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> State:
@@ -85,7 +85,8 @@ class StateFunctions(Generic[State]):
         Raises:
           ValueError: a size is below 1.
         """
-        return self._init(batch, num_kv_heads, head_dim, dtype)
+        options = {"dtype": dtype} if "dtype" in inspect.signature(self._init).parameters else {}
+        return self._init(batch, num_kv_heads, head_dim, **options)
 
     def extend(
         self,
@@ -106,7 +107,7 @@ class StateFunctions(Generic[State]):
         Raises:
           ValueError: as the mechanism's function.
         """
-        return self._extend(query, key, value, state=state, **arrays)
+        return self._extend(query=query, key=key, value=value, state=state, **arrays)
 
     def step(
         self,
@@ -163,28 +164,38 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
       name: "local" (settings: window), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
         (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
         "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay), "flowformer"
-        (init takes the number of query heads), "luna" (packed), "gau" (length, and value_dim if it differs from
-        head_dim), "flash" (`mixed_chunk_attention`: chunk_size, value_dim), "bsbr" (length, num_heads, chunk_size,
-        compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window, chunk_size). `length` is
-        the state's capacity in tokens.
-      settings: the options of the mechanism's function that do not change from token to token.
+        (num_heads), "luna" (packed), "gau" (length), "flash" (`mixed_chunk_attention`: chunk_size), "bsbr" (length,
+        num_heads, chunk_size, compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window,
+        chunk_size). `length` is the state's capacity in tokens; num_heads are the query heads, num_kv_heads by default.
+      settings: further options of init_NAME_state, such as value_dim, and of the mechanism's function, if they do not
+        change from token to token.
 
     Raises:
       ValueError: the name is unknown, or a setting has the wrong type or range.
       TypeError: a setting is unknown or missing; for "cosformer", `extend` raises it if max_length is missing.
     """
     hint = _DECAYED.get(name, "")
-    require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}{hint}")
-    maker, function = _MAKERS[name]
-    own = inspect.signature(maker).parameters
-    known = [*own, *(x for x in inspect.signature(function).parameters if x not in own)]
-    _check_settings(name, settings, [x for x in known if x not in _OF_CALLS])
-    missing = [x for x, parameter in own.items() if parameter.default is inspect.Parameter.empty]
-    missing = [x for x in missing if x not in settings and x != "settings"]
+    require(name in _MECHANISMS, f"name must be one of {', '.join(_MECHANISMS)}, got {name!r}{hint}")
+    init, function = _MECHANISMS[name]
+    for_init, for_function = (inspect.signature(x).parameters for x in (init, function))
+    known = [*for_init, *(x for x in for_function if x not in for_init)]
+    _check_settings(name, settings, [x for x in known if x not in _NO_SETTINGS])
+    of_init, of_function = (
+        {x: value for x, value in settings.items() if x in own} for own in (for_init, for_function)
+    )
+    for setting, (size, read) in _SIZES.items():
+        if size in for_init and settings.get(setting) is not None:
+            of_init[size] = read(settings[setting])
+    names = {size: setting for setting, (size, _) in _SIZES.items()}
+    missing = [x for x, parameter in for_init.items() if parameter.default is inspect.Parameter.empty]
+    missing = [names.get(x, x) for x in missing if x not in of_init and x not in _OF_INIT]
     if missing:
         raise TypeError(f"state_functions({name!r}) needs {', '.join(missing)}")
-    argument_checks(function)((), {x: value for x, value in settings.items() if x not in own})
-    return maker(**settings)
+    argument_checks(function)((), of_function)
+    always = {x: True for x in ("is_causal", "return_state") if x in for_function}
+    return StateFunctions(
+        functools.partial(init, **of_init), functools.partial(function, **always, **of_function)
+    )
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -195,154 +206,40 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: Sequence[str]
             raise TypeError(f"state_functions({name!r}) takes {', '.join(known)}, got {setting!r}{hint}")
 
 
-def _local(*, window: int, **settings: Any) -> StateFunctions[LocalState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_local_state(batch, heads, dim, window=window, dtype=dtype),
-        functools.partial(local_attention_step, **settings),
-    )
+def _init_norm_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+) -> LinearState:
+    return init_linear_state(batch, num_kv_heads, head_dim, value_dim, normalize=False)
 
 
-def _diag(*, block_size: int = 64, **settings: Any) -> StateFunctions[DiagState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_diag_state(
-            batch, heads, dim, block_size=block_size, dtype=dtype
-        ),
-        functools.partial(diag_attention_step, **settings),
-    )
-
-
-def _performer(*, projection: Float[Array, "F H"], **settings: Any) -> StateFunctions[PerformerState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_performer_state(batch, heads, projection.shape[0], dim),
-        functools.partial(
-            performer_attention, projection=projection, is_causal=True, return_state=True, **settings
-        ),
-    )
-
-
-def _linear(*, normalize: bool = True, **settings: Any) -> StateFunctions[LinearState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_linear_state(batch, heads, dim, dim, normalize=normalize),
-        functools.partial(
-            linear_attention, normalize=normalize, is_causal=True, return_state=True, **settings
-        ),
-    )
-
-
-def _luna(*, packed: Float[Array, "M K H"], **settings: Any) -> StateFunctions[LunaState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_luna_state(batch, heads, dim, packed.shape[0], dim),
-        functools.partial(luna_attention, packed=packed, return_state=True, **settings),
-    )
-
-
-def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions[GAUState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_gau_state(
-            batch, length, heads, dim, dim if value_dim is None else value_dim, dtype=dtype
-        ),
-        functools.partial(gau_attention, is_causal=True, return_state=True, **settings),
-    )
-
-
-def _flash(
-    *, chunk_size: int = 256, value_dim: int | None = None, **settings: Any
-) -> StateFunctions[MixedChunkState]:
-    def extend(query: Array, key: Array, value: Array, *, linear_query: Array, linear_key: Array, state: Any):
-        return mixed_chunk_attention(
-            query, key, linear_query, linear_key, value, is_causal=True, chunk_size=chunk_size, state=state,
-            return_state=True, **settings,
-        )  # fmt: skip
-
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_mixed_chunk_state(
-            batch, heads, dim, dim if value_dim is None else value_dim, chunk_size=chunk_size, dtype=dtype
-        ),
-        extend,
-    )
-
-
-def _bsbr(
-    *,
-    length: int,
-    num_heads: int | None = None,
-    retrieval_dim: int | None = None,
-    chunk_size: int = 64,
-    compression: Compression | None = None,
-    **settings: Any,
-) -> StateFunctions[BSBRState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_bsbr_state(
-            batch, length, heads if num_heads is None else num_heads, heads, dim, retrieval_dim=retrieval_dim,
-            compressed=None if compression is None else compression[0].shape[2], chunk_size=chunk_size, dtype=dtype,
-        ),
-        functools.partial(
-            bsbr_attention, is_causal=True, return_state=True, chunk_size=chunk_size, compression=compression,
-            **settings,
-        ),
-    )  # fmt: skip
-
-
-def _mlr(
-    *, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settings: Any
-) -> StateFunctions[MLRState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_mlr_state(
-            batch, length, heads, dim, ranks=ranks, block_sizes=block_sizes, dtype=dtype
-        ),
-        functools.partial(mlr_attention_step, ranks=ranks, block_sizes=block_sizes, **settings),
-    )
-
-
-def _long_short(
-    *, length: int, rank: int = 1, window: int = 128, chunk_size: int = 16, **settings: Any
-) -> StateFunctions[LongShortState]:
-    return StateFunctions(
-        lambda batch, heads, dim, dtype: init_long_short_state(
-            batch, length, heads, dim, rank, window=window, chunk_size=chunk_size, dtype=dtype
-        ),
-        functools.partial(long_short_step, **settings),
-    )
-
-
-def _sums(
-    function: Callable[..., Any], init: Callable[..., State], **always: Any
-) -> Callable[..., StateFunctions[State]]:
-    """Returns a maker for a mechanism whose state has no options."""
-
-    def make(**settings: Any) -> StateFunctions[State]:
-        return StateFunctions(
-            lambda batch, heads, dim, dtype: init(batch, heads, dim, dim),
-            functools.partial(function, return_state=True, **always, **settings),
-        )
-
-    return make
-
-
-# Arguments of a mechanism's function that are not settings.
-_OF_CALLS = ("settings", "query", "key", "value", "state", "return_state", "is_causal")
+# Settings from whose shapes init takes a size.
+_SIZES: dict[str, tuple[str, Callable[[Any], int]]] = {
+    "projection": ("num_features", lambda projection: projection.shape[0]),
+    "packed": ("num_packed", lambda packed: packed.shape[0]),
+    "compression": ("num_compressed", lambda compression: compression[0].shape[2]),
+}
+# Parameters of a mechanism's functions that are not settings.
+_OF_INIT = ("batch", "num_kv_heads", "head_dim", "dtype")
+_OF_CALLS = ("query", "key", "value", "state", "return_state", "is_causal")
+_NO_SETTINGS = (*_OF_INIT, *_OF_CALLS, "num_packed", "num_compressed")
 _DECAYED = dict.fromkeys(
     ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
 )
-# For each name, the maker of its functions, and the mechanism's function, which takes the maker's other settings.
-_MAKERS: dict[str, tuple[Callable[..., StateFunctions[Any]], Callable[..., Any]]] = {
-    "local": (_local, local_attention_step),
-    "diag": (_diag, diag_attention_step),
-    "linear": (_linear, linear_attention),
-    "norm": (
-        _sums(norm_attention, functools.partial(init_linear_state, normalize=False), is_causal=True),
-        norm_attention,
-    ),
-    "cosformer": (_sums(cosformer_attention, init_cosformer_state, is_causal=True), cosformer_attention),
-    "performer": (_performer, performer_attention),
-    "deltanet": (_sums(delta_rule, init_delta_state), delta_rule),
-    "gated_deltanet": (_sums(gated_delta_rule, init_delta_state), gated_delta_rule),
-    "kda": (_sums(kimi_delta_rule, init_delta_state), kimi_delta_rule),
-    "flowformer": (_sums(flowformer_attention, init_flowformer_state, is_causal=True), flowformer_attention),
-    "luna": (_luna, luna_attention),
-    "gau": (_gau, gau_attention),
-    "flash": (_flash, mixed_chunk_attention),
-    "bsbr": (_bsbr, bsbr_attention),
-    "mlr": (_mlr, mlr_attention_step),
-    "long_short": (_long_short, long_short_step),
+_MECHANISMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "local": (init_local_state, local_attention_step),
+    "diag": (init_diag_state, diag_attention_step),
+    "linear": (init_linear_state, linear_attention),
+    "norm": (_init_norm_state, norm_attention),
+    "cosformer": (init_cosformer_state, cosformer_attention),
+    "performer": (init_performer_state, performer_attention),
+    "deltanet": (init_delta_state, delta_rule),
+    "gated_deltanet": (init_delta_state, gated_delta_rule),
+    "kda": (init_delta_state, kimi_delta_rule),
+    "flowformer": (init_flowformer_state, flowformer_attention),
+    "luna": (init_luna_state, luna_attention),
+    "gau": (init_gau_state, gau_attention),
+    "flash": (init_mixed_chunk_state, mixed_chunk_attention),
+    "bsbr": (init_bsbr_state, bsbr_attention),
+    "mlr": (init_mlr_state, mlr_attention),
+    "long_short": (init_long_short_state, long_short_attention),
 }

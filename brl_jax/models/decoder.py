@@ -166,7 +166,7 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        start = cache.num_tokens if isinstance(cache, StackCache) else 0
+        start = cache.length if isinstance(cache, StackCache) else 0
         places = token_positions(tokens.shape[1], start)
         x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)
         return self.stack(

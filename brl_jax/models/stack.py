@@ -159,7 +159,7 @@ class Stack(nn.Module):
             return BlockCache(cache, CrossCache.empty(batch, source, self.dimensions))
 
         cache = StackCache(
-            num_tokens=jnp.zeros((), jnp.int32),
+            length=jnp.zeros((), jnp.int32),
             room=jnp.asarray(length, jnp.int32),
             carriers={key: module.init_cache(batch, length) for key, module in parts.carriers.items()},
             layers=tuple(
@@ -273,7 +273,7 @@ class Stack(nn.Module):
         call = StackCall(positions, lengths, segment_ids, encoded, recall)
         if not isinstance(cache, StackCache):
             return self._in_segments(x, cache, call, deterministic)
-        check_room(x.shape[1], cache.num_tokens, cache.room)
+        check_room(x.shape[1], cache.length, cache.room)
         # The loop over the layers draws the random keys, and a single step runs without it.
         is_random = not deterministic or self.has_rng("projection")
         if x.shape[1] == 1 and not is_random and not self._is_observed():
@@ -311,7 +311,7 @@ class Stack(nn.Module):
         reversible = self.dimensions.reversible
         saves = reversible and cache is None and not self._is_observed()
         state: Any = ((x, x) if reversible else x, carries)
-        start = cache.num_tokens if isinstance(cache, DecodingCache) else None
+        start = cache.length if isinstance(cache, DecodingCache) else None
         cross = None if self.cross_attention is None else CrossCall(call.encoded, start)
         layers = []
         for i, group in enumerate(self.layers):
@@ -337,7 +337,7 @@ class Stack(nn.Module):
         new = cache._replace(carriers=carriers, layers=layers)
         if isinstance(new, DecodingCache):
             count = x.shape[1] if call.count is None else call.count
-            new = new._replace(num_tokens=new.num_tokens + count)
+            new = new._replace(length=new.length + count)
         return y, new
 
     def _unrolled(self, group: Period, state, caches, call, deterministic, cross):
@@ -427,7 +427,7 @@ class Stack(nn.Module):
 
         def step(stack, state, _):
             cache, y, done = state
-            left_in_segment = segment - cache.num_tokens % segment
+            left_in_segment = segment - cache.length % segment
             count = jnp.minimum(left_in_segment, length - done)
             piece = jax.lax.dynamic_slice_in_dim(x, done, size, axis=1)
             out, cache = stack._run(piece, cache, call._replace(count=count), deterministic)

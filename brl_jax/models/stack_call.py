@@ -54,14 +54,14 @@ class StackCache(NamedTuple):
     """A decoding cache.
 
     Attributes:
-      num_tokens: () int32, the tokens so far.
+      length: () int32, the tokens so far.
       room: () int32, the capacity in tokens.
       carriers: the carriers' caches, by name.
       layers: for each group of equal periods (`group_layers`) and each of its repeats, the caches of the period's
         layers. Each layer has separate arrays, so that a step of one token updates them in place.
     """
 
-    num_tokens: Any
+    length: Any
     room: Any
     carriers: dict[str, Any]
     layers: tuple[tuple[tuple[Any, ...], ...], ...]
@@ -69,18 +69,18 @@ class StackCache(NamedTuple):
     def stacked(self) -> ScannedCache:
         """Returns a copy for a scan over the repeats. Every array is copied."""
         layers = tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *group) for group in self.layers)
-        return ScannedCache(self.num_tokens, self.room, self.carriers, layers)
+        return ScannedCache(self.length, self.room, self.carriers, layers)
 
 
 class ScannedCache(NamedTuple):
     """A decoding cache inside a call of several tokens, which scans over the layers.
 
     Attributes:
-      num_tokens, room, carriers: as in `StackCache`.
+      length, room, carriers: as in `StackCache`.
       layers: for each group of equal periods, the caches of the period's layers, stacked over the repeats.
     """
 
-    num_tokens: Any
+    length: Any
     room: Any
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]
@@ -91,7 +91,7 @@ class ScannedCache(NamedTuple):
             tuple(jax.tree.map(lambda array, i=i: array[i], group) for i in range(number))
             for group, number in zip(self.layers, repeats)
         )
-        return StackCache(self.num_tokens, self.room, self.carriers, layers)
+        return StackCache(self.length, self.room, self.carriers, layers)
 
 
 DecodingCache = (StackCache, ScannedCache)

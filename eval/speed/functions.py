@@ -258,6 +258,10 @@ CASES: dict[str, FunctionCase] = {
     "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
 }
 TORCH = "torch full"
+JAX = "jax_nn"
+#: What --references may name.
+REFERENCES = (JAX, *gpu_references.NAMES)
+_LIKE = {JAX: "full", **dict.fromkeys(gpu_references.WINDOWS, "local")}
 
 
 def has_torch(options: SpeedOptions) -> bool:
@@ -294,9 +298,11 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
     if has_torch(options):
         made.append(Case(TORCH, 2, lambda: make(lambda: torch_candidate(arrays(), options), _FULL_REFERENCE)))
     for name in options.references:
-        like = CASES["local" if name in gpu_references.WINDOWS else gpu_references.REFERENCES[name].like]
+        like = CASES[_LIKE.get(name) or gpu_references.REFERENCES[name].like]
 
         def other(name: str = name) -> Candidate:
+            if name == JAX:
+                return jax_candidate(_causal(jax.nn.dot_product_attention)(options), arrays(), options)
             if name in gpu_references.WINDOWS:
                 return _window_by(gpu_references.WINDOWS[name], arrays(), options)
             return gpu_references.candidate(name, arrays(), options)

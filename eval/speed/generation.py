@@ -249,18 +249,18 @@ def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candida
 
     def read(params: Any, tokens: Any, cache: Any) -> Any:
         cache = model.apply(params, tokens, cache, method="absorb")
-        return cache.num_tokens, cache
+        return cache.length, cache
 
     absorb = carried.compile(read, params, piece)
-    miss = carried.program(step, params, num_tokens=length, window_index=0)
+    miss = carried.program(step, params, length=length, window_index=0)
 
     def first_token() -> Any:
-        carried.place(num_tokens=0, window_index=0)
+        carried.place(length=0, window_index=0)
         for _ in range(length // piece):
             carried.run(absorb, params, piece)
         return miss.start()
 
-    middle = {"num_tokens": length + options.window // 2, "window_index": length // options.window}
+    middle = {"length": length + options.window // 2, "window_index": length // options.window}
     programs = {
         "first_token": Program(first_token, None),
         "miss": miss,
@@ -273,7 +273,7 @@ def _plain(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
     carried = _CarriedCache(_cache(options, model, length))
     step = carried.compile(_step(model), params, 1)
-    programs = {"hit": carried.program(step, params, num_tokens=length)}
+    programs = {"hit": carried.program(step, params, length=length)}
     return Candidate(programs, {"cache_bytes": carried.bytes})
 
 
@@ -289,7 +289,7 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
     prefill = carried.compile(read, params, piece)
 
     def first_token() -> Any:
-        carried.place(num_tokens=0)
+        carried.place(length=0)
         for _ in range(length // piece):
             out = carried.run(prefill, params, piece)
         return out
@@ -299,7 +299,7 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
 
 def _concatenated(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
-    cache = _at(model.init_cache(1, length), num_tokens=length)
+    cache = _at(model.init_cache(1, length), length=length)
     return _kept_step(functools.partial(concatenated_step, model, length), params, _token(1), cache)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from brl_jax.layers import MECHANISMS
-from eval.speed import encoders, functions, gpu_references, layers, training
+from eval.speed import encoders, functions, layers, training
 from eval.speed.measure import Case
 from eval.speed.networks import network_names
 from eval.speed.options import SpeedOptions
@@ -71,7 +71,7 @@ class CheckedOptions(SpeedOptions):
     def __post_init__(self):
         super().__post_init__()
         known = tuple(dict.fromkeys(name for level in LEVELS.values() for name in level.names))
-        choices = {"levels": tuple(LEVELS), "mechanisms": known, "references": gpu_references.NAMES}
+        choices = {"levels": tuple(LEVELS), "mechanisms": known, "references": functions.REFERENCES}
         for option, names in choices.items():
             for name in getattr(self, option):
                 if name not in names:

@@ -78,7 +78,7 @@ def test_lunas_state_after_lengths_and_segments():
         return brl_jax.luna_attention(*arrays, packed, **options)[1]
 
     for lengths, tokens in (([6, 6], [4, 4]), ([9, 3], [4, 1]), ([0, 2], [0, 2])):
-        np.testing.assert_array_equal(state(ids, jnp.asarray(lengths)).num_tokens, tokens)
-    np.testing.assert_array_equal(state(None, jnp.asarray([9, 3])).num_tokens, [6, 3])
+        np.testing.assert_array_equal(state(ids, jnp.asarray(lengths)).length, tokens)
+    np.testing.assert_array_equal(state(None, jnp.asarray([9, 3])).length, [6, 3])
     for a, b in zip(state(ids), state(ids, jnp.asarray([6, 6])), strict=True):
         np.testing.assert_array_equal(a, b)

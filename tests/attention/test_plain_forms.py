@@ -120,7 +120,7 @@ CASES = {
     ],
     "structured": [
         ("mlr_attention", qkv, both(ranks=(4, 2, 2), block_sizes=(None, 24, 8))),
-        ("mlr_attention", qkv, both(ranks=(5, 3), block_sizes=(40, 10), divide_by_levels=True)),
+        ("mlr_attention", qkv, both(ranks=(5, 3), block_sizes=(40, 10))),
         ("bilinear_mlr_attention", tokens, both(query_weights=levels(N), key_weights=levels(K))),
         ("bilinear_btt_attention", tokens, both(right=normal(3, 4, N, 4, 2), left=normal(N, 4, 3, 3, 2))),
         ("global_window_attention", qkv, both(ranks=(3, 5), window=6)),

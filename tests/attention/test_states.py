@@ -152,7 +152,7 @@ def test_bad_input():
     ):
         long_short.extend(*_inputs("long_short"), long_short.init(B, K, H), projection=DECAY[..., :3])
     with pytest.raises(
-        ValueError, match="state must be a LongShortState, made by init_long_short_state, got tuple"
+        ValueError, match="state must be a LongShortState from init_long_short_state, got tuple"
     ):
         long_short.extend(*_inputs("long_short"), (), projection=DECAY[..., :3])
     with pytest.raises(ValueError, match="state must be a LocalState, made by init_local_state, got tuple"):

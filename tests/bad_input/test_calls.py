@@ -378,9 +378,9 @@ CALLS = {
         "max_length must be",
     ),
     "norm: an unknown norm": (lambda: SOFTMAX["norm"](norm="batch"), "norm must be"),
-    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 8, 2, 2, 4), "batch must be"),
+    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 2, 4, length=8), "batch must be"),
     "hopfield: no steps": (lambda: SOFTMAX["hopfield"](steps=0), "steps must be"),
-    "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal|causal"),
+    "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal"),
     "linformer: too short a projection": (
         lambda: brl.linformer_attention(Q, K, V, key_projection=array(4, 3), value_projection=array(4, 3)),
         "key_projection must",

@@ -97,7 +97,11 @@ def test_paths_exist(page):
     paths = re.findall(rf"(?<![\w./-])({top}/[\w./-]*\w)", text)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     missing = [path for path in paths if not (ROOT / path).exists()]
-    missing += [link for link in links if not (page.parent / link).exists()]
+    made = (
+        ROOT / "docs" / "api"
+    ).resolve()  # by the site's hook; `mkdocs build --strict` checks links into it
+    targets = {link: (page.parent / link).resolve() for link in links}
+    missing += [link for link, path in targets.items() if not path.exists() and made not in path.parents]
     for name in re.findall(r"`((?:brl_jax|pallas_kernels)(?:\.\w+)+)", text):
         found, rest = importlib.import_module(name.split(".")[0]), name.split(".")[1:]
         for i, part in enumerate(rest):

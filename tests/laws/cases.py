@@ -208,12 +208,12 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
-        "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),
+        "compressed": Case(BSBRConfig(chunk_size=8, num_compressed=5), "bsbr"),
     },
     "mlr": {
         "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),
         "context": Case(
-            MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+            MLRConfig(ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),
             repeats="mlr",
         ),
     },
@@ -228,9 +228,9 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "rank2": Case(BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5), repeats="bilinear_btt"),
     },
     "global_window": {
-        "": Case(GlobalWindowConfig(window=4, ranks=(1, 3))),
+        "": Case(GlobalWindowConfig(window=5, ranks=(1, 3))),
         "scale": Case(
-            GlobalWindowConfig(window=4, ranks=(3, 1), score_scale=1.5, qk_norm=True), repeats="global_window"
+            GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5, qk_norm=True), repeats="global_window"
         ),
     },
     "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},

@@ -191,7 +191,7 @@ def test_more_tokens_than_a_cache_has_room_for(variables):
     with pytest.raises(ValueError, match=message):
         model.apply(variables, tokens(5), cache=cache)
     with pytest.raises(ValueError, match="got 2 after 3"):
-        model.apply(variables, tokens(2), cache=cache._replace(num_tokens=jnp.int32(3)))
+        model.apply(variables, tokens(2), cache=cache._replace(length=jnp.int32(3)))
     with pytest.raises(ValueError, match="positions must be None with a cache of TLinFormer"):
         model.apply(variables, tokens(1), cache=cache, positions=jnp.array([[0]]))
 

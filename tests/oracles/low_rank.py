@@ -12,12 +12,10 @@ from tests.oracles.parts import head_inputs, merge, norm, project, residual_netw
 
 
 def linformer_mix(u, p, m, d):
-    """Softmax over projected keys: row r of head a mixes the keys by E[a, r], the values by F[a, r]."""
-    n, group, heads = len(u), d.num_heads // d.num_kv_heads, []
-    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
-        e, f = p["key_projection"], p.get("value_projection")
-        if m.sharing == "none":
-            e, f = e[a // group], f[a // group]
+    """Softmax over projected keys: row r mixes the keys by E[r] and the values by F[r]."""
+    n, heads = len(u), []
+    for q, k, v in head_inputs(u, p, d):
+        e, f = p["key_projection"], p["value_projection"]
         weights = softmax(q @ (e[:, :n] @ k).T / math.sqrt(d.head_dim))
         heads.append(weights @ (f[:, :n] @ v))
     return merge(heads, p)

@@ -263,7 +263,7 @@ def bsbr_mix(u, p, m, d):
     for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
         r, h = retrieval_q[:, a], retrieval_k[:, a // group]
         products = [k[s:e].T @ v[s:e] for s, e in zip(starts, ends)]
-        if m.compressed is not None:
+        if m.num_compressed is not None:
             kept = [np.tensordot(f, p["compress"], axes=2) for f in products]
             products = [np.tensordot(f, p["expand"], axes=1) for f in kept]
         out = []

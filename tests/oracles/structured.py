@@ -29,16 +29,15 @@ def same_block(length, size):
     return np.ones((length, length)) if size is None else (i[:, None] // size == i[None] // size) * 1.0
 
 
-def mlr_attention(arrays, ranks, sizes, visible, divide=False):
+def mlr_attention(arrays, ranks, sizes, visible):
     """The output and the gradients of query, key and value from dense scores, which are a bias on scores of zero."""
     query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
     length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
     wide = np.repeat(key, group, 2)
     masks = [same_block(length, size) for size in sizes]
-    count = np.maximum(sum(masks), 1) if divide else 1.0
     starts = np.cumsum((0, *ranks))
     slices = [slice(a, b) for a, b in itertools.pairwise(starts)]
-    weights = [mask / count / rank for mask, rank in zip(masks, ranks)]
+    weights = [mask / rank for mask, rank in zip(masks, ranks)]
     scores = sum(
         w * np.einsum("btnh,bsnh->bnts", query[..., s], wide[..., s]) for w, s in zip(weights, slices)
     )
@@ -66,14 +65,12 @@ def mlr_mix(u, p, m, d):
     heads = []
     for a in range(d.num_heads):
         b = a * d.num_kv_heads // d.num_heads
-        scores, active, first = np.zeros((n, n)), np.zeros((n, n)), 0
+        scores, first = np.zeros((n, n)), 0
         for rank, size in zip(m.ranks, sizes):
             own = slice(first, first + rank)
             same = np.ones((n, n)) if size is None else places[:, None] // size == places // size
             scores = scores + same * (q[:, a, own] @ k[:, b, own].T) * m.score_scale / rank
-            active, first = active + same, first + rank
-        if m.divide_by_levels:
-            scores = scores / active
+            first += rank
         heads.append(softmax(scores, full_mask(n, d, m)) @ v[:, b])
     return merge(heads, p)
 
@@ -160,7 +157,7 @@ def global_window_mix(u, p, m, d):
         q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
     q, k = rotary(q, places), rotary(k, places)
     distance = places[:, None] - places
-    near = (distance <= m.window) & (distance >= 0)
+    near = (distance < m.window) & (distance >= 0)
     if not d.is_causal:
         near = abs(distance) <= m.window // 2
     first = m.ranks[0]

@@ -27,7 +27,7 @@ def _pairs(mechanism, length):
             seen = local_mask(length, DecoderConfig().dimensions, mechanism) & (past == 1)
             return 8 * seen, seen
         case GlobalWindowConfig(window=window, ranks=(first, second)):
-            near = past * (i - j <= window)
+            near = past * (i - j < window)
             return first * past + second * near, past + near
         case MLRConfig():
             scores = sum(

@@ -67,7 +67,7 @@ def attention_products(mechanism: Mechanism, head_dim: int, length: int) -> tupl
             return pairs * head_dim, pairs * head_dim
         case GlobalWindowConfig():
             first, second = mechanism.parts(head_dim)
-            near = _window_pairs(length, mechanism.window + 1)
+            near = _window_pairs(length, mechanism.window)
             # Two softmaxes, each of which weights the values.
             return everything * first + near * second, (everything + near) * head_dim
         case MLRConfig():

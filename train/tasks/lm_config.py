@@ -264,7 +264,7 @@ def _character_mixers(length: int, *, window: int, near: int, run: int) -> dict[
         "full": {"mechanism": full},
         "local": {"mechanism": LocalConfig(window=window + 1, qk_norm=True)},
         "global-window": {
-            "mechanism": GlobalWindowConfig(window=window, ranks=(32, 32), score_scale=8.0, qk_norm=True)
+            "mechanism": GlobalWindowConfig(window=window + 1, ranks=(32, 32), score_scale=8.0, qk_norm=True)
         },
         "alternate": {
             "mechanism": LocalConfig(window=near + 1, qk_norm=True),

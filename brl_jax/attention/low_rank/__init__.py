@@ -1,2 +1,2 @@
-"""Attention through few tokens: projected along the length, means of segments, or samples; `reference.py` has the
+"""Attention through few tokens: projections along the length, segment means, or samples. `reference.py` has the
 plain forms."""

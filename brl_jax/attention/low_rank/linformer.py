@@ -1,4 +1,4 @@
-"""Linformer: keys and values projected along the length, so that a query attends to a fixed number of them."""
+"""Linformer: keys and values projected along the length, so that every query attends to a fixed number of keys."""
 
 from __future__ import annotations
 
@@ -16,50 +16,44 @@ from brl_jax.attention.low_rank.few_keys import attend_to_few
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     key_projection: Float[Array, "R L"] | Float[Array, "K R L"],
     value_projection: Float[Array, "R P"] | Float[Array, "K R P"],
     scale: float | None = None,
-    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
-    """out = softmax(scale q (E K)^T) F V, with E and F projections along the length; O((T + S) R) time and memory.
+) -> Float[Array, "B T N V"]:
+    """Attends to R linear mixtures of the keys instead of S keys, in O((T + S) R) time and memory.
 
-    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
-        out = linformer_attention(
-            query, key, value, key_projection=key_projection, value_projection=value_projection
-        )
+        out = linformer_attention(query, key, value, key_projection=e, value_projection=f)
 
-    Wang et al. 2020, arXiv:2006.04768, eq. 7. A row of E K mixes keys of the whole sequence; there is no causal form.
-    `reference.linformer_attention` is the plain form.
+      out = softmax(scale q (E K)^T) F V
+
+    Wang et al. 2020, arXiv:2006.04768, eq. 7. It has no causal form: each row of E K mixes keys of the whole
+    sequence. `reference.linformer_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, S, K, H) of the same dtype; K divides N.
-      key_projection, value_projection: E and F, (R, L) and (R, P) for all heads, or (K, R, L) and (K, R, P) for each
-        key head, in the query's dtype. L and P, the greatest lengths, are at least S; the first S columns are used.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
-      is_causal: must be False.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
-        may contain anything and enters no projection; padded rows give 0.
+      key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
+      key_projection, value_projection: E (R, L) and F (R, P) in the query's dtype, or (K, R, L) and (K, R, P) for
+        one projection per key head. L and P are maximum lengths, at least S; the first S columns are used.
+      scale: scale of the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding.
+        Padding may contain anything, is not projected, and gives 0.
       implementation: as for `full_attention`.
 
     Returns:
-      (B, T, N, H) in the dtype of the query.
+      (B, T, N, V) in the query's dtype.
 
     Raises:
-      ValueError: is_causal=True; shapes, dtypes or an implementation that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    require(
-        not is_causal,
-        "is_causal must be False with Linformer: its projections mix each key with later ones, got True",
-    )
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, key.shape[0])
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key = _project("key_projection", key_projection, zero_padding(key, key_lengths))
@@ -85,8 +79,7 @@ def _project(name: str, projection: Array, x: Float[Array, "B S K H"]) -> Float[
     if projection.ndim == 3:
         projected = jnp.einsum("krs,bskh->brkh", projection, x, preferred_element_type=jnp.float32)
     else:
-        # Not einsum: it orders the axes of the result so that XLA's CPU backend cannot multiply it by bfloat16
-        # queries.
+        # Not einsum, whose result has an axis order that XLA's CPU backend cannot multiply by bfloat16 queries.
         projected = jnp.tensordot(projection, x, axes=(1, 1), preferred_element_type=jnp.float32)
         projected = projected.transpose(1, 0, 2, 3)
     return projected.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The Long-Short Transformer: a window and projected tokens in one softmax (Zhu et al. 2021, arXiv:2107.02192)."""
+"""Long-Short Transformer: a window and projected tokens in one softmax (Zhu et al. 2021, arXiv:2107.02192)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import (
     check_dtypes,
@@ -20,23 +20,25 @@ from brl_jax.attention.core.arguments import (
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
+from brl_jax.attention.core.state import check_state_options, check_state_type
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import Pattern, SlidingWindow, SurroundedBlocks
+from brl_jax.attention.local.patterns import SlidingWindow, SurroundedBlocks
 
-# The number of queries at a time: their scores for the projected tokens are the largest array in memory.
+# Queries at a time: their scores against the projected tokens are the largest array in memory.
 _QUERY_BLOCK = 512
 
 
 class Norms(NamedTuple):
-    """Scales of the two norms, each (K, H) for keys and values alike; None for 1.
+    """Scales of the two norms, each (K, H) for both keys and values; None means 1.
 
     Attributes:
-      local: of the tokens in the window.
-      projected: of the projected tokens.
+      local: for the tokens in the window.
+      projected: for the projected tokens.
     """
 
     local: Float[Array, "K H"] | None = None
@@ -47,10 +49,64 @@ PLAIN_NORMS = Norms()
 
 
 class Tokens(NamedTuple):
-    """Keys and values, of the window's tokens or projected."""
-
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K H"]
+
+
+class LongShortState(NamedTuple):
+    """What causal `long_short_attention` keeps of the tokens so far, newest last.
+
+    Attributes:
+      window: normalised and rotated keys and values of the last window - 1 tokens.
+      chunk: unchanged keys and values of the last chunk_size tokens.
+      logits: (B, C, K, R), the projection logits of the same tokens.
+      projected: the normalised projections of all completed chunks, with capacity for later ones.
+      length: () int32, the number of tokens so far.
+    """
+
+    window: Tokens
+    chunk: Tokens
+    logits: Float[Array, "B C K R"]
+    projected: Tokens
+    length: Int[Array, ""]
+
+
+def init_long_short_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    length: int,
+    rank: int = 1,
+    window: int = 128,
+    chunk_size: int = 16,
+    dtype: DTypeLike = jnp.float32,
+) -> LongShortState:
+    """Returns the state of `long_short_attention` before the first of up to `length` tokens.
+
+    Args:
+      rank: R, the number of projected tokens per chunk.
+      window, chunk_size: as for `long_short_attention`.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    check_sizes(
+        batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, rank=rank, window=window,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+    def empty(tokens: int, features: int = head_dim) -> Array:
+        return jnp.zeros((batch, tokens, num_kv_heads, features), dtype)
+
+    def both(tokens: int) -> Tokens:
+        return Tokens(empty(tokens), empty(tokens))
+
+    chunks = both(length // chunk_size * rank)
+    return LongShortState(
+        both(min(window, length + 1) - 1), both(chunk_size), empty(chunk_size, rank), chunks,
+        jnp.zeros((), jnp.int32),
+    )  # fmt: skip
 
 
 @attention_function
@@ -70,98 +126,145 @@ def long_short_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
+    state: LongShortState | None = None,
+    return_state: bool = False,
+    count: Any = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
-    """One softmax over the keys of a window and over R projected keys of the whole sequence.
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], LongShortState]:
+    """Attends to a window and to R projected tokens of the whole sequence, in one softmax.
 
     (B, T, N, H), (B, T, K, H) x 2, (B, T, K, R) -> (B, T, N, H)::
 
         out = long_short_attention(query, key, value, projection, window=128, is_causal=True)
 
-      P = softmax over the tokens of `projection` (x W_p);  K' = P^T K, V' = P^T V
+      P = softmax of `projection` over the tokens;  K' = P^T K, V' = P^T V
       out_i = softmax(scale q_i [LN(K'), LN(K_window)]^T) [LN(V'); LN(V_window)]
 
-    Long-Short Transformer, arXiv:2107.02192, eqs. 4 to 7; keys and values of the window have one LayerNorm over all
-    heads together, and the projected ones another. `reference.long_short_attention` is the plain form.
+    Long-Short Transformer, arXiv:2107.02192, eqs. 4 to 7. A LayerNorm runs over all heads together; the window and the
+    projected tokens have one each. `reference.long_short_attention` is the plain form.
 
-    Bidirectional: the window of a token is its block of `window` tokens and window // 2 tokens on both sides of it.
-    O(T (window + R)) time and memory. The authors' code for the Long Range Arena projects the normalised keys and
-    values; the paper and their code for language models project them as they are, and so does this function.
+    Bidirectional: the window of a token is its block of `window` tokens and window // 2 tokens on each side of it.
+    Time and memory are O(T (window + R)). Keys and values are projected before they are normalised, as in the paper
+    and in the authors' code for language models; their code for the Long Range Arena normalises first.
 
-    Causal: the window is the token and the window - 1 before it. Each chunk of `chunk_size` tokens is projected by a
-    softmax of its own, and a token sees the projections of the chunks before its own: O(T window + T^2 R / chunk_size)
-    time, and memory linear in T but for the scores of 512 queries.
+    Causal: the window is the token and the window - 1 tokens before it. Each chunk of `chunk_size` tokens has its own
+    softmax P, and a token sees the projections of the chunks before its own. Time is
+    O(T window + T^2 R / chunk_size); memory is linear in T, apart from the scores of 512 queries.
+
+    Generation continues from a state, with any number of tokens at a time::
+
+        state = init_long_short_state(batch, num_kv_heads, head_dim, length=4096)
+        out, state = long_short_attention(..., is_causal=True, state=state, return_state=True)
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) of the same tokens and dtype; K divides N.
-      projection: the logits of P, R for each token and key head.
-      window, chunk_size: as above; counted from the first token.
-      norms: the scales of the LayerNorms.
-      epsilon: what these add to the variance.
-      normalize_values: False leaves the values as they are, so that outputs are linear in them, for inspection.
-      positions: (B, T) or (1, T) ints, with rotary positions; None without. They rotate the queries and the normalised
-        keys of the window. A projected key has no position, and meets queries as they are.
-      rope_theta: the base of their frequencies.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
+      projection: the logits of P, R per token and key head.
+      window, chunk_size: as above; windows and chunks are counted from the first token.
+      norms: scales of the LayerNorms.
+      epsilon: added to the variance.
+      normalize_values: False leaves the values unchanged, so that outputs are linear in them, for inspection.
+      positions: (B, T) or (1, T) ints for rotary positions, or None. They rotate queries and normalised keys within the
+        window. Projected keys have no position and meet the unrotated queries.
+      rope_theta: base of the rotary frequencies.
+      scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and
-        enters no projection. Padded rows give 0.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is not
+        projected, and gives 0. Without a state only.
+      state: from `init_long_short_state` or an earlier call; causal only. Tokens beyond its length are lost.
+      return_state: also return the state after these tokens; needs a state.
+      count: with a state, how many of the T tokens are valid, from the first (None: all). The outputs of the others are
+        undefined.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, H) in the dtype of the query. Norms and softmax are computed in float32.
+      (B, T, N, H) in the query's dtype, with float32 norms and softmax; with return_state, also the new state.
 
     Raises:
-      ValueError: shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
-    check_long_short(query, key, value, projection, norms)
+    check_state_options(
+        "init_long_short_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
+    _check_arrays(query, key, value, projection, norms)
     check_implementation(implementation, None, "xla")
     check_sizes(window=window, chunk_size=chunk_size)
     batch, length, _, head_dim = key.shape
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
     scale = check_scale(scale, head_dim)
     if positions is not None:
         check_positions_shape(positions, query, key)
-    tokens = Tokens(key, value)
-    if is_causal:
-        whole = length // chunk_size * chunk_size
-        projected = project_chunks(tokens, projection, whole, chunk_size, norms, epsilon, normalize_values)
-    else:
-        inside = None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
-        projected = _project(tokens, projection, inside)
-        projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
-    far = attend_to_projected(
-        query, projected, scale, chunk=(projection.shape[3], chunk_size) if is_causal else None
+
+    def local_tokens(key: Array, value: Array) -> Tokens:
+        near = _normalise_tokens(Tokens(key, value), norms.local, epsilon, normalize_values)
+        return near if positions is None else near._replace(key=rotate(near.key, positions, rope_theta))
+
+    def project_chunks(key: Array, value: Array, logits: Array) -> Tokens:
+        """The normalised projections of whole chunks, (B, chunks * R, K, H)."""
+        cut = lambda x: x.reshape(-1, chunk_size, *x.shape[2:])  # noqa: E731
+        projected = _project(Tokens(cut(key), cut(value)), cut(logits), None)
+        join = lambda x: x.reshape(batch, key.shape[1] // chunk_size * logits.shape[3], *x.shape[2:])  # noqa: E731
+        return _normalise_tokens(Tokens(*map(join, projected)), norms.projected, epsilon, normalize_values)
+
+    turned = query if positions is None else rotate(query, positions, rope_theta)
+    if state is None:
+        lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+        query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
+        chunk = (projection.shape[3], chunk_size) if is_causal else None
+        if is_causal:
+            whole = length // chunk_size * chunk_size
+            projected = project_chunks(*(x[:, :whole] for x in (key, value, projection)))
+        else:
+            inside = None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
+            projected = _project(Tokens(key, value), projection, inside)
+            projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
+        far = _attend_to_projected(query, projected, scale, chunk=chunk)
+        pattern = SlidingWindow(window - 1, 0) if is_causal else SurroundedBlocks(window, window // 2)
+        call = PatternCall(pattern, is_causal, scale, length, length, 0, 0)
+        arrays = CallArrays(zero_padding(turned, lengths), *local_tokens(key, value), key_lengths=lengths)
+        return zero_padding(xla.attend_beside(call, arrays, *far), lengths).astype(query.dtype)
+
+    _check_state(state, key, projection, window, chunk_size)
+    start, count, rank = state.length, length if count is None else count, projection.shape[3]
+
+    def slide(recent: Array, new: Array) -> tuple[Array, Array]:
+        """[recent | new], and the last of its valid tokens."""
+        both = jnp.concatenate([recent, new], axis=1)
+        return both, lax.dynamic_slice_in_dim(both, count, recent.shape[1], axis=1)
+
+    raw, recent = zip(*map(slide, (*state.chunk, state.logits), (key, value, projection)))
+    # Project the chunks that these tokens may complete. In `raw`, position p is at p - start + chunk_size.
+    number = start // chunk_size + jnp.arange((length + chunk_size - 1) // chunk_size, dtype=jnp.int32)
+    offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
+    places = number[:, None] * chunk_size + offsets - start + chunk_size
+    places = jnp.clip(places, 0, chunk_size + length - 1).reshape(-1)
+    done = project_chunks(*(jnp.take(x, places, axis=1) for x in raw))
+    # Incomplete chunks go to a slot past the end, where nothing is written.
+    slots = number[:, None] * rank + jnp.arange(rank, dtype=jnp.int32)[None]
+    complete = (number[:, None] + 1) * chunk_size <= start + count
+    slots = jnp.where(complete, slots, state.projected.key.shape[1]).reshape(-1)
+    projected = Tokens(*(write_places(x, new, slots) for x, new in zip(state.projected, done)))
+    far = _attend_to_projected(query, projected, scale, chunk=(rank, chunk_size), query_offset=start)
+
+    (near_key, last_key), (near_value, last_value) = map(slide, state.window, local_tokens(key, value))
+    reach = last_key.shape[1]
+    call = PatternCall(SlidingWindow(reach, 0), True, scale, length, reach + length, reach, 0)
+    # The window's empty slots form their own segment, so that no token sees them.
+    filled = jnp.arange(reach + length, dtype=jnp.int32) >= reach - start
+    arrays = CallArrays(
+        turned,
+        near_key,
+        near_value,
+        query_segments=jnp.ones((batch, length), jnp.int32),
+        key_segments=jnp.broadcast_to(filled.astype(jnp.int32)[None], (batch, reach + length)),
     )
-    near = local_tokens(tokens, norms, epsilon, positions, rope_theta, normalize_values)
-    query = query if positions is None else rotate(query, positions, rope_theta)
-    call = PatternCall(window_pattern(window, is_causal), is_causal, scale, length, length, 0, 0)
-    out = xla.attend_beside(call, CallArrays(query, *near, key_lengths=lengths), *far)
-    return zero_padding(out, lengths).astype(query.dtype)
+    out = xla.attend_beside(call, arrays, *far).astype(query.dtype)
+    end = jnp.asarray(start + count, jnp.int32)
+    new = LongShortState(Tokens(last_key, last_value), Tokens(*recent[:2]), recent[2], projected, end)
+    return (out, new) if return_state else out
 
 
-def window_pattern(window: int, is_causal: bool) -> Pattern:
-    """The keys of the window."""
-    return SlidingWindow(window - 1, 0) if is_causal else SurroundedBlocks(window, window // 2)
-
-
-def local_tokens(
-    tokens: Tokens,
-    norms: Norms,
-    epsilon: float,
-    positions: Any,
-    rope_theta: float,
-    normalize_values: bool = True,
-) -> Tokens:
-    """The window's tokens, normalised, the keys rotated to their positions."""
-    near = _normalise_tokens(tokens, norms.local, epsilon, normalize_values)
-    return near if positions is None else near._replace(key=rotate(near.key, positions, rope_theta))
-
-
-def check_long_short(query: Array, key: Array, value: Array, projection: Array, norms: Norms) -> None:
-    """Raises ValueError, naming the argument, unless the tokens' arrays and the norms fit each other."""
+def _check_arrays(query: Array, key: Array, value: Array, projection: Array, norms: Norms) -> None:
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     length, head_dim = key.shape[1], key.shape[3]
@@ -180,24 +283,20 @@ def check_long_short(query: Array, key: Array, value: Array, projection: Array, 
         )
 
 
-def project_chunks(
-    tokens: Tokens,
-    projection: Float[Array, "B S K R"],
-    whole: int,
-    chunk_size: int,
-    norms: Norms,
-    epsilon: float,
-    normalize_values: bool = True,
-) -> Tokens:
-    """The normalised projections of the chunks of the first `whole` tokens, R of each in turn."""
-    batch, rank = projection.shape[0], projection.shape[3]
-    cut = lambda x: x[:, :whole].reshape(-1, chunk_size, *x.shape[2:])  # noqa: E731
-    projected = _project(Tokens(*map(cut, tokens)), cut(projection), None)
-    join = lambda x: x.reshape(batch, whole // chunk_size * rank, *x.shape[2:])  # noqa: E731
-    return _normalise_tokens(Tokens(*map(join, projected)), norms.projected, epsilon, normalize_values)
+def _check_state(state: Any, key: Array, projection: Array, window: int, chunk_size: int) -> None:
+    check_state_type(state, LongShortState, "init_long_short_state")
+    for name, old, new in (("chunk.key", state.chunk.key, key), ("logits", state.logits, projection)):
+        expected = (new.shape[0], chunk_size, *new.shape[2:])
+        require(
+            old.shape == expected and old.dtype == new.dtype,
+            f"state.{name} must be {new.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
+        )
+    # A state for fewer tokens than the window keeps fewer.
+    reach = state.window.key.shape[1]
+    require(reach < window, f"window must be at least {reach + 1}, as in the state, got {window}")
 
 
-def attend_to_projected(
+def _attend_to_projected(
     query: Float[Array, "B T N H"],
     projected: Tokens,
     scale: float,
@@ -205,11 +304,11 @@ def attend_to_projected(
     chunk: tuple[int, int] | None = None,
     query_offset: Any = 0,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The output and the log-sum-exp of the softmax over projected tokens, in float32.
+    """The float32 output and log-sum-exp of the softmax over projected tokens.
 
     Args:
-      chunk: the number of projected tokens of a chunk and its size, where a query sees only those of the chunks before
-        its own; None where all queries see all.
+      chunk: (projected tokens per chunk, chunk size) if a query sees only the chunks before its own; None if every
+        query sees every projected token.
       query_offset: the position of the first query.
     """
     key, value = projected
@@ -231,18 +330,17 @@ def attend_to_projected(
         return out.reshape(batch, length, heads, -1), lse.reshape(batch, length, heads)
 
     if key.shape[1] == 0:
-        none = jnp.zeros(query.shape, jnp.float32)
-        return none, jnp.full(query.shape[:3], -MASKED, jnp.float32)
+        return jnp.zeros(query.shape, jnp.float32), jnp.full(query.shape[:3], -MASKED, jnp.float32)
     return by_query_blocks(attend, _QUERY_BLOCK, query, None, query_offset)
 
 
 def _project(tokens: Tokens, projection: Float[Array, "B S K R"], inside: Array | None) -> Tokens:
-    """P^T K and P^T V with P the softmax of the logits over the tokens inside."""
+    """P^T K and P^T V, where P is the softmax of the logits over the tokens inside."""
     where = None if inside is None else inside[:, :, None, None]
     weights = jax.nn.softmax(projection.astype(jnp.float32), axis=1, where=where)
 
     def apply(x: Float[Array, "B S K H"]) -> Float[Array, "B R K H"]:
-        # Not einsum: its order of axes makes XLA's CPU backend refuse a product with bfloat16 that follows.
+        # Not einsum, whose result has an axis order that XLA's CPU backend cannot then multiply by bfloat16.
         left, right = (jnp.swapaxes(y.astype(jnp.float32), 1, 2) for y in (weights, x))
         return jnp.swapaxes(jnp.matmul(jnp.swapaxes(left, 2, 3), right), 1, 2).astype(x.dtype)
 

@@ -10,11 +10,11 @@ from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padd
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.low_rank.few_keys import attend_to_few
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
-from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
 
 
 @attention_function
@@ -27,48 +27,47 @@ def nystromformer_attention(
     iterations: int = 6,
     value_kernel: Float[Array, "N W"] | None = None,
     scale: float | None = None,
-    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V, in O(T R) time and memory for R landmarks.
+    """Approximates softmax attention through R landmarks, in O(T R) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
         out = nystromformer_attention(query, key, value, num_landmarks=64)
 
-    Q~ and K~ are the means of the queries and keys over R segments of the sequence, and pinv is the iteration of
-    `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. Landmarks are means over the whole sequence and every
-    query reads all of them: there is no causal form. `reference.nystromformer_attention` is the plain form.
+      out = softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V
 
-    Token t of a row of L tokens belongs to the segment floor(t R / L), so that segments differ by at most one token
-    where R does not divide L; the paper assumes that it does. A row of fewer tokens than R has a landmark for each
-    token, which is full attention, as far as the iteration has converged. The authors' code scales the first
-    approximation of the inverse by the largest norm in the batch; here each matrix has its own, as in the paper.
+    Q~ and K~ are the means of queries and keys over R segments of the sequence, and pinv is
+    `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. It has no causal form: landmarks are means over
+    the whole sequence, and every query reads all of them. `reference.nystromformer_attention` is the plain form.
+
+    Token t of a row of L tokens belongs to segment floor(t R / L), so segments differ by at most one token if R
+    does not divide L, a case that the paper excludes. A row shorter than R has one landmark per token, which gives
+    full attention as far as the iteration has converged. As in the paper, each matrix has its own starting scale
+    for the inverse; the authors' code takes the largest in the batch.
 
     Args:
-      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16;
-        K divides N.
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or
+        float16; K divides N.
       num_landmarks: R.
-      iterations: the steps of the pseudo-inverse.
-      value_kernel: (N, W) with W odd; adds to each head the convolution of its values along the sequence with this
-        kernel (the paper's skip connection, with W = 33). None adds nothing.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
-      is_causal: must be False.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and
-        enters no landmark. Padded rows give 0.
+      iterations: steps of the pseudo-inverse.
+      value_kernel: (N, W) with W odd, or None. Adds to each head the convolution of its values along the sequence
+        with this kernel (the paper's skip connection, with W = 33).
+      scale: scale of the scores; 1 / sqrt(H) by default.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything,
+        enters no landmark, and gives 0.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32.
+      (B, T, N, V) in the query's dtype, computed in float32.
 
     Raises:
-      ValueError: is_causal=True; shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     query, key, value, lengths, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation, is_causal,
-        why_not_causal="with Nystromformer: its landmarks are means over the whole sequence",
-    )  # fmt: skip
+        query, key, value, key_value_seq_lengths, implementation
+    )
     check_sizes(num_landmarks=num_landmarks, iterations=iterations)
     _check_kernel(value_kernel, query.shape[2])
     batch, length, heads, head_dim = query.shape
@@ -76,7 +75,7 @@ def nystromformer_attention(
     counts = jnp.full((batch,), length, jnp.int32) if lengths is None else lengths
     means = _segment_means(counts, length, min(num_landmarks, length))
     key_landmarks, query_landmarks = (jnp.einsum("btr,btnh->brnh", means, x) for x in (key, query))
-    # The landmarks that exist, which are the first ones of each row.
+    # Short rows have fewer landmarks: the first `present` ones.
     present = jnp.minimum(counts, means.shape[2])
     exists = jnp.arange(means.shape[2], dtype=jnp.int32)[None] < present[:, None]
     key_landmarks = jnp.repeat(key_landmarks, heads // key.shape[2], axis=2)
@@ -97,12 +96,10 @@ def nystromformer_attention(
 
 
 def _segment_means(lengths: Int[Array, " B"], length: int, count: int) -> Float[Array, "B T R"]:
-    """The matrix that takes the mean of each segment: 1 / its number of tokens for each of them.
-
-    Padding belongs to segments beyond those of its row, which no landmark of the row is.
-    """
+    """The matrix that averages each segment: 1 / (segment size) for its tokens, 0 for the others."""
     places = jnp.arange(length, dtype=jnp.int32)[None]
     segment = places * jnp.minimum(lengths, count)[:, None] // jnp.maximum(lengths, 1)[:, None]
+    # The segments of padding come after the row's own, which no landmark reads.
     members = segment[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]
     members = members.astype(jnp.float32)
     return members / jnp.maximum(members.sum(1, keepdims=True), 1)
@@ -116,7 +113,7 @@ def _check_kernel(kernel: Array | None, heads: int) -> None:
 
 
 def _convolve(value: Float[Array, "B T K V"], kernel: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
-    """sum_w kernel[w] value[t + w - W // 2] for each head, with zeros beyond the ends."""
+    """sum_w kernel[w] value[t + w - W // 2] for each head, with zeros beyond both ends."""
     heads, size = kernel.shape
     batch, length, kv_heads, value_dim = value.shape
     value = jnp.repeat(value, heads // kv_heads, axis=2)

@@ -1,4 +1,4 @@
-"""The pseudo-inverse of small matrices by matrix products alone."""
+"""The pseudo-inverse of small matrices, from matrix products alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from jaxtyping import Array, Float
 def iterative_pseudo_inverse(
     matrix: Float[Array, "*leading R R"], iterations: int
 ) -> Float[Array, "*leading R R"]:
-    """Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4, from Z = A^T / (|A|_1 |A|_inf) on.
+    """Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4, starting at Z = A^T / (|A|_1 |A|_inf).
 
-    The iteration of order three of Razavi et al. (2014), as Nystromformer uses it (arXiv:2102.03902, eqs. 11-13). A
-    direction of A with the singular value s is inverted once s^2 3.25^iterations exceeds |A|_1 |A|_inf; weaker ones
-    are damped, which bounds gradients. Each matrix is scaled by its own norms. Rows and columns that are 0 stay 0.
+    This is the third-order iteration of Razavi et al. (2014), as Nystromformer uses it (arXiv:2102.03902, eqs.
+    11-13). A direction with singular value s is inverted once s^2 3.25^iterations exceeds |A|_1 |A|_inf; weaker
+    directions are damped, which bounds the gradients. Each matrix is scaled by its own norms. Zero rows and columns
+    stay zero.
 
     Args:
       matrix: A, float32.
@@ -28,7 +29,7 @@ def iterative_pseudo_inverse(
         (1,) * (matrix.ndim - 2) + matrix.shape[-2:]
     )
 
-    # Products of full precision: on a TPU the default rounds the factors to 8 bits, which the inverse amplifies.
+    # By default a TPU rounds the factors to 8 bits, and the inverse would amplify the error.
     def times(a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 

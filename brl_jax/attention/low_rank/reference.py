@@ -1,4 +1,4 @@
-"""The plain meaning of this family's functions; the tests compare them with the functions of the same names."""
+"""Plain forms of this family's functions, under the same names, for readers and tests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from brl_jax.attention.dense import reference as dense
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     key_projection: Float[Array, "R L"],
     value_projection: Float[Array, "R P"],
     scale: float | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """softmax(scale q (E K)^T) F V, where E and F mix the tokens (arXiv:2006.04768, eq. 7)."""
     length = key.shape[1]
     key = jnp.einsum("rs,bskh->brkh", key_projection[:, :length], key)
@@ -106,9 +106,9 @@ def long_short_attention(
     positions: Int[Array, "#B T"] | None = None,
     is_causal: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the window's keys and over projected ones (arXiv:2107.02192, eqs. 4 to 7).
+    """One softmax over the window's keys and the projected keys (arXiv:2107.02192, eqs. 4 to 7).
 
-    Each projected key stands before the window's keys in one row of scores.
+    The projected keys come first in each row of scores.
     """
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     places = jnp.arange(length)

@@ -13,20 +13,16 @@ from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padd
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
-from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
 
 
 def skyformer_samples(rng: PRNGKeyArray, num_samples: int) -> Float[Array, " R"]:
-    """Random places for `skyformer_attention`, uniform in [0, 1).
-
-    Args:
-      rng: a random key; another key gives other places.
-      num_samples: R.
+    """Random places for `skyformer_attention`, (num_samples,) uniform in [0, 1).
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: num_samples is below 1.
     """
     check_sizes(num_samples=num_samples)
     return jax.random.uniform(rng, (num_samples,))
@@ -44,11 +40,10 @@ def skyformer_attention(
     iterations: int = 6,
     ridge: float = 0.1,
     scale: float | None = None,
-    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`kernelized_attention` approximated by R rows X_S of [Q; K], in O(T R) time and memory.
+    """Approximates `kernelized_attention` through R rows X_S of [Q; K], in O(T R) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
@@ -56,38 +51,37 @@ def skyformer_attention(
 
       out = C(Q, X_S) (C(X_S, X_S) + ridge I)^-1 C(X_S, K) V
 
-    C is the Gaussian kernel: Skyformer, arXiv:2111.00035, section 4. The matrix A + ridge I between the samples is
-    scaled to D^(-1/2) (A + ridge I) D^(-1/2), with D its row sums, before `iterative_pseudo_inverse` inverts it. Half
-    of the samples are queries and half are keys, drawn with replacement as in the authors' code, which also gives
-    the ridge its 0.1; there each row of a batch has samples of its own, here all rows and heads have samples at the
-    same fraction of their length, so that a row does not depend on its place in a batch. A query reads samples from
-    the whole sequence: there is no causal form. `reference.skyformer_attention` is the plain form.
+    C is the Gaussian kernel (Skyformer, arXiv:2111.00035, section 4). A = C(X_S, X_S) is scaled to D^(-1/2) (A +
+    ridge I) D^(-1/2), where D are its row sums, and `iterative_pseudo_inverse` inverts it. It has no causal form:
+    queries read samples from the whole sequence. `reference.skyformer_attention` is the plain form.
+
+    As in the authors' code, half of the samples are queries and half are keys, drawn with replacement, and the
+    ridge is 0.1. That code draws samples separately for each row of a batch. Here all rows and heads are sampled at
+    the same fractions of their length, so a row does not depend on its place in the batch.
 
     Args:
-      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16;
-        K divides N.
-      rng: the random key from which the places are drawn.
-      samples: the places, (R,) floats in [0, 1), from `skyformer_samples`, in place of rng: place p of a row of L
-        tokens is token floor(p L). The first R // 2 choose queries, the others keys.
-      num_samples: the number R of places to draw; 128 by default.
-      iterations: the steps of the inverse.
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or
+        float16; K divides N.
+      rng: random key from which the places are drawn. Give rng or samples.
+      samples: the places from `skyformer_samples`, (R,) floats in [0, 1). Place p of a row of L tokens is token
+        floor(p L). The first R // 2 choose queries, the others keys.
+      num_samples: R, the number of places to draw; 128 by default.
+      iterations: steps of the inverse.
       ridge: added to the diagonal, at least 0.
       scale: multiplies the squared distances; 1 / sqrt(H) by default.
-      is_causal: must be False.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and is
-        never sampled. Padded rows give 0.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is
+        never sampled, and gives 0.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32.
+      (B, T, N, V) in the query's dtype, computed in float32.
 
     Raises:
-      ValueError: neither rng nor samples, or both; is_causal=True; shapes, dtypes or sizes that do not fit.
+      ValueError: an argument does not fit, or rng and samples are both given or both missing.
     """
     query, key, value, lengths, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation, is_causal,
-        why_not_causal="with Skyformer: every query reads samples of the whole sequence",
-    )  # fmt: skip
+        query, key, value, key_value_seq_lengths, implementation
+    )
     check_sizes(iterations=iterations)
     require(
         isinstance(ridge, (int, float)) and 0 <= ridge < float("inf"),
@@ -98,7 +92,7 @@ def skyformer_attention(
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     counts = jnp.full((query.shape[0],), length, jnp.int32) if lengths is None else lengths
     places = jnp.floor(samples[None] * counts[:, None].astype(jnp.float32)).astype(jnp.int32)
-    # A place next to 1 may be rounded up to the length.
+    # A place close to 1 may round up to the length.
     places = jnp.clip(places, 0, jnp.maximum(counts[:, None] - 1, 0))[..., None, None]
     half = samples.shape[0] // 2
     queries = jnp.take_along_axis(query, places[:, :half], axis=1)
@@ -117,7 +111,6 @@ def skyformer_attention(
 
 
 def _choose_samples(rng: Any, samples: Any, num_samples: Any) -> Float[Array, " R"]:
-    """The given places or new ones, in float32."""
     require(
         (rng is None) != (samples is None),
         "rng (a random key to draw the samples from) or samples must be given, and not both, got "

@@ -1,5 +1,5 @@
 """Attention whose past is a state, computed chunk by chunk.
 
-`reference.py` gives the plain meaning of each function and is the place to begin. `chunk_scan.py` has the scan over
-chunks that all functions share, and each function's own file its state and its step from one chunk to the next.
+Start with `reference.py`, which has the plain form of each function. `chunk_scan.py` scans the chunks for all
+functions; each function's file has its state and its step from one chunk to the next.
 """

@@ -1,8 +1,8 @@
-"""The arguments that the functions with a recurrent state share, checked and prepared in one place."""
+"""Checks and prepares the arguments that functions with a recurrent state share."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -17,16 +17,14 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import check_implementation
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 
-State = TypeVar("State", bound=tuple)
-
 
 class PreparedInputs(NamedTuple):
     """The checked arrays of a call.
 
     Attributes:
-      query, key, value: with zeros in place of padding.
+      query, key, value: with zeros as padding.
       lengths: the lengths of the keys, or None.
-      segments: from `segment_numbers` for the keys; None without lengths and segment ids.
+      segments: the keys' `segment_numbers`, or None without lengths and segment ids.
       packed: whether segment ids were given.
     """
 
@@ -53,16 +51,15 @@ def prepare_inputs(
     same_tokens: bool | None = None,
     dispatched: bool = False,
 ) -> PreparedInputs:
-    """Checks the shared arguments and sets padding to 0, so that NaN in it reaches neither results nor gradients.
+    """Checks the shared arguments and zeroes padding, so that NaN in it reaches neither results nor gradients.
 
     Args:
       query, key, value, is_causal, ...: as given to the public function.
-      same_tokens: whether queries and keys are the same tokens, so that the lengths apply to both; they always are
-        where is_causal, which is the default.
-      dispatched: whether the implementation is checked where a backend is chosen (`core.dispatch`).
+      same_tokens: whether queries and keys are the same tokens, so that lengths apply to both; by default, if causal.
+      dispatched: whether `core.dispatch` checks the implementation.
 
     Raises:
-      ValueError: naming the argument that does not fit.
+      ValueError: an argument does not fit, named in the message.
     """
     same_tokens = is_causal if same_tokens is None else same_tokens
     check_qkv(query, key, value)
@@ -96,39 +93,3 @@ def prepare_inputs(
         segment_numbers(key.shape[0], key.shape[1], lengths, key_segment_ids),
         segment_ids is not None,
     )
-
-
-def check_state(state: Any, expected: State, maker: str) -> State:
-    """The state, or `expected` in place of None.
-
-    Args:
-      state: a NamedTuple of arrays, given by the caller.
-      expected: a state of the right type, shapes and dtypes.
-      maker: the name of the function that makes such states, for messages.
-
-    Raises:
-      ValueError: the state differs from `expected` in type, shapes or dtypes.
-    """
-    if state is None:
-        return expected
-    check_state_type(state, type(expected), maker)
-    for name, leaf in expected._asdict().items():  # type: ignore[attr-defined]
-        given = getattr(state, name)
-        require(
-            (leaf is None) == (given is None)
-            and (leaf is None or (given.shape == leaf.shape and given.dtype == leaf.dtype)),
-            f"state.{name} must be {_describe(leaf)}, got {_describe(given)}",
-        )
-    return state
-
-
-def check_state_type(state: Any, expected: type, maker: str) -> None:
-    """Raises ValueError unless the state has the expected type."""
-    require(
-        isinstance(state, expected),
-        f"state must be a {expected.__name__} from {maker}, got {type(state).__name__}",
-    )
-
-
-def _describe(leaf: Any) -> str:
-    return "None" if leaf is None else f"{leaf.dtype} of shape {leaf.shape}"

@@ -1,4 +1,4 @@
-"""BSBR: softmax attention inside chunks, and retrieval from whole chunks between them (the BSBR article)."""
+"""BSBR: softmax attention inside chunks, and retrieval of whole chunks between them (the BSBR article)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.state import check_state, check_state_type
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 from brl_jax.sharding import sequence_axis
 
-#: Arrays (H, H, F) and (F, H, H) that map a chunk's key-value product to F numbers and back.
+#: Arrays (H, H, F) and (F, H, H), which map a chunk's key-value product to F numbers and back.
 Compression = tuple[Float[Array, "H H F"], Float[Array, "F H H"]]
 
 
@@ -36,10 +37,11 @@ class BSBRState(NamedTuple):
     """What `bsbr_attention` keeps of the tokens so far: a summary of each completed chunk, and the current chunk.
 
     Attributes:
-      summary: the key-value products of the completed chunks, F = H^2, or the F numbers to which they are compressed.
+      summary: the key-value products of the completed chunks, with F = H^2, or the F numbers that they are
+        compressed to.
       retrieval_key: the retrieval keys of those chunks.
-      retrieved: what the queries of the current chunk read from the chunks before it.
-      key, value: those of the current chunk's tokens, at their positions in the chunk.
+      retrieved: what the current chunk's queries read from earlier chunks.
+      key, value: the current chunk's keys and values, at their positions in the chunk.
       length: the number of tokens so far in each row.
     """
 
@@ -53,35 +55,36 @@ class BSBRState(NamedTuple):
 
 def init_bsbr_state(
     batch: int,
-    length: int,
-    num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     *,
+    length: int,
+    num_heads: int | None = None,
     retrieval_dim: int | None = None,
-    compressed: int | None = None,
+    num_compressed: int | None = None,
     chunk_size: int = 64,
     dtype: DTypeLike = jnp.float32,
 ) -> BSBRState:
-    """The state of `bsbr_attention` before the first token.
+    """Returns the state of `bsbr_attention` before the first of up to `length` tokens.
 
     Args:
-      length: the largest number of tokens that the state can take.
+      num_heads: heads of the queries; num_kv_heads by default.
       retrieval_dim: R, the features of retrieval queries and keys; head_dim by default.
-      compressed: F, where the calls that use the state have a `compression`; None where they have none.
-      chunk_size: C, as in the calls that use the state.
-      dtype: the dtype of queries, keys and values; summaries are float32.
+      num_compressed: F, if the calls have a `compression`.
+      chunk_size: C, as in the calls.
+      dtype: of queries, keys and values; summaries are float32.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    num_heads = num_kv_heads if num_heads is None else num_heads
     retrieval_dim = head_dim if retrieval_dim is None else retrieval_dim
+    numbers = head_dim**2 if num_compressed is None else num_compressed
     check_sizes(
         batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        retrieval_dim=retrieval_dim, compressed=1 if compressed is None else compressed, chunk_size=chunk_size,
+        retrieval_dim=retrieval_dim, num_compressed=numbers, chunk_size=chunk_size,
     )  # fmt: skip
     chunks = -(-length // chunk_size)
-    numbers = head_dim**2 if compressed is None else compressed
     return BSBRState(
         jnp.zeros((batch, chunks, num_kv_heads, numbers), jnp.float32),
         jnp.zeros((batch, chunks, num_kv_heads, retrieval_dim), dtype),
@@ -110,42 +113,42 @@ def bsbr_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BSBRState]:
-    """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.
+    """Softmax attention inside chunks of C tokens and retrieval between them, in O(T C + (T / C)^2) time.
 
     (B, T, N, H), (B, T, K, H) x 2, (B, T, N, R), (B, T, K, R) -> (B, T, N, H)::
 
-        out = bsbr_attention(
-            query, key, value, retrieval_query, retrieval_key, strength=1 / 64, is_causal=True
-        )
+        retrieval = {"retrieval_query": r, "retrieval_key": h}
+        out = bsbr_attention(query, key, value, **retrieval, strength=1 / 64, is_causal=True)
 
-    out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c', where c is the chunk of i (its keys up
-    to i where causal), F_c' = K_c'^T V_c', and p_c = softmax(r_c h_c'^T / sqrt(R)) over the chunks c' < c where causal
-    and c' != c where not. r_c is the retrieval query of the chunk's first token and h_c' the retrieval key of the
-    last token of chunk c'. The first chunk retrieves 0. This follows the section "Technical Implementation Insights"
-    of the BSBR article, with the masks that its text describes: those of its public code let a token see later ones.
-    `reference.bsbr_attention` is the plain form.
+      out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c'
+      p_c = softmax(r_c h_c'^T / sqrt(R)),  F_c' = K_c'^T V_c'
+
+    c is the chunk of token i, with keys up to i if causal. It retrieves from the chunks c' < c if causal, else from
+    all other chunks. r_c is the retrieval query of a chunk's first token and h_c' the retrieval key of its last token.
+    The first chunk of a causal call retrieves 0.
+
+    This follows the section "Technical Implementation Insights" of the BSBR article, with the masks of its text;
+    the masks of its public code let tokens see later ones. `reference.bsbr_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H), of the same dtype; K divides N.
-      retrieval_query, retrieval_key: (B, T, N, R) and (B, T, K, R), of the same dtype. Only those of the first and the
-        last token of each chunk are read.
-      compression: arrays (H, H, F) and (F, H, H) that map F_c to F numbers, which are all that is kept of a chunk, and
-        back after retrieval; None keeps F_c.
-      strength: the factor of what is retrieved, for each head, (N,), or for all, (); F_c is a sum over C tokens, so
-        1 / C makes it a mean.
-      scale: 1 / sqrt(H) by default.
+      key, value: (B, T, K, H) of the same dtype; K divides N.
+      retrieval_query, retrieval_key: (B, T, N, R) and (B, T, K, R) of the same dtype. Only the first and last token
+        of each chunk matter.
+      compression: arrays (H, H, F) and (F, H, H), which compress F_c to F numbers and expand them after retrieval;
+        None keeps F_c.
+      strength: factor of the retrieved part, (N,) or (). F_c is a sum over C tokens, so 1 / C makes it a mean.
+      scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal, key_value_seq_lengths, implementation: as for `linear_attention`.
-      state: from `init_bsbr_state` or an earlier call (causal only).
-      return_state: if True, the result is (out, state) with the state after these tokens; requires a state, which
-        determines the largest number of tokens.
-      chunk_size: C; chunks are counted from the first token of the sequence. It changes the result.
+      state: from `init_bsbr_state` or an earlier call; causal only.
+      return_state: also return the state after these tokens; needs a state, which limits the number of tokens.
+      chunk_size: C, which changes the result; chunks are counted from the first token of the sequence.
 
     Returns:
-      (B, T, N, H) in the dtype of the query, computed in float32; with return_state, that and a `BSBRState`.
+      (B, T, N, H) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, a compression, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
@@ -194,7 +197,7 @@ def bsbr_attention(
 
 
 class _Retrieval(NamedTuple):
-    """The way from key-value products of chunks to what queries read from them.
+    """Reads matrices from earlier chunks' key-value products.
 
     Attributes:
       compression: as given to `bsbr_attention`.
@@ -205,7 +208,7 @@ class _Retrieval(NamedTuple):
     factor: Float[Array, "*N"]
 
     def summarize(self, product: Float[Array, "*B K H H"]) -> Float[Array, "*B K F"]:
-        """The product's numbers, or those to which it is compressed."""
+        """The product's entries, compressed if asked for."""
         if self.compression is None:
             return product.reshape(*product.shape[:-2], -1)
         return jnp.einsum("...khv,hvs->...ks", product, self.compression[0].astype(product.dtype))
@@ -232,7 +235,6 @@ class _Retrieval(NamedTuple):
     def read(
         self, query: Float[Array, "B *C N H"], matrix: Float[Array, "B *#C N H H"]
     ) -> Float[Array, "B *C N H"]:
-        """The query times the matrix times the factor."""
         read = jnp.einsum("...nh,...nhv->...nv", query.astype(matrix.dtype), matrix)
         factor = jnp.broadcast_to(self.factor, query.shape[-2:-1])
         return read * factor.reshape((1,) * (read.ndim - 2) + (-1, 1))
@@ -241,23 +243,23 @@ class _Retrieval(NamedTuple):
 def _between_chunks(
     inputs: dict[str, Array], lengths: Array | None, retrieval: Any, is_causal: bool, chunk_size: int
 ) -> Float[Array, "B T N H"]:
-    """What the queries of a whole sequence read from other chunks; `retrieval` has the arrays of a `_Retrieval`.
+    """What a whole sequence's queries read from other chunks; `retrieval` contains the arrays of a `_Retrieval`.
 
-    On a mesh that cuts sequences, each device summarises the chunks of its stretch, and the summaries are gathered.
+    On a mesh that shards sequences, each device summarises its own chunks, and the summaries are gathered.
     """
     length = inputs["query"].shape[1]
     axis = sequence_axis(length, chunk_size)
-    stretch = functools.partial(
-        _stretch_between_chunks, length=length, is_causal=is_causal, chunk_size=chunk_size, axis=axis
+    shard = functools.partial(
+        _shard_between_chunks, length=length, is_causal=is_causal, chunk_size=chunk_size, axis=axis
     )
     if axis is None:
-        return stretch(inputs, lengths, retrieval)
+        return shard(inputs, lengths, retrieval)
     cut, whole = PartitionSpec(None, axis), PartitionSpec()
-    mapped = jax.shard_map(stretch, in_specs=(cut, whole, whole), out_specs=cut, axis_names={axis})
+    mapped = jax.shard_map(shard, in_specs=(cut, whole, whole), out_specs=cut, axis_names={axis})
     return mapped(inputs, lengths, retrieval)
 
 
-def _stretch_between_chunks(
+def _shard_between_chunks(
     inputs: dict[str, Array],
     lengths: Array | None,
     retrieval: Any,
@@ -267,7 +269,7 @@ def _stretch_between_chunks(
     chunk_size: int,
     axis: str | None,
 ) -> Float[Array, "B T N H"]:
-    """The same for a stretch of sequences of `length` tokens, which is all of them without an axis."""
+    """`_between_chunks` for one shard of sequences of `length` tokens; without an axis, for all of them."""
     retrieval = _Retrieval(*retrieval)
     batch, size = inputs["query"].shape[:2]
     chunks = -(-size // chunk_size)
@@ -284,7 +286,7 @@ def _stretch_between_chunks(
     first = 0 if axis is None else lax.axis_index(axis) * chunks
     number = first + jnp.arange(chunks, dtype=jnp.int32)
     ends = jnp.full((1,), length) if lengths is None else jnp.minimum(lengths, length)
-    # A chunk that is not full ends with its last token; no query sees a chunk without tokens.
+    # A partly filled chunk ends with its last token; no query sees an empty chunk.
     last = jnp.minimum((number[None] + 1) * chunk_size, ends[:, None]) - 1
     exists = number[None] * chunk_size <= last
     place = jnp.maximum(last - first * chunk_size, 0)
@@ -307,7 +309,7 @@ def _prompt(
     chunk_size: int,
     implementation: Implementation | None,
 ) -> tuple[BSBRState, Float[Array, "B T N H"]]:
-    """Many new tokens at once, for GPUs, which would wait for the launch of each piece's kernels."""
+    """Computes many new tokens at once. A GPU would otherwise wait for the kernel launches of each piece."""
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
     aligned |= {name: prompt.move(inputs[name], getattr(state, name)) for name in ("key", "value")}
@@ -335,7 +337,7 @@ def _prompt(
     seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[..., None]
     queries = split("retrieval_query")[:, :, 0]
     matrix = retrieval.mix(queries, retrieval_key, summaries, seen, key.shape[-1])
-    # The first chunk may have begun with an earlier token.
+    # If the first chunk began with an earlier token, it has already retrieved.
     begun = (prompt.filled > 0) & (index == 0)
     matrix = jnp.where(begun[..., None, None, None], state.retrieved[:, None], matrix)
     far = retrieval.read(split("query"), matrix[:, :, None])
@@ -357,7 +359,7 @@ def _piece(
     scale: float,
     chunk_size: int,
 ) -> tuple[BSBRState, Float[Array, "B L N H"]]:
-    """At most chunk_size new tokens, which may begin anywhere in a chunk (see `chunk_pieces`)."""
+    """At most chunk_size new tokens, starting anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads, head_dim = piece["key"].shape
     filled, chunk = state.length % chunk_size, state.length // chunk_size
     positions = locate_piece(filled, length, visibility.enters_state, chunk_size)
@@ -382,10 +384,11 @@ def _piece(
     summaries = write_places(state.summary, summary[:, None], slot[:, None])
     retrieval_key = write_places(state.retrieval_key, new_key[:, None], slot[:, None])
 
-    def retrieve_anew(
+    def retrieve(
         begins: Array, position: Array, number: Array, keys: Array, chunks: Array, old: Array
     ) -> Array:
-        """What chunk `number` retrieves with its first token, at `position`, in the rows in which it begins."""
+        """What chunk `number` retrieves in the rows where its first token, at `position`, begins it; `old` in the
+        others."""
 
         def new() -> Array:
             seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[:, None, None]
@@ -393,18 +396,18 @@ def _piece(
             matrix = retrieval.mix(query, keys, chunks, seen, head_dim)[:, 0]
             return jnp.where(begins[:, None, None, None], matrix, old)
 
-        # The summaries of all chunks are read once for each chunk, when it begins, and not for each of its tokens.
+        # Read all summaries only once per chunk, when it begins.
         return lax.cond(jnp.any(begins), new, lambda: old)
 
-    # Only the new arrays are read: reads of the old ones would keep the compiler from writing in place. A chunk that
-    # these tokens complete is not among those before it.
-    current = retrieve_anew(filled == 0, filled, chunk, retrieval_key, summaries, state.retrieved)
+    # Read the updated arrays: reading the old ones would prevent in-place writes. A chunk that these tokens
+    # complete is masked, as it is not earlier than itself.
+    current = retrieve(filled == 0, filled, chunk, retrieval_key, summaries, state.retrieved)
     far = retrieval.read(piece["query"], current[:, None])
     retrieved = current
     if length > 1:
         next_begins = positions.total > chunk_size
         next_first = jnp.full_like(filled, chunk_size)
-        retrieved = retrieve_anew(next_begins, next_first, chunk + 1, retrieval_key, summaries, current)
+        retrieved = retrieve(next_begins, next_first, chunk + 1, retrieval_key, summaries, current)
         far_next = retrieval.read(piece["query"], retrieved[:, None])
         far = jnp.where((positions.query >= chunk_size)[..., None, None], far_next, far)
 
@@ -421,7 +424,6 @@ def _piece(
 def _check_retrieval(
     query: Array, key: Array, value: Array, retrieval_query: Array, retrieval_key: Array, compression: Any
 ) -> None:
-    """Raises ValueError unless the arguments of the retrieval fit query, key and value."""
     require(
         value.shape[3] == key.shape[3], f"value must have key's head_dim {key.shape[3]}, got {value.shape[3]}"
     )
@@ -447,13 +449,13 @@ def _check_retrieval(
 
 
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
-    """Raises ValueError unless the state fits the inputs."""
     check_state_type(state, BSBRState, "init_bsbr_state")
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(
-        query.shape[0], length, query.shape[2], *key.shape[2:], retrieval_dim=inputs["retrieval_key"].shape[3],
-        compressed=None if compression is None else compression[0].shape[2],
+        query.shape[0], *key.shape[2:], length=length, num_heads=query.shape[2],
+        retrieval_dim=inputs["retrieval_key"].shape[3],
+        num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
     check_state(state, fresh, "init_bsbr_state")

@@ -1,9 +1,9 @@
-"""Chunks with fixed boundaries whose tokens arrive in pieces, as they do during generation.
+"""Chunks with fixed boundaries whose tokens arrive in pieces, as in generation.
 
-For `mixed_chunk_attention` and `bsbr_attention` the chunk boundaries change the result: they are counted from the
-first token of the sequence. A piece of at most C new tokens may begin anywhere in a chunk of C tokens, so it lies in
-that chunk, which is partly filled, and perhaps in the next one. A GPU reads a longer prompt at once: its tokens move
-behind those of the current chunk, so that the chunks of the result are those of the sequence.
+In `mixed_chunk_attention` and `bsbr_attention` the chunk boundaries change the result, so chunks are counted from the
+first token of the sequence. A piece of at most C new tokens may start anywhere in a chunk of C tokens. It fills up that
+chunk and perhaps begins the next one. A GPU reads a longer prompt at once: it moves the new tokens behind the
+current chunk, so that the chunks of the result are the chunks of the sequence.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from brl_jax.attention.recurrent.rows import zero_unless
 
 
 class PiecePositions(NamedTuple):
-    """The positions of L new tokens and of the keys that they may see, counted from the current chunk's first token.
+    """Positions of L new tokens and of the keys they may see, counted from the current chunk's first token.
 
-    The S = C + L keys are the C slots of the current chunk followed by the L new tokens.
+    The S = C + L keys are the C slots of the current chunk, then the L new tokens.
 
     Attributes:
       query: positions of the new tokens.
       key: positions of the keys.
-      key_exists: whether a key is a token; slots that are not filled yet and padding are not.
-      kept_key: for each slot of the chunk that is current after the piece, the index of the key that it holds.
+      key_exists: whether a key is a token; empty slots and padding are not.
+      kept_key: for each slot of the chunk that is current after the piece, the index of its key.
       kept: whether that slot holds a token.
       total: tokens since the beginning of the current chunk, including the new ones.
-      new: the number of new tokens that exist.
+      new: the number of valid new tokens.
     """
 
     query: Int[Array, "B L"]
@@ -40,7 +40,7 @@ class PiecePositions(NamedTuple):
     new: Int[Array, "B"]
 
     def visible_in_chunk(self, chunk_size: int) -> Bool[Array, "B L S"]:
-        """Whether a new token sees each of the keys as an earlier token of its own chunk, or itself."""
+        """Whether a new token sees each key: earlier tokens of the same chunk, and itself."""
         same = self.query[..., None] // chunk_size == self.key[:, None] // chunk_size
         return self.key_exists[:, None] & same & (self.key[:, None] <= self.query[..., None])
 
@@ -51,7 +51,7 @@ class PiecePositions(NamedTuple):
     def unfinished_chunk(
         self, slots: Float[Array, "B C K H"], new: Float[Array, "B L K H"]
     ) -> Float[Array, "B C K H"]:
-        """The content of the chunk that is unfinished after the piece, from the old slots and the new tokens."""
+        """The contents of the chunk that is current after the piece, from the old slots and the new tokens."""
         both = jnp.concatenate([slots, new], axis=1)
         return zero_unless(self.kept, jnp.take_along_axis(both, self.kept_key[..., None, None], axis=1))
 
@@ -69,7 +69,7 @@ def locate_piece(
     key = jnp.concatenate([jnp.broadcast_to(slots, (batch, chunk_size)), query], axis=1)
     key_exists = jnp.concatenate([slots < filled[:, None], exists], axis=1)
     total = filled + new
-    # A slot of the unfinished chunk holds an old token or one of the new tokens, which follow the filled slots.
+    # A slot of the unfinished chunk holds an old token, or a new one, which comes after the filled slots.
     position = slots + jnp.where(total >= chunk_size, chunk_size, 0)[:, None]
     kept_key = jnp.where(position < filled[:, None], position, chunk_size + position - filled[:, None])
     kept_key = jnp.minimum(kept_key, chunk_size + length - 1)
@@ -77,11 +77,11 @@ def locate_piece(
 
 
 class AlignedPrompt(NamedTuple):
-    """Where T new tokens stand among C + T places that begin with the current chunk's first token.
+    """The places of T new tokens among C + T places that begin with the current chunk's first token.
 
     Attributes:
-      filled: the number of tokens that the current chunk has before the prompt.
-      new: the number of new tokens that exist.
+      filled: tokens in the current chunk before the prompt.
+      new: the number of valid new tokens.
       length: T.
       chunk_size: C.
     """
@@ -98,18 +98,17 @@ class AlignedPrompt(NamedTuple):
 
     @property
     def complete(self) -> Int[Array, "B 1"]:
-        """Those of them that belong to complete chunks."""
+        """How many of these tokens are in complete chunks."""
         return self.total // self.chunk_size * self.chunk_size
 
     @property
     def places(self) -> Int[Array, "1 P"]:
-        """The places, P = C + T of them."""
         return jnp.arange(self.chunk_size + self.length, dtype=jnp.int32)[None]
 
     def move(
         self, new: Shaped[Array, "B T *rest"], slots: Shaped[Array, "B C *rest"] | None = None
     ) -> Shaped[Array, "B P *rest"]:
-        """The tokens at their places, 0 where there is none; `slots` has those of the current chunk, where kept."""
+        """The tokens at their places, 0 elsewhere; `slots` are the current chunk's tokens, if kept."""
         if slots is None:
             slots = jnp.zeros((new.shape[0], self.chunk_size, *new.shape[2:]), new.dtype)
         behind = self.chunk_size + jnp.maximum(self.places - self.filled, 0)
@@ -117,7 +116,7 @@ class AlignedPrompt(NamedTuple):
         return _pick(jnp.concatenate([slots, new], axis=1), index, self.places < self.total)
 
     def unfinished_chunk(self, moved: Shaped[Array, "B P *rest"]) -> Shaped[Array, "B C *rest"]:
-        """The content of the chunk that is unfinished after the prompt."""
+        """The contents of the chunk that is current after the prompt."""
         kept = self.complete + jnp.arange(self.chunk_size, dtype=jnp.int32)[None]
         return _pick(moved, kept, kept < self.total)
 
@@ -129,7 +128,7 @@ class AlignedPrompt(NamedTuple):
 def align_prompt(
     before: Int[Array, "B"], length: int, segments: Int[Array, "B T"] | None, chunk_size: int
 ) -> AlignedPrompt:
-    """The places of `length` new tokens after `before` earlier ones; padding has the segment -1."""
+    """The places of `length` new tokens after `before` earlier ones; padding has segment -1."""
     filled = (before % chunk_size)[:, None]
     new = jnp.full_like(filled, length)
     if segments is not None:
@@ -138,6 +137,6 @@ def align_prompt(
 
 
 def _pick(x: Array, index: Array, exists: Array | None) -> Array:
-    """The tokens at the indices, of which those beyond the last token stand for none; 0 where none exists."""
+    """The tokens at the indices, and 0 where none exists. Indices past the end read the last token."""
     index = jnp.minimum(index, x.shape[1] - 1).reshape(*index.shape, *(1,) * (x.ndim - 2))
     return zero_unless(exists, jnp.take_along_axis(x, index, axis=1))

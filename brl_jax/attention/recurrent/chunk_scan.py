@@ -1,16 +1,15 @@
-"""The walk over chunks that the mechanisms with a recurrent state share.
+"""The scan over chunks that mechanisms with a recurrent state share.
 
-A sequence is cut into chunks of C tokens. Inside a chunk all pairs of queries and keys are computed at once, in matrix
-products that are quadratic in C only. Earlier chunks reach a chunk through the state alone. This is the chunked form
-of linear attention (Yang et al. 2023, arXiv:2312.06635). Mechanisms differ in their state (any
-pytree) and in their step from one chunk to the next. Padding and the boundaries of packed sequences are handled here
-for all of them. Chunks and states are computed in float32 whatever the dtype of the inputs, because a sum over 64k
-tokens does not fit into the 8 significant bits of bfloat16.
+A sequence is cut into chunks of C tokens. Inside a chunk, all pairs of queries and keys are computed at once, in matrix
+products that are quadratic only in C. Earlier chunks reach a chunk only through the state. This is the chunked form of
+linear attention (Yang et al. 2023, arXiv:2312.06635). A mechanism brings its state (any pytree) and its step from one
+chunk to the next; padding and packed sequences are handled here. Chunks and states are computed in float32 for every
+input dtype, because a sum over 64k tokens does not fit into the 8 significant bits of bfloat16.
 
-There are two ways through the chunks. One after the other, they stay in a CPU's cache. A GPU would wait for the launch
-of each chunk's kernels, so there all chunks are computed at once: their contributions to the state, the states before
-all of them by an associative scan, and their outputs. The choice is made when the call is lowered. On a mesh that cuts
-sequences, each device takes one of these ways through its own stretch; see `stretches`.
+There are two schedules. On a CPU, chunks run one after the other and stay in cache. A GPU would wait for the kernel
+launches of each chunk, so it computes all chunks at once: first their contributions to the state, then the states
+before all chunks by an associative scan, then the outputs. The choice is made when the call is lowered. On a mesh that
+shards sequences, each device runs one of these schedules on its own shard; see `scan_sharded`.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from brl_jax.attention.core.by_platform import Form, branches
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
-from brl_jax.attention.recurrent.stretches import scan_stretches
+from brl_jax.attention.recurrent.scan_sharded import scan_shards
 from brl_jax.sharding import sequence_axis
 
-#: The name, for `jax.ad_checkpoint.checkpoint_name`, of small arrays of a chunk that take many kernels to compute.
-#: Where all chunks are computed at once, the backward pass does not compute them anew.
+#: Checkpoint name of a chunk's small arrays that take many kernels to compute. When all chunks run at once,
+#: the backward pass saves them instead of recomputing them.
 SAVED = "saved of a chunk"
 
 
 class ChunkVisibility(NamedTuple):
-    """Which tokens of a chunk interact with each other and with the state. None stands for True everywhere.
+    """Which tokens of a chunk interact with each other and with the state. None means True everywhere.
 
     Attributes:
       pairs: whether query i attends to key j of the chunk; the leading axis is 1 if all rows of the batch agree.
-      reads_state: whether a query reads the state, which holds earlier tokens of its own segment.
-      keeps_state: whether the content of the state is kept after the chunk; it is dropped where a new segment begins.
+      reads_state: whether a query reads the state, which covers earlier tokens of its segment.
+      keeps_state: whether the state's contents survive the chunk; a new segment drops them.
       enters_state: whether a key is added to the state after the chunk.
     """
 
@@ -52,18 +51,18 @@ class ChunkVisibility(NamedTuple):
     enters_state: Bool[Array, "B C"] | None
 
 
-#: The step of a mechanism: (state, inputs of one chunk, visibility) -> (next state, outputs of the chunk).
+#: (state, inputs of one chunk, visibility) -> (next state, outputs of the chunk).
 Step = Callable[[Any, Any, ChunkVisibility], tuple[Any, Any]]
 
 
 class Recurrence(NamedTuple):
-    """How chunks change a mechanism's state, so that the states before all of them can be computed at once.
+    """How chunks change a mechanism's state, so that the states before all chunks can be computed at once.
 
     Attributes:
       summarize: (inputs of one chunk, visibility) -> the chunk's summary, any pytree of arrays (B, ...).
       states: (state, summaries, keeps) -> the states before each chunk and the state after the last; see
         `prefix_states`.
-      join: the summary of two runs of chunks that follow each other; see `prefix_states.Join`.
+      join: joins the summaries of two consecutive runs of chunks; see `prefix_states.Join`.
     """
 
     summarize: Callable[[Any, ChunkVisibility], Any]
@@ -84,24 +83,24 @@ def scan_chunks(
 ) -> tuple[Any, Any]:
     """Applies state, outputs = step(state, chunk, visibility) to consecutive chunks, from the first to the last.
 
-    The backward pass recomputes each chunk from the state before it, so that besides the inputs only one state per
-    chunk is stored. With a recurrence, GPUs compute all chunks at once. The last chunk is padded to the chunk size with
-    tokens that no query sees; a sequence of at most chunk_size tokens is a single chunk of its own length.
+    The backward pass recomputes each chunk from the state before it, so it stores only the inputs and one state per
+    chunk. With a recurrence, GPUs compute all chunks at once. The last chunk is padded with tokens that no query
+    sees; a sequence of at most chunk_size tokens is one shorter chunk.
 
     Args:
-      step: receives the state, a pytree of (B, C, ...) arrays and a `ChunkVisibility`, and returns the next state (of
+      step: gets the state, a pytree of (B, C, ...) arrays and a `ChunkVisibility`, and returns the next state (with
         the same structure, shapes and dtypes) and a pytree of (B, C, ...) outputs.
       state: the state before the first token, any pytree of arrays; it belongs to segment 0.
       inputs: a pytree of (B, T, ...) arrays.
       segments: the segment of each token, from `segment_numbers`.
-      whole: arrays that belong to no token and that the step finds in every chunk, beside a dict of inputs. It must not
-        close over arrays.
+      whole: arrays without a token axis, which are added to each chunk's dict of inputs. The step must not close
+        over arrays.
       chunk_size: C, at least 1.
-      strict: if True, a token does not attend to itself.
-      recurrence: that of the step's state; None walks from chunk to chunk on every platform.
+      strict: whether a token does not attend to itself.
+      recurrence: how the step changes the state; None runs chunk by chunk on every platform.
 
     Returns:
-      The state after the last token and the outputs as (B, T, ...) arrays.
+      The state after the last token, and the outputs as (B, T, ...) arrays.
     """
     length = jax.tree.leaves(inputs)[0].shape[1]
     walk = functools.partial(_walk, step, min(length, chunk_size), strict, recurrence)
@@ -109,16 +108,16 @@ def scan_chunks(
     if axis is None or recurrence is None:
         segment = None if segments is None else jnp.zeros(segments.shape[:1], segments.dtype)
         return walk(whole).through(state, segment, inputs, segments)
-    return scan_stretches(walk, recurrence.states, whole, state, inputs, segments, axis)
+    return scan_shards(walk, recurrence.states, whole, state, inputs, segments, axis)
 
 
 def kept_by_scan(
     step: Step, state: Any, inputs: Any, *, chunk_size: int, recurrence: Recurrence
 ) -> dict[str, Any]:
-    """What `dispatch` needs for `scan_chunks(step, state, inputs, segments)` to keep the states before all chunks for
-    its gradient, instead of scanning again: options `forms` and `kept`.
+    """Options `forms` and `kept` with which `dispatch` keeps the states before all chunks for the gradient of
+    `scan_chunks(step, state, inputs, segments)`, instead of scanning again.
 
-    Empty where there is one chunk, or where a mesh cuts the sequences.
+    Empty if there is one chunk, or if a mesh shards the sequences.
     """
     length = jax.tree.leaves(inputs)[0].shape[1]
     if length <= chunk_size or sequence_axis(length, chunk_size) is not None:
@@ -145,7 +144,7 @@ def kept_by_scan(
 def _walk(
     step: Step, size: int, strict: bool, recurrence: Recurrence | None, whole: dict[str, Any] | None
 ) -> _Walk:
-    """The walk whose chunks contain what is whole."""
+    """The walk whose step and summary also get the arrays in `whole`."""
     if not whole:
         return _Walk(step, size, strict, recurrence)
 
@@ -160,7 +159,7 @@ def _walk(
 
 
 class _Walk(NamedTuple):
-    """The ways through a sequence in chunks of `size` tokens."""
+    """The schedules for a sequence in chunks of `size` tokens."""
 
     step: Step
     size: int
@@ -170,7 +169,7 @@ class _Walk(NamedTuple):
     def through(
         self, state: Any, segment: Int[Array, "B"] | None, inputs: Any, segments: Int[Array, "B T"] | None
     ) -> tuple[Any, Any]:
-        """The state after arrays (B, T, ...) and their outputs; `segment` is the segment of the state before them."""
+        """The state after arrays (B, T, ...) and their outputs; `segment` is the state's segment before them."""
         leaves = jax.tree.leaves(inputs)
         length = leaves[0].shape[1]
         if length == self.size:
@@ -190,7 +189,7 @@ class _Walk(NamedTuple):
     def with_states(
         self, run: Callable[..., Any], state: Any, inputs: Any, segments: Int[Array, "B T"] | None
     ) -> tuple[Any, Any]:
-        """(The state after arrays (B, T, ...), their outputs), and the states before all chunks."""
+        """((The state after arrays (B, T, ...), their outputs), the states before all chunks)."""
         operands = self._chunked(state, inputs, segments)
         last, outputs, states = run(*operands)
         return (last, _join(outputs, jax.tree.leaves(inputs)[0].shape[1])), states
@@ -201,7 +200,7 @@ class _Walk(NamedTuple):
         return vary_like(state, jax.tree.leaves(inputs)), segment, chunks, split
 
     def gradient_one_by_one(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:
-        """The gradients of the state and the inputs, by a loop from the last chunk to the first."""
+        """The gradients of state and inputs, by a loop from the last chunk to the first."""
         _, inputs, _ = operands
         _, segment, chunks, segments = self._chunked(*operands)
         before, _ = _segments_before(segment, segments)
@@ -225,7 +224,7 @@ class _Walk(NamedTuple):
         return d_state, _gradients_of(inputs, d_floats), None
 
     def gradient_at_once(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:
-        """The gradients of the state and the inputs, those of all chunks at once."""
+        """The gradients of state and inputs, for all chunks at once."""
         _, inputs, _ = operands
         state, segment, chunks, segments = self._chunked(*operands)
         d_last, d_outputs = d_results
@@ -245,7 +244,7 @@ class _Walk(NamedTuple):
     def _split(
         self, inputs: Any, segments: Int[Array, "B T"] | None
     ) -> tuple[Any, Int[Array, "B chunks C"] | None]:
-        """Arrays (B, T, ...) as chunks (B, chunks, C, ...), the last one filled with tokens that nobody sees."""
+        """Arrays (B, T, ...) as chunks (B, chunks, C, ...), the last one padded with tokens that no query sees."""
         batch, length = jax.tree.leaves(inputs)[0].shape[:2]
         chunks = -(-length // self.size)
         missing = chunks * self.size - length
@@ -266,7 +265,7 @@ class _Walk(NamedTuple):
         segments: Int[Array, "B chunks C"] | None,
         keep: bool = False,
     ) -> Any:
-        """The last state, the outputs (B, chunks, C, ...) and, to `keep`, the states before all chunks, by a loop."""
+        """The last state, the outputs (B, chunks, C, ...) and, with `keep`, the states before all chunks, by a loop."""
 
         def one_chunk(carry: Any, chunk: Any) -> Any:
             state, segment = carry
@@ -288,20 +287,18 @@ class _Walk(NamedTuple):
         segments: Int[Array, "B chunks C"] | None,
         keep: bool = False,
     ) -> Any:
-        """As `one_by_one`, in as many kernels as the logarithm of the number of chunks."""
+        """`one_by_one`, in a number of kernels that grows with the logarithm of the number of chunks."""
         states, last = self._states(state, segment, inputs, segments)
         return last, self._read(states, inputs, segment, segments), states if keep else None
 
     def _states(self, state: Any, segment: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
-        """The states before all chunks, and after the last."""
+        """The states before all chunks and after the last."""
         assert self.recurrence is not None
         before, keeps = _segments_before(segment, segments)
         summaries = _each_chunk(self._summarize, inputs, segments, before)
         return self.recurrence.states(state, summaries, keeps)
 
     def _read(self, states: Any, inputs: Any, segment: Any, segments: Any) -> Any:
-        """The outputs of all chunks."""
-
         def read(state: Any, inputs: Any, segments: Any, before: Any) -> Any:
             visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
             return self.step(state, inputs, visibility)[1]
@@ -312,7 +309,7 @@ class _Walk(NamedTuple):
     def summary(
         self, inputs: Any, segments: Int[Array, "B T"] | None, segment: Int[Array, "B"] | None
     ) -> Any:
-        """What all chunks of arrays (B, T, ...) do to a state of a segment."""
+        """What all chunks of arrays (B, T, ...) do to a state in `segment`."""
         recurrence = self.recurrence
         assert recurrence is not None
         chunks, segments = self._split(inputs, segments)
@@ -337,7 +334,6 @@ class _Walk(NamedTuple):
         return branches(*operands, cuda=at_once, rocm=at_once, default=one_by_one)
 
     def _summarize(self, inputs: Any, segments: Any, before: Any) -> Any:
-        """The summary of one chunk."""
         assert self.recurrence is not None
         visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
         return self.recurrence.summarize(inputs, visibility)
@@ -353,7 +349,7 @@ def _is_float(x: Array) -> bool:
 
 
 def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
-    """The floating-point leaves, and a function that puts others in their place."""
+    """The floating-point leaves, and a function that replaces them."""
 
     def rebuild(floats: list[Array]) -> Any:
         given = iter(floats)
@@ -363,24 +359,24 @@ def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
 
 
 def _gradients_of(inputs: Any, d_floats: list[Array]) -> Any:
-    """The gradients of arrays (B, T, ...), given those of the chunks of their floating-point leaves."""
+    """The gradients of arrays (B, T, ...), from the gradients of their chunked floating-point leaves."""
     given = iter(d_floats)
     length = jax.tree.leaves(inputs)[0].shape[1]
     return jax.tree.map(lambda x: _join(next(given), length) if _is_float(x) else None, inputs)
 
 
 def _segments_before(segment: Int[Array, "B"] | None, segments: Int[Array, "B chunks C"] | None) -> Any:
-    """The segment of the state before each chunk, and whether the chunk keeps it; None where all is one segment."""
+    """The state's segment before each chunk and whether the chunk keeps the state; None if all is one segment."""
     if segments is None or segment is None:
         return None, None
-    # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+    # Numbers grow along a row and padding has -1, so the largest is the newest.
     after = lax.cummax(jnp.maximum(segments.max(axis=2), segment[:, None]), axis=1)
     before = jnp.concatenate([segment[:, None], after[:, :-1]], axis=1)
     return before, before == after
 
 
 def _each_chunk(function: Callable[..., Any], *trees: Any) -> Any:
-    """The function of each chunk of arrays (B, chunks, ...); the backward pass computes anew what is not SAVED."""
+    """Maps the function over chunks of arrays (B, chunks, ...); the backward pass recomputes what is not SAVED."""
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)
     return jax.vmap(jax.checkpoint(function, policy=policy), in_axes=1, out_axes=1)(*trees)
 
@@ -392,21 +388,21 @@ def scan_both_directions(
     segments: Int[Array, "B T"],
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Two scans: one over each token and those before it, one (from the end) over those after it.
+    """Two scans: one over each token and the tokens before it, and one, from the end, over the tokens after it.
 
     Args:
-      step, inputs, segments, and in `options` whole, chunk_size and recurrence: as for `scan_chunks`.
-      state: the state before any token, with which both scans begin.
+      step, inputs, segments, options: as for `scan_chunks`.
+      state: the state before any token, where both scans begin.
 
     Returns:
-      The outputs over the past and those over the future, (B, T, ...) arrays in the order of the inputs.
+      The outputs over the past and over the future, (B, T, ...) arrays in the order of the inputs.
     """
 
     def reverse(tree: Any) -> Any:
         return jax.tree.map(lambda x: x[:, ::-1], tree)
 
     _, past = scan_chunks(step, state, inputs, segments, **options)
-    # The last segment comes first when the sequence is read from its end.
+    # Read from the end, the last segment comes first.
     backwards = jnp.where(segments < 0, -1, segments.max(axis=1)[:, None] - segments)
     _, future = scan_chunks(step, state, reverse(inputs), reverse(backwards), strict=True, **options)
     return past, reverse(future)
@@ -415,9 +411,9 @@ def scan_both_directions(
 def segment_numbers(
     batch: int, length: int, lengths: Int[Array, "B"] | None, segment_ids: Int[Array, "B T"] | None
 ) -> Int[Array, "B T"] | None:
-    """The number of each token's segment, counted from 0 along the row, and -1 for padding.
+    """Numbers each token's segment from 0 along the row; padding gets -1.
 
-    A segment is a run of equal ids. The result is None if the whole batch is one segment without padding.
+    A segment is a run of equal ids. Returns None if the whole batch is one segment without padding.
     """
     if lengths is None and segment_ids is None:
         return None
@@ -430,11 +426,11 @@ def segment_numbers(
 def _chunk_visibility(
     length: int, segments: Int[Array, "B C"] | None, segment: Int[Array, "B"] | None, strict: bool
 ) -> tuple[ChunkVisibility, Int[Array, "B"] | None]:
-    """The visibility within a chunk, and the segment of the state after it; `segment` is that before the chunk."""
+    """The visibility within a chunk, and the state's segment after it; `segment` is the one before it."""
     pairs = jnp.tri(length, k=-1 if strict else 0, dtype=bool)[None]
     if segments is None or segment is None:
         return ChunkVisibility(pairs, None, None, None), None
-    # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+    # Numbers grow along a row and padding has -1, so the largest is the newest.
     newest = jnp.maximum(segment, segments.max(axis=1))
     pairs = pairs & (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
     visibility = ChunkVisibility(

@@ -13,7 +13,7 @@ from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
 
 
@@ -21,7 +21,7 @@ class CosformerState(NamedTuple):
     """What `cosformer_attention` keeps of the tokens so far.
 
     Attributes:
-      key_value: the sum of phi(k) v^T over the tokens, where phi has a cosine half and a sine half.
+      key_value: the sum of phi(k) v^T over the tokens; phi has a cosine half and a sine half.
       key: the sum of phi(k).
       length: the number of tokens so far in each row.
     """
@@ -31,15 +31,15 @@ class CosformerState(NamedTuple):
     length: Int[Array, "B"]
 
 
-def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> CosformerState:
-    """The state of `cosformer_attention` before the first token.
-
-    Args:
-      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+def init_cosformer_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+) -> CosformerState:
+    """Returns the state of `cosformer_attention` before the first token.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return CosformerState(
         jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), jnp.float32),
@@ -63,28 +63,29 @@ def cosformer_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], CosformerState]:
-    """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), normalised, in O(T) time and memory.
+    """Linear attention with weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), in O(T) time and memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = cosformer_attention(query, key, value, max_length=1024, is_causal=True)
 
-    Qin et al. 2022, arXiv:2202.08791, eqs. 10-12: the cosine of a difference is a sum of products of cosines and
-    sines, so the features are [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. Sums of weights below 1e-6 are
-    replaced by 1e-6, as in the authors' code. `reference.cosformer_attention` is the plain form.
+    Qin et al. 2022, arXiv:2202.08791, eqs. 10-12. The cosine of a difference is a sum of products of cosines and
+    sines, so the features are [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. As in the authors' code, the
+    outputs are divided by the sum of the weights, but at least by 1e-6. `reference.cosformer_attention` is the
+    plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
-      max_length: M, at least the number of tokens of the whole sequence, including earlier and later pieces: two
-        tokens that are more than M apart would have a negative weight. An int32 scalar is taken as it is.
+      max_length: M, at least the length of the whole sequence, including earlier and later pieces: tokens more than
+        M apart would get a negative weight. An int32 scalar array is not checked.
       is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
       state, return_state: as for `linear_attention`, with a `CosformerState`.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `CosformerState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: more tokens than max_length; arrays, lengths, segments, a state or sizes that do not fit.
+      ValueError: there are more tokens than max_length, or an argument does not fit.
     """
     check_qkv(query, key, value)
     length = max(query.shape[1], key.shape[1])
@@ -100,7 +101,7 @@ def cosformer_attention(
     given = None if state is None else check_state(state, fresh, "init_cosformer_state")
     index = fresh.length if given is None else given.length
 
-    # An array max_length acts here alone: the features, which kernels may compute, must not close over arrays.
+    # Use an array max_length only here: features must not close over arrays, as kernels may compute them.
     def angles(length: int) -> Array:
         positions = index[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         return positions.astype(jnp.float32) * (math.pi / (2 * max_length))

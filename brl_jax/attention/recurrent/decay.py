@@ -1,8 +1,8 @@
-"""States that shrink from token to token: the factors within a chunk, by a number for each head or for each feature.
+"""States that shrink from token to token: the factors within a chunk, per head or per feature.
 
-All factors are exponentials of sums of logarithms that are at most 0, so that none overflows however strong the decay
-is. Each sum is over the tokens between two tokens and nothing else. A difference of sums from the chunk's first token
-would lose a weak decay behind a strong one, and its exponential could overflow.
+Every factor is the exponential of a sum of logarithms that are at most 0, so it cannot overflow, however strong the
+decay. Each sum runs only over the tokens between two tokens. A difference of sums from the chunk's first token would
+lose a weak decay behind a strong one, and its exponential could overflow.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility
 from brl_jax.attention.recurrent.rows import heads_first, mask_rows, mask_scores, zero_unless
 
-# Blocks of this many tokens have a factor for every pair of tokens and every feature.
+# Blocks of this size have a factor for every pair of tokens and every feature.
 _BLOCK = 8
 
 _multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class HeadDecay(NamedTuple):
-    """The factors by which a state shrinks within a chunk, where all features of a head shrink alike.
+    """The factors within a chunk if all features of a head shrink alike.
 
     Attributes:
       pairs: from after token j to token i, for j up to i; 1 elsewhere.
-      start, end: from the chunk's first token to token i, both included, and from after it to the chunk's end.
+      start, end: from the chunk's first token through token i, and from after token i to the chunk's end.
       total: over the chunk.
     """
 
@@ -41,11 +41,10 @@ class HeadDecay(NamedTuple):
 
 
 class FeatureDecay(NamedTuple):
-    """The same where each feature has factors of its own.
+    """The factors within a chunk if each feature has its own.
 
     Attributes:
-      products: of row i and key j with their features times the factors between them, for j up to i; some finite
-        number elsewhere.
+      products: row i times key j, each feature weighted by its factor between them, for j up to i; finite elsewhere.
       start, end, total: as for `HeadDecay`.
     """
 
@@ -56,12 +55,12 @@ class FeatureDecay(NamedTuple):
 
 
 def clip_log_decay(log_decay: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Finite logarithms: exp(-200) is 0 in float32, and 0 times -inf is not."""
+    """Makes logarithms finite: exp(-200) is 0 in float32, and 0 times -inf is NaN."""
     return jnp.maximum(log_decay, -200.0)
 
 
 def head_decay(log: Float[Array, "B K C 1"]) -> HeadDecay:
-    """The factors for one logarithm, at most 0, a head and token."""
+    """The factors for one logarithm, at most 0, per head and token."""
     log = clip_log_decay(log)
     length = log.shape[2]
     later = jnp.tri(length, k=-1, dtype=log.dtype)[None, None]
@@ -74,12 +73,12 @@ def head_decay(log: Float[Array, "B K C 1"]) -> HeadDecay:
 def feature_decay(
     rows: Float[Array, "B K R F"], keys: Float[Array, "B K C F"], log: Float[Array, "B K C F"]
 ) -> FeatureDecay:
-    """The factors for one logarithm a feature and token, and the products of rows and keys that they weigh.
+    """The factors for one logarithm per feature and token, and the products of rows and keys weighted by them.
 
-    The product of row i and key j is sum_f rows_if keys_jf exp(sum of log_lf for j < l <= i). Blocks of doubling size
-    are joined in pairs: the rows of the second block shrink from where it begins, and the keys of the first until it
-    ends. These are the secondary chunks of GLA (arXiv:2312.06635, section 4.3) at every size, so that no factor belongs
-    to a pair of tokens and a feature.
+    The product of row i and key j is sum_f rows_if keys_jf exp(sum of log_lf for j < l <= i). Blocks of doubling
+    size are joined in pairs: the second block's rows shrink from its beginning, and the first block's keys until
+    its end. These are GLA's secondary chunks (arXiv:2312.06635, section 4.3) at every size, so no factor belongs to
+    a pair of tokens and a feature.
 
     Args:
       rows: as from `group_rows`, G rows for each token.
@@ -106,7 +105,7 @@ def feature_decay(
 
 
 class _Sums(NamedTuple):
-    """Sums of logarithms in each block: from its first token to token i, and from after token i to its last."""
+    """Sums of logarithms in each block: from its first token through token i, and from after token i to its last."""
 
     start: Float[Array, "B K blocks b F"]
     end: Float[Array, "B K blocks b F"]
@@ -126,10 +125,10 @@ def _within_blocks(
     keys: Float[Array, "B K blocks b F"],
     log: Float[Array, "B K blocks b F"],
 ) -> tuple[Float[Array, "B K G blocks b b"], _Sums]:
-    """The products of the rows and keys of the same block.
+    """The products of rows and keys in the same block.
 
-    One product of all its tokens for each size of the smaller blocks, of which the pairs at that size are kept, is
-    faster than products of a few tokens. The sizes joined into one product with an axis more are slower on a CPU, eight
+    For each size of smaller block, it multiplies all tokens of the block and keeps the pairs at that size, which is
+    faster than products of a few tokens. One product for all sizes, with another axis, is slower on a CPU: eight
     times in the backward pass.
     """
 
@@ -175,13 +174,13 @@ class DecayedSum(NamedTuple):
 
 
 def check_log_decay(log_decay: Any, key_shape: tuple[int, ...], num_features: int) -> Array:
-    """The logarithms as (B, T, K) or (B, T, K, F), from these shapes or (K,).
+    """Returns the logarithms as (B, T, K) or (B, T, K, F), from these shapes or (K,).
 
     Args:
       key_shape: (B, T, K, H).
 
     Raises:
-      ValueError: another shape, or not floating point.
+      ValueError: the shape is different, or the dtype is not floating point.
     """
     shapes = (key_shape[2:3], key_shape[:3], (*key_shape[:3], num_features))
     expected = (
@@ -203,7 +202,7 @@ def decayed_step(
     state: Float[Array, "B K F V"],
     visibility: ChunkVisibility,
 ) -> tuple[DecayedSum, Float[Array, "B K R V"]]:
-    """One chunk of linear attention whose state decays: what it does to the state, and its outputs.
+    """One chunk of linear attention with decay: its change of the state, and its outputs.
 
     Args:
       rows, keys: features, with heads before tokens.
@@ -223,17 +222,17 @@ def decayed_step(
 
 
 def for_rows(x: Float[Array, "B K C X"], rows: Float[Array, "B K R F"], length: int) -> Array:
-    """The numbers of each token for all of its rows."""
+    """Repeats each token's numbers for all of its rows."""
     return jnp.tile(x, (1, 1, rows.shape[2] // length, 1))
 
 
 def apply_sum(
     state: Float[Array, "*leading K F V"], following: DecayedSum, keeps: Bool[Array, "*leading"] | None
 ) -> Float[Array, "*leading K F V"]:
-    """The state after the chunks that follow."""
+    """The state after the following chunks."""
     return following.total * zero_unless(keeps, state) + following.added
 
 
 def join_sums(earlier: DecayedSum, later: DecayedSum, keeps: Bool[Array, "*leading"] | None) -> DecayedSum:
-    """What two adjacent runs of chunks do to the state."""
+    """The change of the state by two adjacent runs of chunks."""
     return DecayedSum(apply_sum(earlier.added, later, keeps), earlier.total * later.total)

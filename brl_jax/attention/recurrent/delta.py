@@ -1,4 +1,4 @@
-"""The delta rule, in which a token replaces what the state stores for its key, with and without decay of the state."""
+"""The delta rule: each token replaces what the state stores under its key, with or without decay of the state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
-from brl_jax.attention.recurrent import gpu, tpu
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     SAVED,
     ChunkVisibility,
@@ -25,6 +25,7 @@ from brl_jax.attention.recurrent.chunk_scan import (
     scan_chunks,
 )
 from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
+from brl_jax.attention.recurrent.kernels import Walked, recurrence_backends
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -34,7 +35,6 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
 from brl_jax.fields import Count
 
@@ -43,21 +43,21 @@ class DeltaState(NamedTuple):
     """What `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` keep of the tokens so far.
 
     Attributes:
-      key_value: S, the linear map from keys to values of each key head.
+      key_value: S, each key head's linear map from keys to values.
     """
 
     key_value: Float[Array, "B K H V"]
 
 
-def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> DeltaState:
-    """The state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
-
-    Args:
-      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+def init_delta_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+) -> DeltaState:
+    """Returns the state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return DeltaState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32))
 
@@ -77,48 +77,47 @@ def delta_rule(
     chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, in O(T) time and memory.
+    """Linear attention in which each token corrects the value stored under its key, in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) -> (B, T, N, V)::
 
         out = delta_rule(query, key, value, beta=beta)
 
-    DeltaNet (Yang et al. 2024, arXiv:2406.06484, eqs. 4-5); it is always causal. It is computed chunk by chunk in the
-    WY form (section 3.2 of the paper): with A the strictly lower part of diag(beta) K K^T, all corrected values of a
-    chunk are R = (I + A)^-1 diag(beta) (V - K S), the outputs are Q S + tril(Q K^T) R and the next state is S + K^T R.
-    The inverse is computed from products of blocks of doubling size, so that nothing loops over tokens, forward or
-    backward. A GPU computes all chunks at once: a chunk maps the state S to A S + B, and the maps are joined in a tree,
-    in float32. Their products do not grow for beta |k|^2 between 0 and 2; beyond, where the recurrence itself diverges,
-    they may overflow earlier than it does. `reference.delta_rule` is the plain recurrence.
+      S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T,  out_t = S_t^T q_t
+
+    DeltaNet (Yang et al. 2024, arXiv:2406.06484, eqs. 4-5), always causal. It is computed chunk by chunk in the WY
+    form (section 3.2). With A the strictly lower part of diag(beta) K K^T, the corrected values of a chunk are R =
+    (I + A)^-1 diag(beta) (V - K S), the outputs Q S + tril(Q K^T) R and the next state S + K^T R. The inverse comes
+    from products of blocks of doubling size, so nothing loops over tokens, forward or backward.
+    `reference.delta_rule` is the plain recurrence.
+
+    A GPU computes all chunks at once: each chunk maps the state S to A S + B, and a tree joins the maps, in
+    float32. Their products do not grow for beta |k|^2 between 0 and 2. Beyond that the recurrence itself diverges,
+    and the products may overflow earlier.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key: (B, T, K, H), value: (B, T, K, V), of the same dtype. K divides N: N / K consecutive query heads share a
-        key head and its state.
-      beta: (B, T, K), floating point: how far each value replaces the one that the state stores for the token's key,
-        from 0 (not at all) to 1 (entirely) in the paper.
-      normalize_keys: divides each key by its l2 norm (a key of zeros stays zero). The recurrence is stable only for
-        beta |k|^2 below 2.
+      key, value: (B, T, K, H) and (B, T, K, V) of the same dtype. K divides N: N / K consecutive query heads share
+        a key head and its state.
+      beta: (B, T, K), floating point: how much each value replaces the stored one, from 0 (not at all) to 1 (entirely).
+      normalize_keys: divides each key by its l2 norm; a zero key stays zero. The recurrence is stable only for beta
+        |k|^2 below 2.
       key_value_seq_lengths, segment_ids, return_state, implementation: as for `linear_attention`.
       state: as for `linear_attention`, a `DeltaState`.
-      chunk_size: the tokens of a chunk; it changes time and memory but not the result. The cost of a chunk's inverse
-        grows with the cube of its size.
+      chunk_size: tokens in a chunk; changes time and memory, not the result. The cost of a chunk's inverse grows
+        with the cube of its size.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `DeltaState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
-    return _attend(query, key, value, beta, None, normalize_keys, "delta_rule", **options)
+    return _attend(
+        query, key, value, beta, None, normalize_keys, "delta_rule",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 @attention_function
@@ -137,38 +136,35 @@ def gated_delta_rule(
     chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """The delta rule on a state that first decays: S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T, D_t = alpha_t S_(t-1).
+    """The delta rule on a state that first decays by one factor per head, in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) x 2 -> (B, T, N, V)::
 
         out = gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay)
 
-    Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10), with alpha_t = exp(log_decay_t) and out_t = S_t^T q_t.
-    It is computed as `delta_rule` is, and each pair of tokens is weighted by the decay between them (section 3.3). The
-    logarithms between two tokens are summed for each pair by itself: a difference of sums from the chunk's first
-    token would lose a weak decay behind a strong one, and its exponential could overflow.
-    `reference.gated_delta_rule` is the plain recurrence.
+      D_t = exp(log_decay_t) S_(t-1),  S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T,  out_t = S_t^T q_t
+
+    Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10). It is computed like `delta_rule`, with each pair of
+    tokens weighted by the decay between them (section 3.3). The logarithms between two tokens are summed separately
+    for each pair: a difference of sums from the chunk's first token would lose a weak decay behind a strong one,
+    and its exponential could overflow. `reference.gated_delta_rule` is the plain recurrence.
 
     Args:
-      log_decay: (B, T, K), floating point, at most 0: the logarithm of the factor by which the state shrinks before the
-        token is written; -inf empties it.
+      log_decay: (B, T, K), floating point, at most 0: the logarithm of the factor by which the state shrinks before
+        the token is written; -inf empties it.
       query, key, value, beta and all options: as for `delta_rule`.
 
     Returns:
       As `delta_rule`.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
-    return _attend(query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule", **options)
+    return _attend(
+        query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 @attention_function
@@ -187,19 +183,20 @@ def kimi_delta_rule(
     chunk_size: Count = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """`gated_delta_rule` with a decay of each key feature: D_t = diag(alpha_t) S_(t-1), row by row of the state.
+    """The delta rule on a state that first decays by one factor per key feature, in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K), (B, T, K, H) -> (B, T, N, V)::
 
         out = kimi_delta_rule(query, key, value, beta=beta, log_decay=log_decay)
 
-    Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1), with alpha_t = exp(log_decay_t). Within a chunk the
-    decays between two tokens enter the products of queries and keys feature by feature, as in `linear_attention`: no
-    exponential is taken of a positive number, and strong decay stays finite. `reference.kimi_delta_rule` is the plain
-    recurrence.
+      D_t = diag(exp(log_decay_t)) S_(t-1),  S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T,  out_t = S_t^T q_t
+
+    Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1). Within a chunk, the decays between two tokens
+    enter the products of queries and keys feature by feature, as in `linear_attention`. No exponential of a
+    positive number is taken, so strong decay stays finite. `reference.kimi_delta_rule` is the plain recurrence.
 
     Args:
-      log_decay: (B, T, K, H), floating point, at most 0: the logarithm of the factors by which the rows of the state
+      log_decay: (B, T, K, H), floating point, at most 0: the logarithms of the factors by which the state's rows
         shrink before the token is written; -inf empties a row.
       query, key, value, beta and all options: as for `delta_rule`.
 
@@ -207,19 +204,13 @@ def kimi_delta_rule(
       As `delta_rule`.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
-    options: dict[str, Any] = {
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "state": state,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
     return _attend(
-        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True, **options
-    )
+        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True,
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
 
 
 def _attend(
@@ -227,7 +218,7 @@ def _attend(
     name: str, *, state: Any, return_state: bool, chunk_size: int, implementation: Any, by_feature: bool = False,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """All rules; None is no decay."""
+    """All three rules; `delta_rule` passes no log_decay."""
     prepared = prepare_inputs(
         query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size,
         implementation=implementation, dispatched=True, **options,
@@ -271,15 +262,10 @@ def _attend(
         sums = walk(Walked(*arrays, *gates, segments), **options)
         return DeltaState(sums.key_value), sums.total.astype(query.dtype)
 
-    call: dict[str, Any] = {"features": key.shape[3], "chunk_size": chunk_size, "log_decay": log_decay}
-    on_tpu, on_gpu = (
-        functools.partial(kernel, walk)
-        for walk in (tpu.walk, functools.partial(gpu.walk, out_dtype=query.dtype))
-    )
-    backends = {
-        "tpu": (tpu.recurrence_backend(on_tpu, query, key, value, delta=True, **call),),
-        "cuda": (gpu.recurrence_backend(on_gpu, query, key, value, **call),),
-    }
+    backends = recurrence_backends(
+        kernel, query, key, value, features=key.shape[3], chunk_size=chunk_size, out_dtype=query.dtype, delta=True,
+        log_decay=log_decay,
+    )  # fmt: skip
     state, out = dispatch(
         name, implementation, backends,
         functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),
@@ -291,21 +277,21 @@ def _attend(
 
 
 def _normalize(keys: Float[Array, "*leading H"]) -> Float[Array, "*leading H"]:
-    """The keys divided by their l2 norm; a key of zeros stays zero."""
+    """The keys divided by their l2 norm; a zero key stays zero."""
     squares = checkpoint_name(jnp.sum(jnp.square(keys), axis=-1, keepdims=True), SAVED)
     return keys * lax.rsqrt(squares + 1e-12)
 
 
 class _Keys(NamedTuple):
-    """What the WY form of a chunk needs of its keys, and of its queries if they are given.
+    """What the WY form of a chunk needs from its keys, and from its queries if given.
 
     Attributes:
-      decay: that of the state within the chunk; None without it.
-      reads: the keys, normalised if that is asked for, that read the state, times its decay until they do.
-      adds: those whose values are written to the state, times the decay from then to the chunk's end.
+      decay: of the state within the chunk, or None.
+      reads: the keys that read the state, times its decay until then.
+      adds: the keys whose values are written to the state, times the decay from then to the chunk's end.
       beta: their strengths.
       overlap: the strictly lower part of diag(beta) K K^T, within segments, times the decay between the tokens.
-      scores: the same of the queries with the keys, without beta and with the diagonal; None without queries.
+      scores: the same for queries and keys, without beta and with the diagonal; None without queries.
     """
 
     decay: HeadDecay | FeatureDecay | None
@@ -369,16 +355,18 @@ def _step(
 
 
 class _Affine(NamedTuple):
-    """What a chunk does to the state that it keeps: S -> A S + B."""
+    """How a chunk changes the state that it keeps: S -> A S + B."""
 
     transition: Float[Array, "*leading K H H"]
     added: Float[Array, "*leading K H V"]
 
 
 def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Affine:
-    """A = I - K^T W and B = K^T U, where W and U are the solutions for diag(beta) K and diag(beta) V
-    (arXiv:2406.06484, eqs. 7-10); with decay, I is multiplied by the chunk's. The norm of A is at most 1 for normalised
-    keys, beta between 0 and 2 and decay of at most 1."""
+    """A = I - K^T W and B = K^T U, where W and U solve the system for diag(beta) K and diag(beta) V.
+
+    See arXiv:2406.06484, eqs. 7-10. With decay, I is multiplied by the chunk's decay. The norm of A is at most 1
+    for normalised keys, beta between 0 and 2, and decay at most 1.
+    """
     keys, v = _keys(chunk, visibility, normalize_keys, None), heads_first(chunk["value"])
     solved = solve_unit_lower(keys.overlap, keys.beta * jnp.concatenate([-keys.reads, v], axis=-1))
     change, added = jnp.split(
@@ -392,10 +380,10 @@ def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) ->
 def _states(
     state: DeltaState, maps: _Affine, keeps: Bool[Array, "B chunks"] | None
 ) -> tuple[DeltaState, DeltaState]:
-    """The states before all chunks and the last one.
+    """The states before all chunks and after the last.
 
-    The states x after the chunks solve the linear equations x_c - A_c x_(c-1) = B_c, and their derivatives solve
-    such equations too, in backward order for gradients: nothing is differentiated through the joined maps.
+    The states x after the chunks solve the linear equations x_c - A_c x_(c-1) = B_c. Their derivatives solve such
+    equations too, in backward order for gradients, so nothing differentiates through the joined maps.
     """
     transition, added = maps
     kept = zero_unless(None if keeps is None else keeps[:, 0], state.key_value)
@@ -409,7 +397,7 @@ def _states(
         return _affine_states(transition, added, keeps)
 
     def solve_transposed(_: Any, d_after: Array) -> Array:
-        # The map of a chunk leads backwards to the one before it; that of the first leads to none.
+        # Backwards, each chunk's map leads to the chunk before it, and the first chunk's map leads nowhere.
         backward = jnp.swapaxes(jnp.roll(transition, -1, axis=1)[:, ::-1], -1, -2)
         backward_keeps = None if keeps is None else jnp.roll(keeps, -1, axis=1)[:, ::-1]
         return _affine_states(backward, d_after[:, ::-1], backward_keeps)[:, ::-1]
@@ -421,7 +409,7 @@ def _states(
 
 
 def _join(earlier: _Affine, later: _Affine, keeps: Bool[Array, "*leading"] | None) -> _Affine:
-    """What two runs of chunks do to the state, one after the other."""
+    """How two runs of chunks, one after the other, change the state."""
     kept = zero_unless(keeps, jnp.concatenate(earlier, axis=-1))
     transition, added = jnp.split(
         multiply_precisely(later.transition, kept), [later.transition.shape[-1]], axis=-1
@@ -434,11 +422,11 @@ def _affine_states(
     added: Float[Array, "B chunks K H V"],
     keeps: Bool[Array, "B chunks"] | None,
 ) -> Float[Array, "B chunks K H V"]:
-    """The states after all chunks, from a state of zeros."""
+    """The states after all chunks, starting from zeros."""
     size = transition.shape[-1]
 
     def join(earlier: Array, later: Array, keeps: Any) -> Array:
-        # One product for both parts of [A B].
+        # One product covers both parts of [A B].
         joined = multiply_precisely(later[..., :size], zero_unless(keeps, earlier))
         return joined + jnp.pad(later[..., size:], [(0, 0)] * (later.ndim - 1) + [(size, 0)])
 

@@ -15,14 +15,15 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.running import last_token, running_log_sum, running_sum, token_numbers
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
 from brl_jax.sharding import sequence_axis
 
-# Added to features and to their sums where a flow is computed, as in the authors' code: no flow is 0.
+# Added to features and their sums, as in the authors' code, so that every flow is positive.
 _MIN_FLOW = 1e-6
-# The logarithm of a share of the competition that does not exist: finite, so that differences are not NaN.
+# The logarithm of a missing share of the competition, finite so that differences are not NaN.
 _LOG_ZERO = -1e30
 
 
@@ -31,9 +32,10 @@ class FlowformerState(NamedTuple):
 
     Attributes:
       query, key: the sums of phi(q) and of phi(k).
-      sink: the sum of phi(q) over the incoming flow of its query. source: of phi(k) over the outgoing flow of its key.
+      sink: the sum of phi(q) over the incoming flow of its query.
+      source: the sum of phi(k) over the outgoing flow of its key.
       competition: the logarithm of the sum of the exponentials of the keys' conserved flows; -1e30 at first.
-      key_value: the sum of phi(k) v^T, v times its key's share; phi(k) rotated where there are rotary positions.
+      key_value: the sum of phi(k) v^T, with v times its key's share, and phi(k) rotated if there are rotary positions.
       length: the number of tokens so far in each row.
     """
 
@@ -47,23 +49,31 @@ class FlowformerState(NamedTuple):
 
 
 class _Flows(NamedTuple):
-    """What scales the queries and values of linear attention: allocation over incoming flow, (B, T, N), and the share
-    of the competition, (B, T, N)."""
+    """Factors for linear attention: allocation over incoming flow for the queries, share of the competition for the
+    values."""
 
     sinks: Float[Array, "B T N"]
     sources: Float[Array, "B T N"]
 
 
-def init_flowformer_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowformerState:
-    """The state of `flowformer_attention` before the first token.
+def init_flowformer_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    num_heads: int | None = None,
+) -> FlowformerState:
+    """Returns the state of `flowformer_attention` before the first token.
 
     Args:
-      num_heads: N, the query heads.
-      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+      num_heads: heads of the queries, which each have their own state; num_kv_heads by default.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    num_heads = num_kv_heads if num_heads is None else num_heads
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
     return FlowformerState(
@@ -92,7 +102,7 @@ def flowformer_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowformerState]:
-    """Linear attention with conserved flows between values (sources) and outputs (sinks), in O(T) time and memory.
+    """Linear attention with conserved flows from values (sources) to outputs (sinks), in O(T) time and memory.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
@@ -105,32 +115,32 @@ def flowformer_attention(
       competition   c_j = n softmax(O')_j                    allocation    a_i = sigmoid(I'_i)
       out_i = a_i phi(q_i) / I_i sum_j phi(k_j) c_j v_j^T
 
-    n, the number of tokens, keeps the mean of c at 1; it is a factor of the authors' code. That code also cuts O' to
-    [-1, 1], which the paper does not: the mean of O' is 1, so that about half of the competition would be lost. The
-    authors' code for the Long Range Arena has ReLU for phi, and its softmax runs over the heads.
+    The number of tokens n, a factor from the authors' code, keeps the mean of c at 1. That code also clips O' to
+    [-1, 1], unlike the paper; as the mean of O' is 1, clipping would remove about half of the competition. The
+    authors' code for the Long Range Arena uses ReLU for phi and runs the softmax over the heads.
 
-    Causal: every sum runs over the tokens up to i (up to j for O, O' and the denominator of the softmax), I and O are
-    divided by the number n of these tokens, and I' and O' too, as in the authors' code. Cumulative sums give them;
-    the last line is causal linear attention, computed chunk by chunk.
-    `reference.flowformer_attention` is the plain form.
+    Causal: every sum runs over the tokens up to i (for O, O' and the softmax's denominator, up to j). As in the
+    authors' code, I, O, I' and O' are divided by the number n of these tokens. Cumulative sums compute them; the
+    last line is causal linear attention, computed chunk by chunk. `reference.flowformer_attention` is the plain
+    form.
 
     Args:
-      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16; K
-        divides N. Every query head has flows of its own.
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or
+        float16; K divides N. Each query head has separate flows.
       is_causal: as above.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. What they contain, even NaN, reaches
-        neither a flow nor the state.
-      positions, rope_theta: as for `linear_attention`: phi(q) and phi(k) of the last line are rotated, and the flows
-        are those of the features without rotation.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything,
+        even NaN, and reaches neither a flow nor the state.
+      positions, rope_theta: as for `linear_attention`. They rotate phi(q) and phi(k) in the last line; the flows
+        use the unrotated features.
       state, return_state: as for `linear_attention`, with a `FlowformerState`.
-      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
+      chunk_size: tokens in a chunk; changes time and memory, not the result.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `FlowformerState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, positions, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
@@ -188,20 +198,20 @@ def _flows(q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None) -
 def _causal_flows(
     q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowformerState
 ) -> tuple[_Flows, FlowformerState]:
-    """The flows over the tokens up to each one, and the state after them but for `key_value`."""
+    """The flows over the tokens up to each one, and the state after them, except for `key_value`."""
     length = q.shape[1]
     axis = sequence_axis(length)
-    stretch = functools.partial(_causal_flows_of_stretch, axis=axis)
+    shard = functools.partial(_causal_flows_of_shard, axis=axis)
     if axis is None:
-        return stretch(q, k, counts, exists, state)
+        return shard(q, k, counts, exists, state)
     cut, whole = PartitionSpec(None, axis), PartitionSpec()
     mapped = jax.shard_map(
-        stretch, in_specs=(cut, cut, whole, cut, whole), out_specs=(cut, whole), axis_names={axis}
+        shard, in_specs=(cut, cut, whole, cut, whole), out_specs=(cut, whole), axis_names={axis}
     )
     return mapped(q, k, counts, exists, state)
 
 
-def _causal_flows_of_stretch(
+def _causal_flows_of_shard(
     q: Array,
     k: Array,
     counts: Int[Array, " B"],
@@ -210,7 +220,7 @@ def _causal_flows_of_stretch(
     *,
     axis: str | None,
 ) -> tuple[_Flows, FlowformerState]:
-    """The same for a stretch of every row, which is all of it without an axis."""
+    """`_causal_flows` for one shard of every row; without an axis, for whole rows."""
     number = jnp.minimum(token_numbers(q.shape[1], axis)[None] + 1, counts[:, None])
     number = jnp.maximum(state.length[:, None] + number, 1).astype(jnp.float32)[..., None]
 
@@ -224,7 +234,7 @@ def _causal_flows_of_stretch(
     conserved_sinks, conserved_sources = _flow(q, sources) / number, _flow(k, sinks) / number
     if exists is not None:
         conserved_sources = jnp.where(exists[..., None], conserved_sources, _LOG_ZERO)
-    # Logarithms, because a sum of exponentials relative to the largest would look at later tokens.
+    # In logarithms, because a sum of exponentials relative to the largest would look at later tokens.
     competition = jnp.logaddexp(state.competition[:, None], running_log_sum(conserved_sources, axis))
     flows = _Flows(
         jax.nn.sigmoid(conserved_sinks) / (incoming * number),

@@ -1,4 +1,4 @@
-"""The attention of gated attention units: squared ReLU in place of the softmax (Hua et al. 2022, arXiv:2202.10447)."""
+"""The attention of gated attention units: squared ReLU instead of softmax (Hua et al. 2022, arXiv:2202.10447)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
-from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
-from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.core.state import check_state, check_state_type
+from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
-from brl_jax.attention.recurrent.gpu import gau_backend
+from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
 
 
@@ -26,7 +28,7 @@ class GAUState(NamedTuple):
     """What `gau_attention` keeps of the tokens so far: all keys and values.
 
     Attributes:
-      key, value: the keys and values in the order of the tokens, with room for up to L tokens.
+      key, value: keys and values in the order of the tokens, with capacity for L tokens.
       length: the number of tokens so far in each row.
     """
 
@@ -37,23 +39,22 @@ class GAUState(NamedTuple):
 
 def init_gau_state(
     batch: int,
-    length: int,
     num_kv_heads: int,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None = None,
     *,
+    length: int,
     dtype: DTypeLike = jnp.float32,
 ) -> GAUState:
-    """The state of `gau_attention` before the first token.
+    """Returns the state of `gau_attention` before the first of up to `length` tokens.
 
     Args:
-      length: L, the largest number of tokens that the state can take.
-      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
-      dtype: the dtype of the keys and values.
+      dtype: of keys and values.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return GAUState(
         jnp.zeros((batch, length, num_kv_heads, head_dim), dtype),
@@ -77,35 +78,35 @@ def gau_attention(
     chunk_size: int = 128,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GAUState]:
-    """out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees.
+    """Attention with squared ReLU instead of softmax, in O(T S) time and O(chunk_size S) memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = gau_attention(query, key, value, is_causal=True)
 
-    Hua et al. 2022, arXiv:2202.10447, section 3.1, where n is the length of the sequence. Counting only the visible
-    keys makes the result independent of later tokens, of padding and of other sequences in the row. O(T S) time and
-    O(chunk_size S) memory. `reference.gau_attention` is the plain form.
+      out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees
+
+    Hua et al. 2022, arXiv:2202.10447, section 3.1, where n is the length of the sequence. Counting only visible
+    keys makes the result independent of later tokens, of padding and of other sequences in the row.
+    `reference.gau_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
       bias: b, a `PositionBias`.
-      is_causal: query i sees the keys up to its own.
+      is_causal: query i sees only the keys up to i.
       key_value_seq_lengths, segment_ids: as for `linear_attention`.
-      implementation: None takes the Triton kernel on a GPU where it serves the call (bias None or a `RotaryBias`, more
-        than chunk_size queries), XLA otherwise; "xla", "triton" and "triton_interpret" as for `local_attention`.
-      state: from `init_gau_state` or an earlier call (causal only, without segment_ids).
-      return_state: if True, the result is (out, state) with the state after these tokens; requires a state, which
-        determines the largest number of tokens.
-      chunk_size: the number of queries that are computed at once, at least that on a GPU; it changes time and memory
-        but not the result.
+      state: from `init_gau_state` or an earlier call; causal only, without segment_ids.
+      return_state: also return the state after these tokens; needs a state, which limits the number of tokens.
+      chunk_size: queries computed at once (a GPU may take more); changes time and memory, not the result.
+      implementation: None uses the Triton kernel on a GPU if it supports the call (bias None or a `RotaryBias`,
+        more than chunk_size queries), else XLA. "xla", "triton" and "triton_interpret" as for `local_attention`.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `GAUState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, segments, a bias, a state or sizes that do not fit, naming the argument.
-      NotImplementedError: implementation="triton" where the kernel cannot serve the call.
+      ValueError: an argument does not fit, named in the message.
+      NotImplementedError: implementation="triton", but the kernel does not support the call.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
@@ -133,8 +134,8 @@ def gau_attention(
         )  # fmt: skip
 
     static: dict[str, Any] = {"is_causal": is_causal, "each_row": state is not None, "chunk_size": chunk_size}
-    # A few queries, as in a decoding step, take few kernels in any case.
-    kernel = gau_backend(is_causal=is_causal, unsuited=length <= chunk_size)
+    # A few queries, as in a decoding step, take few kernels anyway.
+    kernel = _gau_backend(is_causal=is_causal, unsuited=length <= chunk_size)
     out = dispatch(
         "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(attend_pairs, **static),
         query, key, value, bias, query_positions, query_segments, key_segments, cost="quadratic",
@@ -144,23 +145,23 @@ def gau_attention(
 
 
 def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
-    """The state; raises ValueError unless one is given that fits the new keys and values."""
+    """Returns the state; raises ValueError unless it fits the new keys and values."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
     check_state_type(state, GAUState, "init_gau_state")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
-    expected = init_gau_state(batch, room, kv_heads, head_dim, value.shape[3], dtype=key.dtype)
+    expected = init_gau_state(batch, kv_heads, head_dim, value.shape[3], length=room, dtype=key.dtype)
     check_state(state, expected, "init_gau_state")
     require(length <= room, f"state must have room for {length} tokens, got room for {room}")
     return state
 
 
 def _append(state: GAUState, key: Array, value: Array, lengths: Array | None) -> GAUState:
-    """The state with those of the new tokens that exist appended."""
+    """The state with the valid new tokens appended."""
     batch, length = key.shape[:2]
     room = state.key.shape[1]
-    # Padding gets a slot past the end, where writes are dropped.
+    # Padding goes to a slot past the end, where nothing is written.
     steps = jnp.arange(length, dtype=jnp.int32)[None]
     count = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.minimum(lengths, length)
     slots = jnp.where(steps < count[:, None], state.length[:, None] + steps, room)
@@ -169,3 +170,34 @@ def _append(state: GAUState, key: Array, value: Array, lengths: Array | None) ->
         write_places(state.value, value, slots),
         state.length + count,
     )
+
+
+def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
+    """The Triton kernel for operands (query, key, value, bias, positions, segments, key_segments)."""
+
+    def unsupported(query, key, value, bias: PositionBias | None, *_) -> str | None:
+        from pallas_kernels import triton
+
+        features = query
+        if bias is not None:
+            if not isinstance(bias, RotaryBias):
+                return f"bias must be None or a RotaryBias, got {type(bias).__name__}"
+            if key.shape[2] != query.shape[2]:
+                return (
+                    f"a bias needs as many key heads as query heads, got {key.shape[2]} and {query.shape[2]}"
+                )
+            width = query.shape[3] + bias.left.shape[-1]
+            features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
+        return triton.squared_relu_unsupported(features, key, value)
+
+    def run(query, key, value, bias, positions, segments, key_segments):
+        from pallas_kernels import triton
+
+        ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
+        # float16 would lose small scores; the kernel computes float32 in TF32.
+        dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
+        rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
+        out = triton.squared_relu_attention(rows, columns, value.astype(dtype), triton.Ranges(*ranges))
+        return out.astype(query.dtype)
+
+    return triton_backend(run, unsupported, unsuited)

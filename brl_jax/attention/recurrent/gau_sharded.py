@@ -1,7 +1,7 @@
-"""The attention of gated attention units on a mesh that cuts its sequences: keys and values go around the devices.
+"""`gau_attention` on a mesh that shards its sequences: keys and values go around the devices.
 
-They go around as in `brl_jax.attention.dense.sharded`, causal rows balanced as there. Nothing has to be normalised: the
-results of the parts add up, and in the backward pass no result of the forward pass is needed.
+They go around as in `brl_jax.attention.dense.sharded`, with causal rows balanced in the same way. Nothing needs to be
+normalised: partial results add up, and the backward pass needs no result of the forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from brl_jax.sharding import sequence_axis, shard_call
 def ring_axis(
     query: Array, key: Array, bias: PositionBias | None, is_causal: bool, implementation: Any
 ) -> str | None:
-    """The mesh axis along which the keys of a call may go around; None where there is none."""
+    """The mesh axis along which the keys of a call can go around, or None."""
     if implementation not in (None, "xla") or not (bias is None or isinstance(bias, RotaryBias)):
         return None
     if bias is not None and key.shape[2] != query.shape[2]:
@@ -47,10 +47,10 @@ def gau_on_mesh(
     is_causal: bool,
     chunk_size: int,
 ) -> Float[Array, "B T N V"]:
-    """`gau_attention` of rows that are cut over `axis`, which is that of `ring_axis`.
+    """`gau_attention` on rows that are sharded over `axis`, from `ring_axis`.
 
-    The number of the keys that a query sees is that of its whole row, so that the parts need to know neither it nor the
-    bias.
+    Queries are divided by the number of keys they see in their whole row, and the bias is part of the factors, so
+    the parts need neither.
     """
     assert bias is None or isinstance(bias, RotaryBias)
     ranges = seen_ranges(query_positions, query_segments, key_segments, key.shape[:2], is_causal)
@@ -58,15 +58,15 @@ def gau_on_mesh(
     columns = key if bias is None else columns
     if key_segments is not None and query_segments is None:
         query_segments = jnp.zeros(query.shape[:2], jnp.int32)
-    stretch = functools.partial(
-        _stretch, Ring(axis, is_causal), functools.partial(_pair, chunk_size=chunk_size), query.dtype
+    shard = functools.partial(
+        _shard, Ring(axis, is_causal), functools.partial(_pair, chunk_size=chunk_size), query.dtype
     )
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     names = [queries, keys, keys, ("batch", "length"), ("batch", "length")]
-    return shard_call(stretch, (rows, columns, value, query_segments, key_segments), names, queries)
+    return shard_call(shard, (rows, columns, value, query_segments, key_segments), names, queries)
 
 
-def _stretch(
+def _shard(
     ring: Ring, pair: Callable[..., Array], dtype: Any, query: Array, key: Array, value: Array, *ids: Any
 ) -> Float[Array, "B t N V"]:
     """The results of this device's queries."""
@@ -75,7 +75,7 @@ def _stretch(
 
 
 def _pair(query: Array, key: Array, value: Array, ids: tuple, is_causal: bool, *, chunk_size: int) -> Array:
-    """The sums of one part of the queries over one part of the keys, in float32."""
+    """The float32 sums of one part of the queries over one part of the keys."""
     places = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
     return attend_pairs(
         query, key, value, None, places, *ids,
@@ -84,13 +84,13 @@ def _pair(query: Array, key: Array, value: Array, ids: tuple, is_causal: bool, *
 
 
 class _Static(NamedTuple):
-    """What is static about a call."""
+    """The static part of a call."""
 
     ring: Ring
     pair: Callable[..., Array]
 
     def meet(self, query_ids: Any, shard: Shard, own: Any, other: Any, same: bool) -> Callable[..., Array]:
-        """The function of queries, keys and values of two parts that meet."""
+        """The function of queries, keys and values of two parts."""
         ids = (None, None) if shard.ids is None else (query_ids[own], shard.ids[other])
         return functools.partial(self.pair, ids=ids, is_causal=self.ring.is_causal and same)
 
@@ -99,7 +99,7 @@ class _Static(NamedTuple):
 def _add_around(
     static: _Static, query: Float[Array, "P B t N H"], shard: Shard, query_ids: Any
 ) -> Float[Array, "P B t N V"]:
-    """The sums over the keys of all devices, in float32."""
+    """The float32 sums over the keys of all devices."""
     ring = static.ring
 
     def visit(sums: Array, shard: Shard, number: Any) -> Array:

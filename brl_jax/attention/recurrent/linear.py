@@ -1,4 +1,4 @@
-"""Linear attention: a product of features in place of the softmax's exponential (Katharopoulos et al. 2020)."""
+"""Linear attention: products of features instead of the softmax's exponential (Katharopoulos et al. 2020)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.recurrent import gpu, tpu
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
     Recurrence,
@@ -32,6 +32,7 @@ from brl_jax.attention.recurrent.decay import (
     decayed_step,
     join_sums,
 )
+from brl_jax.attention.recurrent.kernels import Walked, recurrence_backends
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -41,11 +42,10 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.tpu import Walked
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
-#: Maps an array (B, T, heads, H) and the positions of its tokens, (B, T) or None, to features (B, T, heads, F).
+#: (array (B, T, heads, H), positions (B, T) or None) -> features (B, T, heads, F)
 Features = Callable[[Array, Any], Array]
 
 
@@ -53,7 +53,7 @@ class LinearState(NamedTuple):
     """What `linear_attention` and `norm_attention` keep of the tokens so far.
 
     Attributes:
-      key_value: the sum of phi(k) v^T over the tokens, phi(k) rotated where there are rotary positions.
+      key_value: the sum of phi(k) v^T over the tokens, with phi(k) rotated if there are rotary positions.
       key: the sum of phi(k); None if outputs are not divided by the sum of the weights.
     """
 
@@ -62,21 +62,20 @@ class LinearState(NamedTuple):
 
 
 def init_linear_state(
-    batch: int, num_kv_heads: int, num_features: int, value_dim: int, *, normalize: bool = True
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *, normalize: bool = True
 ) -> LinearState:
-    """The state of `linear_attention`, or without `normalize` of `norm_attention`, before the first token.
+    """Returns the state of `linear_attention` (of `norm_attention` if not `normalize`) before the first token.
 
     Args:
-      num_features: F, which is the head dimension H for the feature maps of these functions.
-      value_dim: V, the head dimension of the values.
-      normalize: as in the calls that use the state; always False for `norm_attention`.
+      normalize: as in the calls; always False for `norm_attention`.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
-    key = jnp.zeros((batch, num_kv_heads, num_features), jnp.float32) if normalize else None
-    return LinearState(jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32), key)
+    value_dim = head_dim if value_dim is None else value_dim
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+    key = jnp.zeros((batch, num_kv_heads, head_dim), jnp.float32) if normalize else None
+    return LinearState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32), key)
 
 
 @attention_function
@@ -98,57 +97,58 @@ def linear_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Attention with the weights phi(q_i) . phi(k_j) in place of exp(q_i . k_j), in O(T) time and memory.
+    """Attention with weights phi(q_i) . phi(k_j) instead of exp(q_i . k_j), in O(T) time and memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = linear_attention(query, key, value, is_causal=True)
 
-    out_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)), where j <= i in causal attention: Katharopoulos
-    et al. 2020, arXiv:2006.16236, eqs. 5 and 9; TransNormer, arXiv:2210.10340, eq. 4. Causal attention is computed
-    chunk by chunk, with products that are quadratic inside a chunk only. It can continue from the state of earlier
-    tokens, in pieces of any size. A query that sees no key gives 0. `reference.linear_attention` is the plain form.
+      out_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)), with j <= i if causal
 
-    With log_decay the state shrinks before each token: S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and
-    out_t = S_t^T phi(q_t). With "identity" for phi this is retention with a number for each head (RetNet,
-    arXiv:2307.08621, eq. 5; lightning attention, arXiv:2401.04658), Mamba-2's state space duality with one for each
-    head and token (arXiv:2405.21060, section 6), and gated linear attention with one for each feature and token (GLA,
-    arXiv:2312.06635, eq. 3). Results and gradients are finite at any decay.
+    Katharopoulos et al. 2020, arXiv:2006.16236, eqs. 5 and 9; TransNormer, arXiv:2210.10340, eq. 4. Causal
+    attention is computed chunk by chunk, with products that are quadratic only inside a chunk. It can continue from
+    the state of earlier tokens, in pieces of any size. A query that sees no key gives 0.
+    `reference.linear_attention` is the plain form.
+
+    With log_decay the state shrinks before each token: S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and out_t =
+    S_t^T phi(q_t). With "identity" for phi, one number per head gives retention (RetNet, arXiv:2307.08621, eq. 5;
+    lightning attention, arXiv:2401.04658), one per head and token Mamba-2's state space duality (arXiv:2405.21060,
+    section 6), and one per feature and token gated linear attention (GLA, arXiv:2312.06635, eq. 3). Results and
+    gradients are finite at any decay.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key: (B, S, K, H), value: (B, S, K, V), of the same dtype. K divides N: N / K consecutive query heads share a
-        key head. S = T where causal.
-      is_causal: query i sees the keys up to its own.
+      key, value: (B, S, K, H) and (B, S, K, V) of the same dtype. K divides N: N / K consecutive query heads share
+        a key head. S = T if causal.
+      is_causal: query i sees only the keys up to i.
       normalize: divides by the sum of the weights.
-      feature_map: phi; "elu+1" (always positive), "elu", "relu" or "identity".
-      log_decay: (K,), (B, T, K) or (B, T, K, H), floating point, at most 0: the logarithm of the factor by which the
-        state of a key head shrinks, for all tokens, for each token, or for each token and feature; -inf empties it. It
-        needs is_causal=True and normalize=False.
-      key_value_seq_lengths: (B,) ints; keys at and after the length are padding. What keys and values contain there,
-        even NaN, reaches neither the result nor the state.
-      segment_ids: (B, T) ints; a query sees the keys of its own segment only. A segment is a run of equal ids: an id
-        that recurs later begins a new segment. The given state is the past of the first segment, and the returned
-        state is that of the last.
-      positions: (B, T) or (1, T) ints, with rotary positions, for queries and keys that are the same tokens; None
-        without. They rotate phi(q) and phi(k), so that the weights depend on distances only. The sum that divides is of
-        the weights without rotation, which are not negative (Su et al. 2021, arXiv:2104.09864, eq. 19).
-      rope_theta: the base of their frequencies.
-      state: the state of the tokens before these (causal only), from an earlier call or `init_linear_state`; None if
-        there are none.
-      return_state: if True, the result is (out, state) with the state after these tokens.
-      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
-      implementation: None picks by platform at lowering time. "xla" works everywhere; "pallas", for causal attention,
-        is a TPU kernel, whose products are computed in the dtype of the query, and "pallas_interpret" interprets it on
-        any platform.
+      feature_map: phi, one of "elu+1" (always positive), "elu", "relu" or "identity".
+      log_decay: (K,), (B, T, K) or (B, T, K, H), floating point, at most 0: the logarithm of the factor by which a
+        key head's state shrinks, for all tokens, per token, or per token and feature; -inf empties it. Needs
+        is_causal=True and normalize=False.
+      key_value_seq_lengths: (B,) ints; keys at and after the length are padding. Padding may contain anything, even
+        NaN, and reaches neither the result nor the state.
+      segment_ids: (B, T) ints; a query sees only the keys of its segment, a run of equal ids. An id that recurs
+        later starts a new segment. The given state is the past of the first segment; the returned state belongs to
+        the last.
+      positions: (B, T) or (1, T) ints for rotary positions, or None. Queries and keys must be the same tokens.
+        Positions rotate phi(q) and phi(k), so weights depend only on distances. The sum that divides uses the
+        unrotated weights, which are never negative (Su et al. 2021, arXiv:2104.09864, eq. 19).
+      rope_theta: base of the rotary frequencies.
+      state: the state before these tokens, from `init_linear_state` or an earlier call; causal only.
+      return_state: also return the state after these tokens.
+      chunk_size: tokens in a chunk; changes time and memory, not the result.
+      implementation: None picks by platform at lowering time. "xla" works everywhere. For causal attention,
+        "pallas" is a TPU kernel that multiplies in the query's dtype, and "pallas_interpret" interprets it on any
+        platform.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `LinearState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
-      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
-        another platform than a TPU.
+      ValueError: an argument does not fit, named in the message.
+      NotImplementedError: implementation="pallas", but the kernel does not support the call, or the call is lowered
+        for another platform.
     """
     (total, weight), state = linear_sums(
         query, key, value, name="linear_attention", feature_map=feature_map, normalize=normalize, is_causal=is_causal,
@@ -173,12 +173,12 @@ def linear_sums(
     rope_theta: float = 10000.0,
     **options: Any,
 ) -> tuple[tuple[Array, Array | None], LinearState]:
-    """`feature_sums` of an elementwise feature map, with or without rotary positions."""
+    """`feature_sums` for an elementwise feature map, with or without rotary positions."""
     check_qkv(query, key, value)
     check_choice("feature_map", feature_map, get_args(FeatureMap))
 
     def features(x: Array, positions: Any) -> Array:
-        return apply_feature_map(feature_map, x)
+        return _FEATURE_MAPS[feature_map](x)
 
     if positions is not None:
         positions = check_positions(positions, query, key)
@@ -188,28 +188,26 @@ def linear_sums(
 
 
 def check_positions(positions: Array, query: Array, key: Array) -> Int[Array, "B T"]:
-    """The positions of queries and keys that are the same tokens, one row for each of the batch.
+    """Returns positions for each row, when queries and keys are the same tokens.
 
     Raises:
-      ValueError: another shape.
+      ValueError: the shape is different.
     """
     check_positions_shape(positions, query, key)
     return jnp.broadcast_to(positions, query.shape[:2])
 
 
-def apply_feature_map(feature_map: FeatureMap, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """phi, applied to each number by itself."""
-    match feature_map:
-        case "elu+1":
-            # Not elu(x) + 1, which rounds features below 1e-7 to 0.
-            return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
-        case "elu":
-            return jax.nn.elu(x)
-        case "relu":
-            return jax.nn.relu(x)
-        case "identity":
-            return x
-    raise ValueError(f"unknown feature_map {feature_map!r}")
+def elu_plus_one(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # Unlike elu(x) + 1, this does not round features below 1e-7 to 0.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+
+
+_FEATURE_MAPS: dict[FeatureMap, Callable[[Array], Array]] = {
+    "elu+1": elu_plus_one,
+    "elu": jax.nn.elu,
+    "relu": jax.nn.relu,
+    "identity": lambda x: x,
+}
 
 
 def feature_sums(
@@ -231,21 +229,21 @@ def feature_sums(
     implementation: Implementation | None = None,
     **options: Any,
 ) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N 1"] | None], LinearState]:
-    """The numerator and the denominator of linear attention with any features, which are computed chunk by chunk.
+    """The numerator and denominator of linear attention for any features, which are computed chunk by chunk.
 
     Args:
-      query, key, value, normalize, is_causal, state, chunk_size, and in `options` key_value_seq_lengths, segment_ids,
-        return_state: as for `linear_attention`; implementation as well.
+      query, key, value, normalize, is_causal, state, chunk_size, implementation, and in `options`
+        key_value_seq_lengths, segment_ids and return_state: as for `linear_attention`.
       query_features, key_features: the feature maps.
-      num_features: the number of features F.
-      positions: of the queries and keys, or numbers that follow from them, for features that depend on them.
-      rotation: applied to the features of the numerator, whose number it must not change.
+      num_features: F.
+      positions: of queries and keys, or numbers derived from them, for features that depend on positions.
+      rotation: applied to the numerator's features; must keep their number.
       log_decay: (K,), (B, T, K) or (B, T, K, F), as for `linear_attention`.
-      name: of the public function, where kernels may serve it.
+      name: of the public function, if kernels may compute it.
 
     Returns:
-      The weighted sums of the values, the sums of the weights (None without normalize), both float32, and the state
-      after these tokens.
+      The weighted sums of the values and the sums of the weights (None without normalize), both float32, and the
+      state after these tokens.
     """
     dispatched = is_causal and name is not None
     prepared = prepare_inputs(
@@ -255,7 +253,7 @@ def feature_sums(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
 
-    def fresh() -> LinearState:  # not an array, which functions that dispatch must not close over
+    def fresh() -> LinearState:  # a function, because dispatched functions must not close over arrays
         return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
 
     state = check_state(state, fresh(), "init_linear_state")
@@ -277,27 +275,22 @@ def feature_sums(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
-    # Nothing is divided by a sum of weights, or normalised, after a decay.
+    # With decay, outputs are neither divided by a sum of weights nor normalised later.
     out_dtype = jnp.float32 if log_decay is None else query.dtype
 
     def run(step: Step, recurrence: Recurrence) -> Any:
-        """A causal call, through XLA or the kernel of its platform."""
+        """A causal call, through XLA or the platform's kernel."""
         scan = functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence)
         if name is None:
             last, sums = scan(state, inputs, segments)
             return sums, last
         features = functools.partial(both, query_features), functools.partial(both, key_features)
-        # A sum in bfloat16 halves what a GPU writes and reads again to divide it. float16 would overflow.
+        # Sums in bfloat16 halve what a GPU writes and rereads for the division. float16 would overflow.
         narrow = log_decay is not None or query.dtype == jnp.bfloat16
-        on_gpu = functools.partial(gpu.walk, out_dtype=query.dtype if narrow else jnp.float32)
-        by_tpu, by_gpu = (
-            functools.partial(_walk_features, *features, walk, out_dtype) for walk in (tpu.walk, on_gpu)
-        )
-        call: dict[str, Any] = {"features": num_features, "chunk_size": chunk_size, "log_decay": log_decay}
-        backends = {
-            "tpu": (tpu.recurrence_backend(by_tpu, query, key, value, **call),),
-            "cuda": (gpu.recurrence_backend(by_gpu, query, key, value, **call),),
-        }
+        backends = recurrence_backends(
+            functools.partial(_walk_features, *features, out_dtype), query, key, value, features=num_features,
+            chunk_size=chunk_size, out_dtype=query.dtype if narrow else jnp.float32, log_decay=log_decay,
+        )  # fmt: skip
         total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), out_dtype)
         weight = jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32) if normalize else None
         last, sums = dispatch(
@@ -347,7 +340,7 @@ def _decayed_scan(
     decayed: Callable[[LinearState, Any, ChunkVisibility], tuple[DecayedSum, Any]],
     fresh: Callable[[], LinearState],
 ) -> tuple[Step, Recurrence]:
-    """The step and the recurrence of a function that returns what a chunk does to the state, and its outputs."""
+    """The step and recurrence of a function that returns a chunk's change of the state and its outputs."""
 
     def step(state: LinearState, chunk: Any, visibility: ChunkVisibility) -> tuple[LinearState, Any]:
         change, sums = decayed(state, chunk, visibility)
@@ -366,16 +359,17 @@ def _decayed_scan(
 def _walk_features(
     query_features: Callable[[Array, Any], _Both],
     key_features: Callable[[Array, Any], _Both],
-    walk: Callable[..., Any],
     out_dtype: Any,
+    walk: Callable[..., Any],
     state: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,
     **options: Any,
 ) -> tuple[LinearState, Any]:
-    """The last state and the sums by a kernel, `walk`, which is given features in the dtype of the arrays.
+    """The last state and the sums from a kernel, `walk`, which gets features in the dtype of the arrays.
 
-    out_dtype: of the sums of the values.
+    Args:
+      out_dtype: of the sums of the values.
     """
     value, log_decay = inputs["value"], inputs.get("log_decay")
     q = query_features(inputs["query"], inputs["query_positions"])
@@ -390,7 +384,7 @@ def _walk_features(
         sums = through(q.numerator, k.numerator, value, *state)
         weight = None if sums.weight is None else sums.weight[..., None]
         return LinearState(sums.key_value, sums.key), (sums.total.astype(out_dtype), weight)
-    # A second walk with the features before they were rotated, whose values do not matter.
+    # Walk again with unrotated features for the weights; the values do not matter.
     sums = through(q.numerator, k.numerator, value, state.key_value, None)
     weights = through(q.denominator, k.denominator, value[..., :1], state.key_value[..., :1], state.key)
     return LinearState(sums.key_value, weights.key), (sums.total.astype(out_dtype), weights.weight[..., None])
@@ -402,7 +396,7 @@ def _join(earlier: LinearState, later: LinearState, keeps: Bool[Array, "*leading
 
 
 class _Both(NamedTuple):
-    """Features of queries or keys for the two sums, which are the same array without rotation."""
+    """Features of queries or keys for the two sums; the same array without rotation."""
 
     numerator: Array
     denominator: Array
@@ -418,7 +412,8 @@ def _step(
     """One chunk: the next state and, for each query, the weighted sum of the values and the sum of the weights.
 
     Args:
-      q: features (B, C, N, F). k: features (B, C, K, F).
+      q: features (B, C, N, F).
+      k: features (B, C, K, F).
     """
     length, kv_heads = v.shape[1:3]
     rotated = q.numerator is not q.denominator
@@ -443,7 +438,7 @@ def _step(
 def _read_state(
     rows: _Both, state: LinearState
 ) -> tuple[Float[Array, "B K R V"], Float[Array, "B K R 1"] | None]:
-    """The weighted sums of the values and the sums of the weights that feature rows (B, K, R, F) read from a state."""
+    """The weighted sums of values and the sums of weights that feature rows (B, K, R, F) read from a state."""
     total = jnp.einsum("bkrf,bkfh->bkrh", rows.numerator, state.key_value)
     if state.key is None:
         return total, None

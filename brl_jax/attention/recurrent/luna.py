@@ -1,7 +1,9 @@
-"""Luna's causal attention: tokens are packed into a few, and unpacked from them (Ma et al. 2021, arXiv:2106.01540)."""
+"""Luna's causal attention: tokens are packed into a few tokens and read from them (Ma et al. 2021,
+arXiv:2106.01540)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,11 +23,11 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.linear import (
     LinearState,
-    apply_feature_map,
     check_positions,
+    elu_plus_one,
     feature_sums,
 )
 
@@ -34,24 +36,25 @@ class LunaState(NamedTuple):
     """What `luna_attention` keeps of the tokens so far.
 
     Attributes:
-      scores: the sum of k a^T over the tokens, with a the token's weights in the packed tokens.
+      scores: the sum of k a^T over the tokens, where a are the token's weights in the packed tokens.
       values: the sum of a v^T.
-      num_tokens: how many tokens there are.
+      length: the number of tokens so far in each row.
     """
 
     scores: Float[Array, "B K H M"]
     values: Float[Array, "B K M V"]
-    num_tokens: Int[Array, " B"]
+    length: Int[Array, " B"]
 
 
 def init_luna_state(
-    batch: int, num_kv_heads: int, head_dim: int, num_packed: int, value_dim: int
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *, num_packed: int
 ) -> LunaState:
-    """The state of `luna_attention` before the first token; `num_packed` is M there.
+    """Returns the state of `luna_attention` before the first token; `num_packed` is M.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(
         batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, num_packed=num_packed, value_dim=value_dim
     )
@@ -89,32 +92,32 @@ def luna_attention(
       u_t = softmax(scale / t sum_{j <= t} (q_t . k_j) a_j)   the weights of the packed tokens for query t
       out_t = 1 / t sum_{j <= t} (u_t . a_j) v_j
 
-    Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1: the softmax over the tokens, which packs
-    in the bidirectional form, would see later ones. Both sums are linear attention and run chunk by chunk. The
-    bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
+    Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1. The bidirectional form packs with a
+    softmax over the tokens, which would see later ones. Both sums are linear attention, computed chunk by chunk.
+    The bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
     `reference.luna_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) and (B, T, K, V) of the same tokens and dtype; K divides N.
       packed: (M, K, H), the queries of the packed tokens, the same for all sequences.
-      scale: the scale of the products; 1 / sqrt(H) by default.
+      scale: scale of the products; 1 / sqrt(H) by default.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything.
-      segment_ids: (B, T) ints; a token sees its own segment only, a run of equal ids, and t counts from its start. The
-        given state is the past of the first segment, and the returned state is that of the last.
-      positions: (B, T) or (1, T) ints, with rotary positions; None without. They rotate q_t and k_j in u_t; what enters
-        a packed token does not depend on the position.
-      rope_theta: the base of their frequencies.
-      state: the state of the tokens before these, from an earlier call or `init_luna_state`; None if there are none.
-      return_state: if True, the result is (out, state) with the state after these tokens.
-      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
+      segment_ids: (B, T) ints; a token sees only its segment, a run of equal ids, and t counts from the segment's
+        start. The given state is the past of the first segment; the returned state belongs to the last.
+      positions: (B, T) or (1, T) ints for rotary positions, or None. They rotate q_t and k_j in u_t; what enters a
+        packed token does not depend on positions.
+      rope_theta: base of the rotary frequencies.
+      state: the state before these tokens, from `init_luna_state` or an earlier call.
+      return_state: also return the state after these tokens.
+      chunk_size: tokens in a chunk; changes time and memory, not the result.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `LunaState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -129,54 +132,35 @@ def luna_attention(
     scale = check_scale(scale, head_dim)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     many = packed.shape[0]
-    fresh = init_luna_state(batch, kv_heads, head_dim, many, value_dim)
+    fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
     before = check_state(state, fresh, "init_luna_state")
     exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
-    weights = jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale
-    weights = apply_feature_map("elu+1", weights)
+    weights = elu_plus_one(jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale)
     turned = exact[:2]
     if positions is not None:
         places = check_positions(positions, query, key)
         turned = [rotate(x, places, rope_theta) for x in turned]
-    number = before.num_tokens[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
+    number = before.length[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids is not None:
         segment_ids, _ = check_segments(segment_ids, query.shape, key.shape)
         first = first_tokens(segment_ids)
-        number = number - jnp.where(first > 0, first + before.num_tokens[:, None], 0)
+        number = number - jnp.where(first > 0, first + before.length[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
-    options: dict[str, Any] = {
-        "normalize": False,
-        "is_causal": True,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "return_state": return_state,
-        "chunk_size": chunk_size,
-        "implementation": implementation,
-    }
 
     def same(x: Array, positions: Any) -> Array:
         return x
 
-    (scores, _), new_scores = feature_sums(
-        turned[0],
-        turned[1],
-        weights,
-        same,
-        same,
-        num_features=head_dim,
-        state=LinearState(before.scores, None),
-        **options,
+    sums = functools.partial(
+        feature_sums, query_features=same, key_features=same, normalize=False, is_causal=True,
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
+    (scores, _), new_scores = sums(
+        *turned, weights, num_features=head_dim, state=LinearState(before.scores, None)
     )
     read = softmax_weights(scores * (share * scale), None)
-    (out, _), new_values = feature_sums(
-        read,
-        weights,
-        exact[2],
-        same,
-        same,
-        num_features=many,
-        state=LinearState(before.values, None),
-        **options,
+    (out, _), new_values = sums(
+        read, weights, exact[2], num_features=many, state=LinearState(before.values, None)
     )
     out = (out * share).astype(query.dtype)
     if not return_state:
@@ -184,5 +168,5 @@ def luna_attention(
     last = number[:, -1]
     if lengths is not None:
         newest = jnp.take_along_axis(number, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        last = jnp.where(lengths > 0, newest, before.num_tokens)
+        last = jnp.where(lengths > 0, newest, before.length)
     return out, LunaState(new_scores.key_value, new_values.key_value, last)

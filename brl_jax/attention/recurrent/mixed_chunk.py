@@ -18,8 +18,9 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.state import check_state
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.prefix_states import states_before
@@ -32,7 +33,7 @@ class MixedChunkState(NamedTuple):
 
     Attributes:
       linear: the sum of linear_key value^T / chunk_size over the completed chunks.
-      key, linear_key, value: those of the current chunk's tokens, at their positions in the chunk.
+      key, linear_key, value: the current chunk's tokens, at their positions in the chunk.
       length: the number of tokens so far in each row.
     """
 
@@ -47,21 +48,21 @@ def init_mixed_chunk_state(
     batch: int,
     num_kv_heads: int,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None = None,
     *,
     chunk_size: int = 256,
     dtype: DTypeLike = jnp.float32,
 ) -> MixedChunkState:
-    """The state of `mixed_chunk_attention` before the first token.
+    """Returns the state of `mixed_chunk_attention` before the first token.
 
     Args:
-      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
-      chunk_size: C, as in the calls that use the state.
-      dtype: the dtype of the keys and values; sums are float32.
+      chunk_size: C, as in the calls.
+      dtype: of keys and values; sums are float32.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
+    value_dim = head_dim if value_dim is None else value_dim
     check_sizes(
         batch=batch,
         num_kv_heads=num_kv_heads,
@@ -95,33 +96,32 @@ def mixed_chunk_attention(
     chunk_size: int = 256,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MixedChunkState]:
-    """Chunks of C tokens with squared-ReLU attention inside and linear attention between them, in O(T C) time.
+    """Squared-ReLU attention inside chunks of C tokens and linear attention between them, in O(T C) time.
 
     (B, T, N, H), (B, T, K, H), (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
-        out = mixed_chunk_attention(
-            query, key, linear_query, linear_key, value, chunk_size=256, is_causal=True
-        )
+        arrays = (query, key, linear_query, linear_key, value)
+        out = mixed_chunk_attention(*arrays, chunk_size=256, is_causal=True)
 
-    out_i is the sum of ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i where causal) and of
-    (lq_i . lk_j / C) v_j over the keys of strictly earlier chunks where causal, or over all keys where not: Hua et al.
-    2022, arXiv:2202.10447, section 3.2, eqs. 6-8. `reference.mixed_chunk_attention` is the plain form.
+    out_i is the sum of ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i if causal), and of
+    (lq_i . lk_j / C) v_j over the keys of earlier chunks if causal, else over all keys: Hua et al. 2022,
+    arXiv:2202.10447, section 3.2, eqs. 6-8. `reference.mixed_chunk_attention` is the plain form.
 
     Args:
-      query, key: (B, T, N, H) and (B, T, K, H), of the part inside chunks; K divides N.
-      linear_query, linear_key: lq and lk of the same shapes, of the part between chunks.
-      value: (B, T, K, V), of both parts.
+      query, key: (B, T, N, H) and (B, T, K, H), for the part inside chunks; K divides N.
+      linear_query, linear_key: lq and lk of the same shapes, for the part between chunks.
+      value: (B, T, K, V), for both parts.
       bias: b, a `PositionBias` that depends on relative positions.
       is_causal: as above.
       key_value_seq_lengths, implementation: as for `linear_attention`.
-      state, return_state: as for `linear_attention`, with a `MixedChunkState` made for the same chunk_size.
-      chunk_size: C; chunks are counted from the first token of the sequence. It changes the result.
+      state, return_state: as for `linear_attention`, with a `MixedChunkState` for the same chunk_size.
+      chunk_size: C, which changes the result; chunks are counted from the first token of the sequence.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `MixedChunkState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: arrays, lengths, a bias, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
@@ -171,13 +171,13 @@ def _prompt(
     inputs: dict[str, Array],
     segments: Int[Array, "B T"] | None,
 ) -> tuple[MixedChunkState, Float[Array, "B T N V"]]:
-    """Many new tokens, moved behind those of the current chunk: the chunks of the result are those of the sequence."""
+    """Many new tokens, moved behind the current chunk, so that their chunks are the chunks of the sequence."""
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(x, getattr(state, name, None)) for name, x in inputs.items()}
     key, linear_key, value = (
         prompt.unfinished_chunk(aligned[name]) for name in ("key", "linear_key", "value")
     )
-    # Only completed chunks enter the sum, and no query reads the keys of its own chunk from it.
+    # Only completed chunks enter the sum, so that no query reads its chunk's keys from it.
     aligned["linear_key"] = zero_unless(prompt.places < prompt.complete, aligned["linear_key"])
     exists = jnp.where(prompt.places < prompt.total, 0, -1)
     linear, out = _whole_sequence(aligned, exists, bias, True, chunk_size, state.linear)
@@ -193,7 +193,7 @@ def _whole_sequence(
     chunk_size: int,
     linear: Float[Array, "B K H V"] | None = None,
 ) -> tuple[Float[Array, "B K H V"], Float[Array, "B T N V"]]:
-    """A sequence from the first token of a chunk on, so that the chunks of the scan are the chunks of the sequence.
+    """A sequence that starts with a chunk's first token, so that the scan's chunks are the sequence's.
 
     `linear` is the sum over earlier chunks; the first result is that sum after the sequence.
     """
@@ -228,7 +228,7 @@ def _whole_sequence(
         return add_to_state(fresh, chunk, visibility.enters_state) if is_causal else fresh
 
     def join(earlier: Array, later: Array, keeps: Any) -> Array:
-        return earlier + later  # a row is one sequence, whose past is always kept
+        return earlier + later  # each row is one sequence, so its past is always kept
 
     kv_heads, head_dim = inputs["key"].shape[2:]
     zeros = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), jnp.float32)
@@ -249,7 +249,7 @@ def _piece(
     bias: PositionBias | None,
     chunk_size: int,
 ) -> tuple[MixedChunkState, Float[Array, "B L N V"]]:
-    """At most chunk_size new tokens, which may begin anywhere in a chunk (see `chunk_pieces`)."""
+    """At most chunk_size new tokens, starting anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads = piece["key"].shape[:3]
     positions = locate_piece(state.length % chunk_size, length, visibility.enters_state, chunk_size)
     key, linear_key, value = (

@@ -1,4 +1,4 @@
-"""NormAttention: linear attention with a norm of the outputs in place of the denominator (Qin et al. 2022)."""
+"""NormAttention: linear attention that normalises its outputs instead of dividing them (Qin et al. 2022)."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ def norm_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Norm(phi(Q) (phi(K)^T V)) with the norm over all heads together, in O(T) time and memory.
+    """Norm(phi(Q) (phi(K)^T V)) with one norm over all heads, in O(T) time and memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = norm_attention(query, key, value, is_causal=True)
 
-    TransNormer (Qin et al. 2022, arXiv:2210.10340), eq. 14. It has no denominator, whose gradients grow without bound
-    as the features shrink, and no scale of the scores. `reference.norm_attention` is the plain form.
+    TransNormer (Qin et al. 2022, arXiv:2210.10340), eq. 14. It has no denominator, whose gradients grow without
+    bound as features shrink, and no scale for the scores. `reference.norm_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
-      is_causal: query i sees the keys up to its own.
-      feature_map: phi; "elu" (TransNormer T1), "elu+1" (T2), "relu" or "identity".
+      is_causal: query i sees only the keys up to i.
+      feature_map: phi, one of "elu" (TransNormer T1), "elu+1" (T2), "relu" or "identity".
       norm: "rms" or "layer" (which subtracts the mean first).
       norm_scale: (N, V), multiplies the normalised outputs; 1 by default.
-      epsilon: added to the mean square by whose root the norm divides.
+      epsilon: added to the mean square.
       key_value_seq_lengths, segment_ids, positions, rope_theta, chunk_size, implementation: as for `linear_attention`.
-      state: as for `linear_attention`, from `init_linear_state(..., normalize=False)` or an earlier call.
-      return_state: if True, the result is (out, state) with the state after these tokens.
+      state: from `init_linear_state(..., normalize=False)` or an earlier call; causal only.
+      return_state: also return the state after these tokens.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32 up to and including the norm; with return_state, that
-      and a `LinearState` without `key`.
+      (B, T, N, V) in the query's dtype, computed in float32 up to and including the norm; with return_state, also
+      the new `LinearState`, without `key`.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_choice("norm", norm, get_args(Norm))
     (total, _), new_state = linear_sums(

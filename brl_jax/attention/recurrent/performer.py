@@ -1,4 +1,4 @@
-"""Performer: softmax attention by positive random features (FAVOR+, Choromanski et al. 2020, arXiv:2009.14794)."""
+"""Performer: softmax attention through positive random features (FAVOR+, Choromanski et al. 2020, arXiv:2009.14794)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
     ChunkVisibility,
     Recurrence,
@@ -25,9 +26,9 @@ from brl_jax.attention.recurrent.chunk_scan import (
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 
-# The logarithm of a feature that does not exist: finite, so that the difference of two of them is 0 and not NaN.
+# The logarithm of a missing feature, finite so that the difference of two is 0 and not NaN.
 _LOG_ZERO = -1e30
-# Added to each feature of a query, the largest of which is 1, so that the sum of the weights cannot vanish.
+# Added to each feature of a query, whose largest feature is 1, so that the sum of the weights cannot vanish.
 _MIN_FEATURE = 1e-6
 
 
@@ -37,7 +38,7 @@ class PerformerState(NamedTuple):
     Attributes:
       key_value: the sum of phi(k) v^T over the tokens, divided by exp(maximum).
       key: the sum of phi(k), divided by exp(maximum).
-      maximum: the largest logarithm of any feature of any key; -1e30 before the first token.
+      maximum: the largest logarithm of any key's feature; -1e30 before the first token.
     """
 
     key_value: Float[Array, "B K F V"]
@@ -45,17 +46,31 @@ class PerformerState(NamedTuple):
     maximum: Float[Array, "B K"]
 
 
-def init_performer_state(batch: int, num_kv_heads: int, num_features: int, value_dim: int) -> PerformerState:
-    """The state of `performer_attention` before the first token.
+def init_performer_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    num_features: int | None = None,
+) -> PerformerState:
+    """Returns the state of `performer_attention` before the first token.
 
     Args:
-      num_features: F, the rows of the projection.
-      value_dim: V, the head dimension of the values.
+      num_features: F, the rows of the projection; round(H ln H) by default.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, num_features=num_features, value_dim=value_dim)
+    value_dim = head_dim if value_dim is None else value_dim
+    num_features = default_features(head_dim) if num_features is None else num_features
+    check_sizes(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_features=num_features,
+        value_dim=value_dim,
+    )
     return PerformerState(
         jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32),
         jnp.zeros((batch, num_kv_heads, num_features), jnp.float32),
@@ -68,15 +83,15 @@ def performer_projection(
 ) -> Float[Array, "F H"]:
     """Random directions for `performer_attention` (arXiv:2009.14794, section 2.4).
 
-    They are orthogonal within each block of head_dim rows, and have the lengths of Gaussian vectors.
+    Within each block of head_dim rows they are orthogonal. They have the lengths of Gaussian vectors.
 
     Args:
-      rng: a random key; another key gives another projection.
+      rng: random key.
       num_features: F, the number of directions.
       head_dim: H.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size is below 1.
     """
     check_sizes(num_features=num_features, head_dim=head_dim)
     blocks = -(-num_features // head_dim)
@@ -106,31 +121,33 @@ def performer_attention(
     chunk_size: int = 64,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], PerformerState]:
-    """Softmax attention of scale 1 / sqrt(H), estimated with F random features, in O(T F) time and memory.
+    """Estimates softmax attention of scale 1 / sqrt(H) with F random features, in O(T F) time and memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         rng = jax.random.key(0)
         out = performer_attention(query, key, value, rng=rng, num_features=256, is_causal=True)
 
-    FAVOR+ (arXiv:2009.14794, lemma 1): phi(x) = exp(W x - |x|^2 / 2) / sqrt(F) with x scaled by H^(-1/4). To keep the
-    features from overflowing they are divided by maxima, taken only over the keys that a query sees: in causal
-    attention no information about later tokens enters, not even through rounding. A millionth of a query's largest
-    feature is added to each of its features. `reference.performer_attention` is the plain form for given directions.
+    FAVOR+ (arXiv:2009.14794, lemma 1): phi(x) = exp(W x - |x|^2 / 2) / sqrt(F) with x scaled by H^(-1/4). Features
+    are divided by their maximum so that they do not overflow. The maximum covers only the keys that a query sees,
+    so causal attention learns nothing about later tokens, not even through rounding. A millionth of a query's
+    largest feature is added to each of its features. `reference.performer_attention` is the plain form for given
+    directions.
 
     Args:
       query, key, value: as for `linear_attention`.
-      rng: the random key from which the projection is drawn; all pieces of a sequence need the same key.
-      projection: W, (F, H), from `performer_projection`, in place of rng.
-      num_features: the number F of features to draw; round(H ln H) by default.
+      rng: random key from which the projection is drawn; all pieces of a sequence need the same key. Give rng or
+        projection.
+      projection: W, (F, H), from `performer_projection`.
+      num_features: F, the number of features to draw; round(H ln H) by default.
       is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
       state, return_state: as for `linear_attention`, with a `PerformerState`.
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `PerformerState`.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: neither rng nor projection, or both; arrays, lengths, segments, a state or sizes that do not fit.
+      ValueError: an argument does not fit, or rng and projection are both given or both missing.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
@@ -140,7 +157,7 @@ def performer_attention(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
     directions = _choose_projection(rng, projection, num_features, query.shape[3])
-    fresh = init_performer_state(batch, kv_heads, directions.shape[0], value_dim)
+    fresh = init_performer_state(batch, kv_heads, query.shape[3], value_dim, num_features=directions.shape[0])
     state = check_state(state, fresh, "init_performer_state")
     inputs = {"query": query, "key": key, "value": value}
 
@@ -169,8 +186,13 @@ def performer_attention(
     return (out, state) if return_state else out
 
 
+def default_features(head_dim: int) -> int:
+    """H ln H, rounded (arXiv:2009.14794, section 4.2)."""
+    return max(1, round(head_dim * math.log(head_dim)))
+
+
 def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: int) -> Float[Array, "F H"]:
-    """The given projection or one drawn from rng, in float32."""
+    """The given projection, or one drawn from rng, in float32."""
     require(
         (rng is None) != (projection is None),
         "rng (a random key to draw the features from) or projection must be given, and not both, got "
@@ -178,7 +200,7 @@ def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: i
     )
     if projection is None:
         if num_features is None:
-            num_features = max(1, round(head_dim * math.log(head_dim)))
+            num_features = default_features(head_dim)
         require(
             is_int(num_features) and num_features >= 1,
             f"num_features must be an int of at least 1, got {num_features!r}",
@@ -196,7 +218,7 @@ def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: i
 
 
 def _log_features(directions: Float[Array, "F H"], x: Float[Array, "B K R H"]) -> Float[Array, "B K R F"]:
-    """The logarithms of the features, up to the constant 1 / sqrt(F), which cancels."""
+    """The logarithms of the features, without the constant 1 / sqrt(F), which cancels."""
     x = x * x.shape[-1] ** -0.25
     return jnp.matmul(x, directions.T) - 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
 
@@ -204,7 +226,7 @@ def _log_features(directions: Float[Array, "F H"], x: Float[Array, "B K R H"]) -
 def _query_features(
     directions: Float[Array, "F H"], query: Float[Array, "B C N H"], kv_heads: int
 ) -> Float[Array, "B K R F"]:
-    """The features of each query divided by its largest one, which cancels in the quotient of sums and weights."""
+    """Each query's features divided by the largest one, which cancels between sums and weights."""
     logs = _log_features(directions, group_rows(query, kv_heads))
     return jnp.exp(logs - logs.max(axis=-1, keepdims=True)) + _MIN_FEATURE
 
@@ -212,7 +234,7 @@ def _query_features(
 def _key_features(
     logs: Float[Array, "B K C F"], exists: Bool[Array, "B C"] | None
 ) -> tuple[Float[Array, "B K C"], Float[Array, "B K C F"]]:
-    """The logarithm of each key's largest feature, and the key's features divided by that feature."""
+    """The logarithm of each key's largest feature, and the key's features divided by it."""
     top = lax.stop_gradient(logs.max(axis=-1))
     features = jnp.exp(logs - top[..., None])
     if exists is None:
@@ -224,7 +246,7 @@ def _key_features(
 def _read_state(
     rows: Float[Array, "B K R F"], state: PerformerState
 ) -> tuple[Float[Array, "B K R V"], Float[Array, "B K R 1"]]:
-    """The weighted sums of the values and the sums of the weights that feature rows read from a state."""
+    """The weighted sums of values and the sums of weights that feature rows read from a state."""
     total = jnp.einsum("bkrf,bkfh->bkrh", rows, state.key_value)
     return total, jnp.einsum("bkrf,bkf->bkr", rows, state.key)[..., None]
 
@@ -246,7 +268,7 @@ def _add_to_state(
 def _join(
     earlier: PerformerState, later: PerformerState, keeps: Bool[Array, "*leading"] | None
 ) -> PerformerState:
-    """The state of two adjacent runs of tokens; all arrays have these leading axes."""
+    """The state of two adjacent runs of tokens."""
     maximum, fade = _fade(earlier.maximum, later.maximum, keeps)
     shrink = jnp.exp(later.maximum - maximum)
     return PerformerState(
@@ -259,7 +281,7 @@ def _join(
 def _fade(
     before: Float[Array, "*leading K"], new: Float[Array, "*leading K"], keeps: Bool[Array, "*leading"] | None
 ) -> tuple[Float[Array, "*leading K"], Float[Array, "*leading K"]]:
-    """The maximum of the old and the new logarithms, and the factor of the sums relative to the old one."""
+    """The maximum of old and new logarithms, and the factor for sums relative to the old one."""
     if keeps is not None:
         before = jnp.where(keeps[..., None], before, jnp.asarray(_LOG_ZERO, before.dtype))
     maximum = jnp.maximum(before, new)
@@ -276,7 +298,7 @@ def _step(
     v = heads_first(chunk["value"])
     log_zero = jnp.asarray(_LOG_ZERO, top.dtype)
 
-    # The maximum of each query over the keys that it sees: (B, K, C).
+    # Each query's maximum over the keys that it sees: (B, K, C).
     pairs = visibility.pairs[:, None]
     past = state.maximum[:, :, None]
     if visibility.reads_state is not None:
@@ -306,7 +328,7 @@ def _step(
 
 
 def _add_sums(first: Any, second: Any) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N 1"]]:
-    """The sums over two sets of keys, (values, weights, maximum) each, relative to the larger of their maxima."""
+    """The sums over two sets of keys, each (values, weights, maximum), relative to the larger maximum."""
     maximum = jnp.maximum(first[2], second[2])
     total, weight = (sum(part[i] * jnp.exp(part[2] - maximum) for part in (first, second)) for i in (0, 1))
     return total, weight

@@ -1,7 +1,7 @@
-"""The states before all chunks of a sequence at once, in a number of steps that grows with the logarithm of theirs.
+"""The states before all chunks of a sequence at once, in a logarithmic number of steps.
 
-A chunk's summary is what it does to the state. Summaries of neighbours can be joined, so that the states before all
-chunks follow in a tree (Blelloch 1990, "Prefix sums and their applications").
+A chunk's summary describes how it changes the state. Summaries of neighbours can be joined, so a tree computes the
+states before all chunks (Blelloch 1990, "Prefix sums and their applications").
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-#: (summary, summary of the chunks that follow, keeps of those) -> the summary of all of them. Associative; arrays have
-#: leading axes (B, chunks), and so has `keeps`, which is None or False where nothing is left of what came before.
+#: (summary, summary of the following chunks, their keeps) -> the summary of all. Associative. Arrays and `keeps` have
+#: leading axes (B, chunks); False in `keeps` drops the past, None keeps it.
 Join = Callable[[Any, Any, Bool[Array, "B chunks"] | None], Any]
-#: (state, summary of the chunks that follow, keeps of those) -> the state after them; leading axes (B, chunks) or (B,).
+#: (state, summary of the following chunks, their keeps) -> the state after them; leading axes (B, chunks) or (B,).
 Apply = Callable[[Any, Any, Bool[Array, "*leading"] | None], Any]
 
-# Up to this many summaries, one application after the other is faster than joining them in a tree.
+# Up to this many summaries, applying them one after the other is faster than a tree.
 _FEW = 4
 
 
@@ -28,15 +28,14 @@ def states_before(
 ) -> tuple[Any, Any]:
     """The states before each of the chunks, (B, chunks, ...), and the state after the last.
 
-    Each level of the recursion joins pairs of neighbours, so that the first of a pair finds its state in the level
-    above, and the second one step later. Unlike `lax.associative_scan`, no chunk is joined with all that precede it: a
-    state may be smaller than a summary.
+    Each level of the recursion joins pairs of neighbours. The first chunk of a pair finds its state in the level
+    above, and the second one step later. Unlike `lax.associative_scan`, no chunk is joined with all chunks before
+    it, because a state may be smaller than a summary.
 
     Args:
       state: the state before the first chunk.
       summaries: a pytree of arrays (B, chunks, ...).
-      keeps: False where a new segment begins in a chunk, after which nothing is left of the state before it; None
-        stands for True everywhere.
+      keeps: False where a new segment begins in a chunk, which drops the state before it; None means True everywhere.
     """
 
     chunks = jax.tree.leaves(summaries)[0].shape[1]
@@ -64,7 +63,7 @@ def states_before(
 
 
 def joined(join: Join, summaries: Any, keeps: Bool[Array, "B chunks"] | None) -> Any:
-    """The summary of all chunks, from pytrees (B, chunks, ...), in as many steps as the logarithm of their number."""
+    """The summary of all chunks, from pytrees (B, chunks, ...), in a logarithmic number of steps."""
     chunks = jax.tree.leaves(summaries)[0].shape[1]
     while chunks > 1:
         pairs = chunks // 2
@@ -79,5 +78,5 @@ def joined(join: Join, summaries: Any, keeps: Bool[Array, "B chunks"] | None) ->
 
 
 def _one(i: int, summaries: Any, keeps: Any) -> Any:
-    """The summary of one chunk and what it keeps."""
+    """One chunk's summary and what it keeps."""
     return jax.tree.map(lambda x: x[:, i], (summaries, keeps))

@@ -1,6 +1,6 @@
-"""The plain meaning of this family's functions: dense (T, S) weights and a recurrence token by token.
+"""Plain forms of this family's functions: dense (T, S) weights, or a recurrence token by token.
 
-These forms are slow and use O(T S) memory, and have neither states nor padding. They show what the chunked functions
+They are slow, use O(T S) memory and have neither states nor padding. Readers learn from them what the chunked functions
 of the same names compute, and the tests compare the two. Everything is computed in float32.
 """
 
@@ -30,8 +30,8 @@ def linear_attention(
 ) -> Float[Array, "B T N V"]:
     """Weights phi(q_i) . phi(k_j), divided by their sum with `normalize` (arXiv:2006.16236, eqs. 4 and 5).
 
-    With positions the weights are of rotated features, and the sum is still of phi(q_i) . phi(k_j) (arXiv:2104.09864,
-    eq. 19). With log_decay, S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and out_t = S_t^T phi(q_t), token by token.
+    With positions, the weights use rotated features and the sum unrotated ones (arXiv:2104.09864, eq. 19). With
+    log_decay, S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and out_t = S_t^T phi(q_t), token by token.
     """
     if log_decay is not None:
         log_decay = log_decay.reshape((1,) * max(3 - log_decay.ndim, 0) + log_decay.shape)
@@ -52,7 +52,7 @@ def linear_attention(
 
 
 def _decayed_sums(query: Array, key: Array, value: Array, decay: Array) -> Float[Array, "B T N V"]:
-    """The recurrence with decay; arrays are float32 of N heads."""
+    """The recurrence with decay, for float32 arrays of N heads."""
 
     def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, a = arrays
@@ -118,10 +118,10 @@ def performer_attention(
     projection: Float[Array, "F H"],
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
-    """Linear attention with the features exp(W x - |x|^2 / 2), x scaled by H^(-1/4) (arXiv:2009.14794, lemma 1).
+    """Linear attention with features exp(W x - |x|^2 / 2), x scaled by H^(-1/4) (arXiv:2009.14794, lemma 1).
 
-    Nothing guards against overflow. The function of the same name adds a millionth of its largest feature to each of a
-    query's features, and so does this one.
+    It does not guard against overflow. Like the function of the same name, it adds a millionth of a query's largest
+    feature to each of the query's features.
     """
     query, key, value = _float32_heads(query, key, value)
 
@@ -165,7 +165,7 @@ def flowformer_attention(
     """Linear attention with conserved flows; see the function of the same name (arXiv:2202.06258, section 3).
 
     `pairs` are phi(q_i) . phi(k_j). A causal query sees the earlier keys, and a causal key the earlier queries: its
-    flow is a sum over the column above the diagonal, which is the lower triangle of the transposed matrix.
+    flow is a sum over the lower triangle of the transposed matrix.
     """
     query, key, value = _float32_heads(query, key, value)
     query, key = jax.nn.sigmoid(query), jax.nn.sigmoid(key)
@@ -207,7 +207,7 @@ def gated_delta_rule(
     log_decay: Float[Array, "B T K"],
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
-    """The delta rule on a state that is first multiplied by exp(log_decay_t), token by token (arXiv:2412.06464)."""
+    """The delta rule on a state first multiplied by exp(log_decay_t), token by token (arXiv:2412.06464)."""
     of_features = jnp.broadcast_to(log_decay[..., None], key.shape)
     return kimi_delta_rule(query, key, value, beta=beta, log_decay=of_features, normalize_keys=normalize_keys)
 
@@ -221,8 +221,7 @@ def kimi_delta_rule(
     log_decay: Float[Array, "B T K H"],
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
-    """The delta rule on a state whose rows are first multiplied by exp(log_decay_t), token by token
-    (arXiv:2510.26692)."""
+    """The delta rule on a state whose rows are first multiplied by exp(log_decay_t) (arXiv:2510.26692)."""
     decay = jnp.repeat(jnp.exp(log_decay.astype(jnp.float32)), query.shape[2] // beta.shape[2], axis=2)
     beta = jnp.repeat(beta.astype(jnp.float32), query.shape[2] // beta.shape[2], axis=2)
     query, key, value = _float32_heads(query, key, value)
@@ -330,14 +329,13 @@ _FEATURE_MAPS = {
 
 
 def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """float32 arrays in which each query head has a key head and a value head of its own."""
+    """float32 arrays with one key head and one value head per query head."""
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
     return query.astype(jnp.float32), key, value
 
 
 def _visible(scores: Float[Array, "B N T S"], is_causal: bool) -> Bool[Array, "1 1 T S"]:
-    """Whether query i sees key j."""
     visible = jnp.ones(scores.shape[2:], bool)
     return (jnp.tril(visible) if is_causal else visible)[None, None]
 

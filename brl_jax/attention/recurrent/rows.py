@@ -1,7 +1,7 @@
-"""Array layouts of a chunk: heads before tokens, the queries of one key head as the rows of one matrix, and masks.
+"""Layouts of a chunk's arrays, and masks on them.
 
-Grouped queries share a key head, so the G queries of each of C tokens are stacked into R = G * C rows: a product with
-the chunk's keys is then one matrix product for each key head.
+Heads come before tokens. Query heads that share a key head are stacked: the G queries of each of C tokens become R = G
+* C rows, so that their product with the chunk's keys is one matrix product per key head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 
 def heads_first(x: Float[Array, "B C K H"]) -> Float[Array, "B K C H"]:
-    """The heads before the tokens, in float32, in which chunks are computed."""
+    """Puts heads before tokens, in float32."""
     return jnp.swapaxes(x, 1, 2).astype(jnp.float32)
 
 
@@ -29,7 +29,7 @@ def ungroup_rows(x: Float[Array, "B K R H"], length: int) -> Float[Array, "B C N
 def zero_unless(condition: Bool[Array, " *leading"] | None, x: Array) -> Array:
     """x where the condition holds, else 0.
 
-    The condition's axes broadcast against the leading axes of x; None holds everywhere.
+    The condition broadcasts against the leading axes of x; None holds everywhere.
     """
     if condition is None:
         return x
@@ -39,14 +39,14 @@ def zero_unless(condition: Bool[Array, " *leading"] | None, x: Array) -> Array:
 
 
 def mask_scores(pairs: Bool[Array, "#B C C"], scores: Float[Array, "B K R C"]) -> Float[Array, "B K R C"]:
-    """The scores of the visible pairs, and 0 for the others."""
+    """The scores of visible pairs, and 0 elsewhere."""
     batch, heads, rows, length = scores.shape
     grouped = scores.reshape(batch, heads, rows // length, length, length)
     return jnp.where(pairs[:, None, None], grouped, jnp.zeros((), scores.dtype)).reshape(scores.shape)
 
 
 def mask_rows(queries: Bool[Array, "B C"] | None, x: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-    """The rows of the queries for which the condition holds, and 0 for the others; None holds for all."""
+    """The rows of the queries for which the condition holds, and 0 elsewhere; None holds for all."""
     if queries is None:
         return x
     grouped = x.reshape(*x.shape[:2], -1, queries.shape[1], x.shape[-1])

@@ -1,4 +1,4 @@
-"""Which keys a query sees where they follow each other: those of its sequence, up to its own or all."""
+"""Contiguous ranges of keys that each query sees: its sequence's keys, all of them or up to its position."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from brl_jax.attention.core.biases import RotaryBias
 
 
 class SeenRanges(NamedTuple):
-    """The keys that each query sees, and the queries by which each key may be seen.
+    """The keys that each query sees, and the queries that may see each key.
 
     Attributes:
       first, stop: query i sees the keys from first[i] to stop[i] - 1.
-      begin, end: key j may be seen by the queries from begin[j] to end[j] - 1.
+      begin, end: the queries from begin[j] to end[j] - 1 may see key j.
     """
 
     first: Int[Array, "B T"]
@@ -32,9 +32,9 @@ def seen_ranges(
     keys: tuple[int, ...],
     is_causal: bool,
 ) -> SeenRanges:
-    """The keys that each query sees, and the queries by which each key may be seen: both are contiguous.
+    """The ranges for `keys` of shape (B, S).
 
-    `keys` is (B, S). Segments are numbered in the order of the tokens, and padding (-1 in key_segments) comes last.
+    Segments are numbered in the order of the tokens, and padding (-1 in key_segments) comes last.
     """
     length = positions.shape[1]
     at_key = jnp.broadcast_to(jnp.arange(keys[1], dtype=jnp.int32), keys)
@@ -61,9 +61,9 @@ def score_factors(
     positions: Int[Array, "B T"],
     ranges: SeenRanges,
 ) -> tuple[Float[Array, "B T N F"], Float[Array, "B S K F"]]:
-    """Rows and columns, in float32, whose products are q_i . k_j / n_i + b_ij, where query i sees n_i keys.
+    """float32 rows and columns whose products are q_i . k_j / n_i + b_ij, where query i sees n_i keys.
 
-    A rotary bias is a product itself, of vectors that become further features; it needs K = N.
+    A rotary bias is itself a product of vectors, which become further features; it needs K = N.
     """
     count = jnp.maximum(ranges.stop - ranges.first, 1)[:, :, None, None].astype(jnp.float32)
     rows, columns = query.astype(jnp.float32) / count, key.astype(jnp.float32)
@@ -75,7 +75,7 @@ def score_factors(
 
 
 def _runs(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Where the run of equal numbers begins and ends in which each token lies."""
+    """Where each token's run of equal numbers begins and ends."""
     length = segments.shape[1]
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
     changes = segments[:, 1:] != segments[:, :-1]

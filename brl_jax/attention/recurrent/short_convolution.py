@@ -22,21 +22,21 @@ def short_convolution(
     recent: Float[Array, "B R ..."] | None = None,
     count: Any = None,
 ) -> tuple[Float[Array, "B T ..."], Float[Array, "B R ..."] | None]:
-    """y_t = bias + sum_j kernel_j x_(t - W + 1 + j), each channel by itself, over the W tokens up to and including t.
+    """y_t = bias + sum_j kernel_j x_(t - W + 1 + j): a causal convolution of each channel with W taps.
 
-    Tokens before the first of a sequence count as zeros. The sums are computed in float32 at least, tap by tap, which
-    compilers join into one pass over the input; a convolution of as many groups as channels is slow on most platforms.
+    Tokens before a sequence's first count as zeros. Sums are computed at least in float32, tap by tap, which
+    compilers fuse into one pass over the input; a convolution with one group per channel is slow on most platforms.
 
     Args:
       x: (B, T, ...), floating point.
-      kernel: (W, ...) with the trailing dimensions of x. Its last entry is for the token itself.
-      bias: of these trailing dimensions.
-      segment_ids: equal for the tokens of one sequence; a sequence is a run of equal ids and sees no other.
-      recent: (B, W - 1, ...), the last inputs before these, zeros where there are none; of the first token's sequence.
-      count: how many of the T tokens exist, the first ones (traced; None for all). Only `recent` depends on it.
+      kernel: (W, ...) with the trailing dimensions of x. Its last entry applies to the token itself.
+      bias: of the same trailing dimensions.
+      segment_ids: equal within a sequence. A sequence is a run of equal ids and sees no other.
+      recent: (B, W - 1, ...), the last inputs before these, of the first token's sequence; zeros for missing ones.
+      count: how many of the T tokens are valid, from the first (traced; None: all). Only `recent` depends on it.
 
     Returns:
-      (B, T, ...) in the dtype of x; and the last inputs after the existing tokens, None if none were given.
+      (B, T, ...) in the dtype of x; and the last inputs after the valid tokens, or None if `recent` was None.
     """
     batch, length = x.shape[:2]
     reach = kernel.shape[0] - 1
@@ -44,7 +44,7 @@ def short_convolution(
     before = jnp.zeros((batch, reach, *x.shape[2:]), x.dtype) if recent is None else recent
     inputs = jnp.concatenate([before, x], axis=1)
     segments = segment_numbers(batch, length, None, segment_ids)
-    # Segments are counted from 0, and the recent inputs are of the first.
+    # Segments are counted from 0, and the recent inputs belong to the first.
     numbers = None if segments is None else jnp.pad(segments, ((0, 0), (reach, 0)))
     kernel = kernel.astype(dtype)
     y = x.astype(dtype) * kernel[None, -1:]

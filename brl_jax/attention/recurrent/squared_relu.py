@@ -1,4 +1,4 @@
-"""Squared ReLU in place of the softmax, over all pairs of queries and keys, in JAX operations."""
+"""Squared ReLU instead of softmax, over all pairs of queries and keys, in JAX operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
 
-# Scores that a GPU computes at once; 256 MiB in float32.
+# Scores that a GPU computes at once: 256 MiB in float32.
 _GPU_SCORES = 2**26
 
 
@@ -36,16 +36,17 @@ def attend_pairs(
     divided: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T N V"]:
-    """sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, piece by piece of the queries, in JAX operations.
+    """sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, a block of queries at a time, in JAX operations.
 
     Args:
-      query_positions, query_segments, key_segments: the keys have the positions 0 to S - 1; a query sees the keys of
-        its segment, of any segment that is not negative where query_segments is None, or all.
-      is_causal: query i sees the keys up to its position.
-      each_row: whether the positions differ from row to row.
-      chunk_size: queries that are computed at once, at least that on a GPU.
-      divided: n_i is 1, not the number of the keys that the query sees: the caller has divided it.
-      dtype: of the result; None for the query's.
+      query_positions: positions of the queries; the keys have positions 0 to S - 1.
+      query_segments, key_segments: a query sees the keys of its segment; without query_segments, all keys whose
+        segment is not negative; without key_segments, all keys.
+      is_causal: query i sees only the keys up to its position.
+      each_row: whether positions differ between rows.
+      chunk_size: queries computed at once; a GPU may take more.
+      divided: the caller has already divided by the number of visible keys, so n_i = 1.
+      dtype: of the result; the query's by default.
     """
     dtype = query.dtype if dtype is None else dtype
     batch, length = query.shape[:2]
@@ -75,11 +76,11 @@ def attend_pairs(
     def attend(queries: int, inputs: Any) -> Array:
         return scan_chunks(step, None, inputs, chunk_size=queries)[1]
 
-    # Without its kernel a GPU takes as many queries at once as a bounded memory holds: its time would go into the
-    # launches of short loops.
-    rows = batch if is_int(batch) else 1  # an exported program may leave the batch open
+    # Without its kernel a GPU takes all queries at once that fit into a bounded memory; short loops would spend
+    # their time on launches.
+    rows = batch if is_int(batch) else 1  # exported programs may have a symbolic batch
     most = max(chunk_size, _GPU_SCORES // (rows * query.shape[2] * key.shape[1]))
-    # As in `by_query_blocks`: masks of all pairs must not be made before a scan over layers.
+    # As in `by_query_blocks`, keep the compiler from making masks of all pairs before a scan over layers.
     query_positions, query_segments, _ = lax.optimization_barrier(
         (query_positions, query_segments, query[:1, :1])
     )
@@ -92,7 +93,7 @@ def attend_pairs(
 
 
 def check_position_bias(bias: Any, heads: int) -> None:
-    """Raises ValueError unless the bias is None or a `PositionBias` for this number of heads."""
+    """Raises ValueError unless the bias is missing or a `PositionBias` for this number of heads."""
     if bias is None:
         return
     require(isinstance(bias, PositionBias), f"bias must be None or a PositionBias, got {type(bias).__name__}")
@@ -107,7 +108,7 @@ def position_bias(
     key_positions: Int[Array, "#B S"],
     each_row: bool,
 ) -> Float[Array, "#B N C S"] | None:
-    """The bias at these positions: for each row of the batch, or once for all rows, which then agree."""
+    """The bias at these positions: per row of the batch, or once if all rows agree."""
     if bias is None:
         return None
     if each_row:
@@ -121,7 +122,7 @@ def squared_relu(
     scale: Float[Array, "#B #C 1"],
     bias: Float[Array, "#B N C S"] | None,
 ) -> Float[Array, "B K R S"]:
-    """ReLU(scale * scores + bias)^2 for the visible keys, and 0 for the others."""
+    """ReLU(scale * scores + bias)^2 for visible keys, and 0 elsewhere."""
     batch, kv_heads, _, keys = scores.shape
     logits = scores.reshape(batch, kv_heads, -1, seen.shape[1], keys) * scale[:, None, None].astype(
         scores.dtype

@@ -1,4 +1,4 @@
-"""Triangular systems with a unit diagonal, solved in matrix products and without a loop over rows."""
+"""Solves triangular systems with a unit diagonal by matrix products, without a loop over rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import SAVED
 
-# The error of a row of the solution enters all later rows, and that of a chunk's map all later states, so the device's
-# default precision is not enough.
+# The device's default precision is not enough: errors in one row of the solution reach all later rows, and errors in a
+# chunk's map all later states.
 multiply_precisely = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def solve_unit_lower(a: Float[Array, "*B C C"], b: Float[Array, "*B C V"]) -> Float[Array, "*B C V"]:
     """x with (I + A) x = b, for A strictly lower triangular."""
-    # Under shard_map the hand-written derivative below needs both to vary over the same mesh axes.
+    # Under shard_map the custom derivative below needs both to vary over the same mesh axes.
     return _solve(*vary_like((a, b), (a, b)))
 
 
@@ -42,9 +42,9 @@ def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
 def invert_unit_lower(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + A)^-1 for A strictly lower triangular.
 
-    A GPU's library solves for the inverse in one launch. Elsewhere it is assembled from blocks of doubling size, in
-    matrix products: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This is as stable as forward substitution.
-    A series in powers of A is not: for equal keys the powers grow like binomial coefficients.
+    A GPU library solves for the inverse in one launch. Elsewhere the inverse is assembled from blocks of doubling
+    size, by matrix products: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This is as stable as forward
+    substitution. A series in powers of A is not: for equal keys the powers grow like binomial coefficients.
     """
     return branches(a, cuda=_substitute, rocm=_substitute, default=_assemble)
 

@@ -1,1 +1,1 @@
-"""Attention that sorts or ranks tokens: `reference.py` gives the plain meaning."""
+"""Attention that sorts or ranks tokens; `reference.py` has the plain forms."""

@@ -20,22 +20,22 @@ from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
 
-# Queries at a time, whose scores for all compressed blocks exist together.
+# Queries at a time: their scores for all compressed blocks are in memory together.
 _QUERY_BLOCK = 64
-# Blocks that every query reads whatever their weight: its own, the one before that, and the first of the sequence.
+# Blocks that every query reads whatever their weight: its own, the one before it, and the sequence's first.
 _FIXED = 3
-# The implementations of a window that there are for the chosen blocks too.
+# Implementations of the window that also exist for the chosen blocks.
 _OF_BLOCKS = ("xla", "pallas", "pallas_interpret", "triton", "triton_interpret")
 
 
 class BlockSizes(NamedTuple):
-    """Sizes in tokens, and a number of blocks.
+    """Block sizes in tokens, and a number of blocks.
 
     Attributes:
-      compressed: tokens of a compressed block [l].
-      stride: from the start of a compressed block to that of the next [d].
-      selected: tokens of a block that is chosen as a whole [l'].
-      blocks: how many blocks each query reads [n], the fixed ones among them.
+      compressed: tokens in a compressed block [l].
+      stride: tokens from the start of one compressed block to the next [d].
+      selected: tokens in a block that is chosen as a whole [l'].
+      blocks: how many blocks each query reads [n], including the fixed ones.
     """
 
     compressed: int = 32
@@ -44,7 +44,7 @@ class BlockSizes(NamedTuple):
     blocks: int = 16
 
     def check(self) -> None:
-        """Raises ValueError for sizes below 1, or that are not multiples of the stride."""
+        """Raises ValueError for sizes below 1 or not multiples of the stride."""
         check_sizes(**{f"sizes.{name}": size for name, size in self._asdict().items()})
         for name in ("compressed", "selected"):
             size = getattr(self, name)
@@ -63,7 +63,7 @@ def _check_block_sizes(sizes: Any) -> None:
 
 
 def _checked_ids(segment_ids: Any, x: Array) -> Int[Array, "B T"] | None:
-    """The segment ids of the tokens x (B, T, ...) in int32; raises ValueError for others."""
+    """Returns the segment ids of the tokens x (B, T, ...) in int32."""
     require(
         not isinstance(segment_ids, (tuple, list)),
         f"segment_ids must be one array for queries and keys, got {type(segment_ids).__name__}",
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """First tokens of blocks, in ascending order; entries beyond the last block are past the row's end.
+    """First tokens of blocks, ascending; entries beyond the last block are past the row's end.
 
     Attributes:
       compressed: of the compressed blocks.
@@ -97,7 +97,7 @@ def block_starts(
 ) -> Int[Array, "#B C"]:
     """The first tokens of all whole blocks of `size` tokens, one every `stride` tokens of a sequence, ascending.
 
-    Packed rows have at most length // stride of them, as stride <= size; places without a block are `length`.
+    Packed rows have at most length // stride of them, because stride <= size; missing entries are `length`.
     """
     if segment_ids is None:
         return (jnp.arange(max((length - size) // stride + 1, 0), dtype=jnp.int32) * stride)[None]
@@ -111,7 +111,7 @@ def block_starts(
 def gather_blocks(
     x: Float[Array, "B S K H"], starts: Int[Array, "#B C"], size: int
 ) -> Float[Array, "B C L K H"]:
-    """The `size` tokens from each start on; tokens past the row's end are its last one."""
+    """The `size` tokens from each start on; beyond the row's end, its last token."""
     places = jnp.minimum(starts[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None], x.shape[1] - 1)
     if places.shape[0] == 1:
         return jnp.take(x, places[0], axis=1)
@@ -123,21 +123,22 @@ def compression_blocks(
     sizes: BlockSizes = DEFAULT_SIZES,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B C L K H"]:
-    """The tokens of the compressed blocks, from which `native_sparse_attention` wants one key and value each.
+    """Cuts out the blocks to compress; `native_sparse_attention` takes one key and value for each.
 
     (B, T, K, H) -> (B, C, L, K, H)::
 
-        out = compression_blocks(x)
+        compressed_key = compression_blocks(key).mean(axis=2)
 
     Args:
-      x: keys or values. sizes, segment_ids: as there.
+      x: keys or values.
+      sizes, segment_ids: as for `native_sparse_attention`.
 
     Returns:
-      (B, C, L, K, H): C blocks of L = sizes.compressed tokens. In packed rows the places after the last block hold
-      anything, and are never read.
+      (B, C, L, K, H): C blocks of L = sizes.compressed tokens. In packed rows, entries after the last block are
+      arbitrary and never read.
 
     Raises:
-      ValueError: sizes or segments that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     _check_block_sizes(sizes)
     segment_ids = _checked_ids(segment_ids, x)
@@ -149,13 +150,12 @@ def compression_blocks(
 def _candidate_scores(
     weights: Float[Array, "B T K C"], lists: Lists, sizes: BlockSizes
 ) -> Float[Array, "B T K J"]:
-    """Eq. 9: the weight of each candidate block is that of the compressed blocks that overlap it, times how many
-    strides they share."""
+    """Sums for each candidate the weights of overlapping compressed blocks, times the strides they share (eq. 9)."""
     starts, candidates = lists.compressed, lists.candidates
     overlapping = (sizes.compressed + sizes.selected) // sizes.stride - 1
     begin = jax.vmap(jnp.searchsorted)(starts, candidates - sizes.compressed + 1).astype(jnp.int32)
     places = begin[..., None] + jnp.arange(overlapping, dtype=jnp.int32)[None, None]
-    # Past the last compressed block there is none, and the last one must not count again.
+    # Do not count the last compressed block again for places past it.
     missing = places >= starts.shape[1]
     places = jnp.minimum(places, starts.shape[1] - 1)
     low = jax.vmap(lambda starts, places: jnp.take(starts, places))(starts, places)
@@ -180,7 +180,8 @@ def choose_blocks(
 
     Args:
       weights: of the compressed blocks, summed over the query heads that share a key head.
-      first: of the queries' sequences. positions: the places of the queries.
+      first: first tokens of the queries' sequences.
+      positions: of the queries.
     """
     batch, length, kv_heads, _ = weights.shape
     own = first + (positions[None] - first) // sizes.selected * sizes.selected
@@ -218,13 +219,14 @@ def far_attention(
     aligned: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """What queries read from compressed blocks, and from the blocks that these choose, in float32.
+    """What queries read from compressed blocks, and from the blocks chosen by them, in float32.
 
     Args:
-      tokens: of all places up to the queries' own. lists: their places count from the first of these.
-      offset: the place of the first query.
-      aligned: whether all sequences begin at the first place.
-      implementation: that of the window; what it names serves the chosen blocks too where it has a kernel for them.
+      tokens: all tokens up to the queries' own.
+      lists: positions are counted from the first of these tokens.
+      offset: position of the first query.
+      aligned: whether all sequences begin at the first token.
+      implementation: of the window; applies to the chosen blocks too if they have such a kernel.
     """
     num_keys, kv_heads = tokens.key.shape[1:3]
 
@@ -242,7 +244,7 @@ def far_attention(
             compressed.value,
             preferred_element_type=jnp.float32,
         )
-        # Which blocks are chosen has no gradient.
+        # The choice of blocks has no gradient.
         shared = lax.stop_gradient(weights.sum(3))
         chosen, exists = choose_blocks(shared, lists, first, positions, sizes)
         return far.reshape(batch, length, heads, -1), jnp.where(exists, chosen, num_keys)
@@ -282,45 +284,42 @@ def native_sparse_attention(
 
     (B, T, N, H), (B, T, K, H) x 2, (B, C, K, H) x 2, (B, T, N, 3) -> (B, T, N, H)::
 
-        compressed_key, compressed_value = (
-            compression_blocks(x).mean(axis=2) for x in (key, value)
-        )
-        out = native_sparse_attention(
-            query, key, value, compressed_key, compressed_value, gates
-        )
+        few_key, few_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
+        out = native_sparse_attention(query, key, value, few_key, few_value, gates)
 
       out_t = g_1 softmax(scale q_t K_c^T) V_c + g_2 softmax(scale q_t K_s^T) V_s + g_3 softmax(scale q_t K_w^T) V_w
 
-    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), eqs. 3 to 12; `reference.native_sparse_attention` is
-    the plain form. K_c are one key for each block of sizes.compressed tokens, every sizes.stride tokens, that ends at
-    or before t. K_s are the keys up to t of sizes.blocks blocks of sizes.selected tokens: the block of t, the one
-    before it, the sequence's first, and those with the largest sum of the weights of K_c over the query heads of a key
-    head. (In eq. 9 as printed the first index has the wrong sign.) Choosing has no gradient. K_w are the keys of the
-    window: t and the window - 1 tokens before it.
+    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), eqs. 3 to 12. `reference.native_sparse_attention`
+    is the plain form.
 
-    Time is O(T (window + sizes.blocks sizes.selected) + T^2 / sizes.stride), memory linear in T but for the scores of
-    64 queries and all compressed blocks.
+    K_c has one key per block of sizes.compressed tokens, every sizes.stride tokens, that ends at or before t. K_s
+    are the keys up to t in sizes.blocks blocks of sizes.selected tokens: the block of t, the one before it, the
+    sequence's first, and the blocks with the largest sum of K_c's weights over the query heads of a key head. (In
+    eq. 9 as printed, the first index has the wrong sign.) Choosing has no gradient. K_w are the keys of the window:
+    t and the window - 1 tokens before it.
+
+    Time is O(T (window + sizes.blocks sizes.selected) + T^2 / sizes.stride). Memory is linear in T, apart from the
+    scores of 64 queries for all compressed blocks.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H), of which blocks are chosen; K divides N.
-      compressed_key, compressed_value: (B, C, K, H), one of each block of `compression_blocks`.
-      gates: (B, T, N, 3), the weights of the compressed blocks, the chosen blocks and the window.
-      sizes: as above.
-      window: as above.
-      window_key, window_value: those that the window reads; `key` and `value` by default.
-      segment_ids: (B, T) ints, equal for the tokens of one of several sequences that lie one after the other in a row.
-        Blocks are counted from a sequence's first token, and no token sees another sequence.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
-      implementation: that of the window, as for `local_attention`. "xla", "pallas" and "triton" are that of the
-        chosen blocks as well, which otherwise take a kernel on a TPU and a GPU, and XLA elsewhere. Compressed blocks
-        always run through XLA.
+      key, value: (B, T, K, H), the tokens whose blocks are chosen; K divides N.
+      compressed_key, compressed_value: (B, C, K, H), one for each block of `compression_blocks`.
+      gates: (B, T, N, 3), weights of the compressed blocks, the chosen blocks and the window.
+      sizes, window: as above.
+      window_key, window_value: keys and values for the window; `key` and `value` by default.
+      segment_ids: (B, T) ints, equal within a sequence, if a row contains several. Blocks are counted from a
+        sequence's first token, and no token sees another sequence.
+      scale: scale of the scores; 1 / sqrt(H) by default.
+      implementation: for the window, as for `local_attention`. "xla", "pallas" and "triton" also apply to the
+        chosen blocks, which otherwise use a kernel on TPUs and GPUs, and XLA elsewhere. Compressed blocks always
+        run through XLA.
 
     Returns:
-      (B, T, N, H) in the dtype of the query. Softmax and gates are computed in float32.
+      (B, T, N, H) in the query's dtype, with float32 softmax and gates.
 
     Raises:
-      ValueError: shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)

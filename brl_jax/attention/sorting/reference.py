@@ -1,4 +1,4 @@
-"""The plain meaning of this family's functions; the tests compare them with the functions of the same names."""
+"""Plain forms of this family's functions, under the same names, for readers and tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def informer_attention(
 ) -> Float[Array, "B T N V"]:
     """The queries whose sampled scores have the largest maximum minus mean attend (arXiv:2012.07436, algorithm 1).
 
-    A causal query is ranked among the queries up to its own. Runs outside of `jax.jit`.
+    A causal query is ranked among the queries up to its own. Does not run inside `jax.jit`.
     """
     length, heads = query.shape[1:3]
     key, value = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (key, value))
@@ -67,9 +67,9 @@ def native_sparse_attention(
     sizes: BlockSizes = DEFAULT_SIZES,
     window: int = 512,
 ) -> Float[Array, "B T N H"]:
-    """Three masked softmaxes, the second over the blocks with the largest weights of the first (arXiv:2502.11089).
+    """Three masked softmaxes, the second over the blocks with the largest weights in the first (arXiv:2502.11089).
 
-    Runs outside of `jax.jit`.
+    Does not run inside `jax.jit`.
     """
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     scale = 1 / math.sqrt(query.shape[3])
@@ -84,7 +84,7 @@ def native_sparse_attention(
         return jnp.einsum("bnts,bsnv->btnv", weights, jnp.repeat(values, group, axis=2))
 
     far = weights(compressed_key, starts[None] + sizes.compressed <= t + 1)
-    # How many strides each compressed block shares with each block of tokens.
+    # The number of strides that each compressed block shares with each block of tokens.
     blocks = np.arange(-(-length // sizes.selected)) * sizes.selected
     ends = np.minimum(starts[:, None] + sizes.compressed, blocks[None] + sizes.selected)
     shared = np.maximum(ends - np.maximum(starts[:, None], blocks[None]), 0) // sizes.stride
@@ -109,7 +109,7 @@ def native_sparse_attention(
 def sliceformer_attention(
     value: Float[Array, "B T N V"], *, order: str = "ascending"
 ) -> Float[Array, "B T N V"]:
-    """Each channel sorted along the sequence (arXiv:2310.17683). Runs outside of `jax.jit`."""
+    """Sorts each channel along the sequence (arXiv:2310.17683). Does not run inside `jax.jit`."""
     out = np.array(value)
     for b, n, v in np.ndindex(out.shape[0], *out.shape[2:]):
         channel = out[b, :, n, v]
@@ -134,7 +134,7 @@ def sinkhorn_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
-    """One softmax over the keys of the own block and of a mixture of blocks (arXiv:2002.11296, section 3)."""
+    """One softmax over the keys of the query's block and of a mixture of blocks (arXiv:2002.11296, section 3)."""
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     count = sort_logits.shape[1]
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
@@ -146,7 +146,7 @@ def sinkhorn_attention(
         weights = weights / jnp.maximum(columns, 1e-30)
     room = ((0, 0), (0, count * block_size - length), (0, 0), (0, 0))
     blocks = (jnp.pad(x, room).reshape(x.shape[0], count, block_size, *x.shape[2:]) for x in (key, value))
-    # Sorted keys and values in front of the own ones of all blocks.
+    # The sorted keys and values come before all blocks' own.
     keys, values = (
         jnp.repeat(
             jnp.concatenate(
@@ -175,9 +175,9 @@ def reformer_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
-    """Softmax over the tokens of the own bucket and chunk, or of the chunk before it, in any round (arXiv:2001.04451).
+    """Softmax over tokens in the same bucket and in the same chunk or the one before, in any round (arXiv:2001.04451).
 
-    Runs outside of `jax.jit`.
+    Does not run inside `jax.jit`.
     """
     length = query.shape[1]
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale

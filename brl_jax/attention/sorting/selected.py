@@ -1,4 +1,4 @@
-"""Attention of each query to listed blocks of keys of its own: native sparse attention's second branch."""
+"""Attention of each query to a list of key blocks: native sparse attention's second branch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.sharding import shard_call
 
-# Queries at a time: each has M * size keys of its own, which are the largest array in memory.
+# Queries at a time: each reads M * size different keys, the largest array in memory.
 _QUERY_BLOCK = 64
-# Fewer queries, as in a decoding step, would fill a fraction of the TPU kernel's registers. The kernel may visit all
-# keys, and from about this many on that takes as long as reading each query's own (docs/sparse.md).
+# Fewer queries, as in a decoding step, would fill only a fraction of the TPU kernel's registers. The kernel may visit
+# all keys; from about this many on, that is slower than reading each query's list (docs/sparse.md).
 _TPU_SHORTEST, _TPU_LONGEST = 64, 65536
-# Up to this many times the keys of a list, XLA scores all keys and hides those outside of the list: a matrix product is
-# that much faster than a gather for each query. The mask takes one comparison for each block of a list.
+# Up to this many times the keys of a list, XLA scores all keys and masks the others, because a matrix product is that
+# much faster than a gather for each query. The mask takes one comparison per block.
 _ALL_KEYS = 4
 _MOST_COMPARISONS = 32
 
@@ -39,24 +39,25 @@ def selected_attention(
     aligned: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention of each query to the keys of M blocks, up to its own place, in float32.
+    """Softmax attention of each query to the keys of M blocks, up to its own position, in float32.
 
-    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), equation 5 with the keys of equation 12. O(T M size)
-    time; O(T M) memory and the keys of 64 queries, on a GPU without the latter. The kernel for TPUs visits the blocks
-    that any of 512 queries chose and masks the others' scores: at most O(T S) time, in O(T M) memory.
+    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), equation 5 with the keys of equation 12. Time is
+    O(T M size). Memory is O(T M), plus the keys of 64 queries except on a GPU. The TPU kernel visits the blocks
+    that any of 512 queries chose and masks the scores of the others: at most O(T S) time, in O(T M) memory.
 
     Args:
-      query: (B, T, N, H), one after the other at the places from `offset` on among the keys.
+      query: (B, T, N, H), at consecutive positions from `offset` on among the keys.
       key, value: (B, S, K, H) and (B, S, K, V); K divides N.
-      starts: (B, T, K, M) int32, the first keys of the blocks of each query, which must not overlap; S where there is
-        no block. They have no gradient.
-      offset: the place of the first query.
-      size: keys of a block. scale: that of the scores.
+      starts: (B, T, K, M) int32, the first keys of each query's blocks, which must not overlap; S for a missing
+        block. They have no gradient.
+      offset: position of the first query.
+      size: keys in a block.
+      scale: scale of the scores.
       aligned: whether all blocks begin at multiples of `size`.
       implementation: as for `dispatch`; "pallas" on a TPU, "triton" on a GPU.
 
     Returns:
-      (B, T, N, V), 0 where a query sees nothing.
+      (B, T, N, V), 0 if a query sees nothing.
     """
 
     def attend(query, key, value, starts, offset):
@@ -103,7 +104,7 @@ def _read_lists(
     size: int,
     scale: float,
 ) -> Float[Array, "B T K G V"]:
-    """The keys and values of each query's blocks are gathered."""
+    """Gathers the keys and values of each query's blocks."""
     places = starts[..., None] + jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     places = places.reshape(*starts.shape[:3], -1)
     seen = places <= positions
@@ -128,13 +129,13 @@ def _read_all(
     size: int,
     scale: float,
 ) -> Float[Array, "B T K G V"]:
-    """All keys have scores, and those outside of a query's blocks are hidden."""
+    """Scores all keys and masks those outside a query's blocks."""
     places = jnp.arange(key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
-    # As unsigned numbers, negative distances are large.
+    # Cast to unsigned, negative distances become large.
     distances = ((places - starts[..., m, None]).astype(jnp.uint32) for m in range(starts.shape[3]))
     seen = functools.reduce(jnp.logical_or, (distance < size for distance in distances))
     seen = jnp.moveaxis(seen & (places <= positions), 2, 1)[:, :, :, None]
-    # Heads before tokens, as `KeyValueCache` keeps them: then no product needs a copy of the past.
+    # Heads first, as in `KeyValueCache`, so that no product copies the past.
     key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
     rows = jnp.moveaxis(rows, 2, 1)
     shape = rows.shape[:4]
@@ -149,12 +150,14 @@ def _read_all(
 def _pallas(
     query: Array, key: Array, known: int | None, *, size: int, scale: float, aligned: bool
 ) -> Backend:
-    """The TPU kernel for operands (query, key, value, starts, offset): all blocks of keys up to the queries' own, in
-    which the keys that a query did not choose are masked. `known` is the offset where it is known."""
+    """The TPU kernel for operands (query, key, value, starts, offset), with the offset in `known` if it is static.
+
+    It computes all blocks of keys up to the queries' positions and masks the keys that a query did not choose.
+    """
     blocks = all_blocks(query.shape[1], key.shape[1], True, known)
     unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
 
-    # Pallas is imported where it is needed: it costs import time.
+    # Importing Pallas takes time, so it is imported where it is needed.
     def unsupported(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import tpu
 
@@ -186,7 +189,7 @@ def _pallas(
 def _triton(*, size: int, scale: float) -> Backend:
     """The GPU kernel for operands (query, key, value, starts, offset)."""
 
-    # Triton is imported where it is needed: it costs import time.
+    # Importing Triton takes time, so it is imported where it is needed.
     def unsupported(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import triton
 

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import (
-    check_dtypes,
-    check_lengths,
-    check_scale,
-    check_sizes,
-    starts,
-    zero_padding,
-)
+from brl_jax.attention.core.arguments import check_scale, check_sizes, starts, zero_padding
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
 
-# The logarithm of a weight that does not exist: finite, so that differences are not NaN.
+# The logarithm of a missing weight, finite so that differences are not NaN.
 _LOG_ZERO = -1e30
 
 
 class _Blocks(NamedTuple):
-    """Keys and values in blocks."""
-
     key: Float[Array, "B R W K H"]
     value: Float[Array, "B R W K V"]
+
+
+def init_sinkhorn_state(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    length: int,
+    block_size: int = 64,
+    dtype: DTypeLike = jnp.float32,
+) -> KeyValueCache:
+    """Returns the state of `sinkhorn_attention` before the first of up to `length` tokens: keys and values.
+
+    Its capacity is a whole number of blocks, so that cutting it into blocks copies nothing.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    check_sizes(
+        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, length=length,
+        block_size=block_size,
+    )  # fmt: skip
+    tokens = (batch, -(-length // block_size) * block_size, num_kv_heads)
+    return KeyValueCache.empty((*tokens, head_dim), (*tokens, value_dim), dtype)
 
 
 @attention_function
@@ -48,9 +68,12 @@ def sinkhorn_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
+    state: KeyValueCache | None = None,
+    return_state: bool = False,
+    count: Any = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N V"]:
-    """Softmax attention of each block of tokens to its own keys and to those of a block that sorting brings to it.
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], KeyValueCache]:
+    """Softmax attention of each block of tokens to its own keys and to a mixture of blocks, learned by sorting.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, C, K, C) -> (B, T, N, V)::
 
@@ -59,141 +82,120 @@ def sinkhorn_attention(
       S = Sinkhorn(exp((R + noise) / temperature));  K'_i = sum_j S_ij K_j, V'_i = sum_j S_ij V_j for the blocks i
       out = softmax(scale q [K'_i, K_i]^T) [V'_i; V_i] for the queries of block i
 
-    Sparse Sinkhorn Attention (arXiv:2002.11296), section 3. R comes from a sorting network of the blocks' sums;
-    Sinkhorn divides rows and columns by their sums in turn, so that S comes near to a permutation of the blocks
-    (`balanced`).
-    `reference.sinkhorn_attention` is the plain form. The authors' code for the Long Range Arena adds the outputs of two
-    softmaxes, over own and over sorted keys; here one softmax is over both.
+    Sparse Sinkhorn Attention (arXiv:2002.11296), section 3. A sorting network computes R from the sums of the blocks.
+    Sinkhorn (`balanced`) divides rows and columns by their sums in turn, which brings S close to a permutation of the
+    blocks. `reference.sinkhorn_attention` is the plain form. The authors' code for the Long Range Arena adds the
+    outputs of two softmaxes, over own and over sorted keys; here one softmax covers both.
 
-    Causal: R_i must depend on nothing after the first token of block i (the paper's causal sum). Block i reads complete
-    blocks alone, those before it, and the first block reads only itself. The sum of a column runs over the rows up to
-    its own, because whole columns would let later blocks change the weights of earlier ones.
+    Causal: R_i must not depend on anything after the first token of block i (the paper's causal sum). Block i reads
+    only the complete blocks before it; the first block reads only itself. A column's sum runs over the rows up to its
+    own, because with whole columns later blocks would change the weights of earlier ones.
 
-    With W = block_size, O(T W + T^2 / W) time, the second part for mixing the blocks, and O(T W + T^2 / W^2) memory.
+    With W = block_size, time is O(T W + T^2 / W), the second part for mixing blocks, and memory O(T W + T^2 / W^2).
+
+    Generation continues from a state and mixes the earlier blocks again at each call, in O(S) time for few tokens::
+
+        state = init_sinkhorn_state(batch, num_kv_heads, head_dim, length=4096)
+        out, state = sinkhorn_attention(..., is_causal=True, state=state, return_state=True)
 
     Args:
       query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16; K
         divides N.
-      sort_logits: R for each key head, with C = ceil(T / block_size) rows (blocks that read) and columns (blocks that
-        are read).
-      block_size: tokens of a block; the last one may have fewer, and lacks the rest in the mixture.
-      iterations: how many times rows and columns are divided.
-      temperature: smaller ones make S more like a permutation.
-      rng: adds Gumbel noise drawn from this key to R, as the paper does in training; None for none.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
+      sort_logits: R for each key head, with a row for each block that reads and a column for each block that is read.
+        There are C = ceil(T / block_size) blocks; with a state, all blocks of its capacity, and the rows of blocks that
+        have not begun may contain any finite number.
+      block_size: tokens in a block. The last block may be shorter; its missing tokens do not enter the mixture.
+      iterations: how often rows and columns are divided.
+      temperature: smaller values bring S closer to a permutation.
+      rng: adds Gumbel noise drawn from this key to R, as the paper does in training. Without a state only.
+      scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything: its
-        blocks take no part in the sorting. Padded rows give 0.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, its
+        blocks are not sorted, and its rows give 0. Without a state only.
+      state: from `init_sinkhorn_state` or an earlier call; causal only.
+      return_state: also return the state after these tokens; needs a state.
+      count: with a state, how many of the T tokens are valid, from the first (None: all). The outputs of the others are
+        undefined.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
-      ValueError: shapes, dtypes, sizes, a temperature or an implementation that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
-    check_qkv(query, key, value)
-    check_dtypes(query, key, value)
-    check_implementation(implementation, None, "xla")
+    check_state_options(
+        "init_sinkhorn_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )  # fmt: skip
+    given_key, given_value = key, value
+    query, key, value, given, dtype = prepare_same_tokens(
+        query, key, value, key_value_seq_lengths, implementation
+    )
     check_sizes(block_size=block_size, iterations=iterations)
     check_temperature(temperature)
-    require(
-        query.shape[1] == key.shape[1],
-        f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",
-    )
     scale = check_scale(scale, query.shape[3])
     batch, length = query.shape[:2]
-    count = -(-length // block_size)
-    _check_logits(sort_logits, (batch, count, key.shape[2], count))
-    given = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
-    dtype = query.dtype
-    query, key, value = (
-        _cut(zero_padding(x, given).astype(jnp.float32), block_size) for x in (query, key, value)
-    )
+    if state is not None:
+        require(rng is None, "rng must be None with a state: noise is for training")
+        fresh = functools.partial(
+            init_sinkhorn_state, batch, *key.shape[2:], value.shape[3],
+            length=state.keys.shape[2] if isinstance(state, KeyValueCache) else 1, block_size=block_size, dtype=dtype,
+        )  # fmt: skip
+        check_state(state, jax.eval_shape(fresh), "init_sinkhorn_state")
+        blocks = state.keys.shape[2] // block_size
+        _check_logits(sort_logits, (batch, blocks, key.shape[2], blocks))
+        weights = balanced(sort_logits, None, iterations, temperature, True, None)
+        start, state = state.length, state.append(given_key, given_value, count)
+        out = _attend_new(query, state, weights, start, block_size, scale).astype(dtype)
+        return (out, state) if return_state else out
+    blocks = -(-length // block_size)
+    _check_logits(sort_logits, (batch, blocks, key.shape[2], blocks))
+    query, key, value = (_cut(x, block_size) for x in (query, key, value))
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given
-    exists = jnp.arange(count, dtype=jnp.int32)[None] * block_size < lengths[:, None]
+    exists = jnp.arange(blocks, dtype=jnp.int32)[None] * block_size < lengths[:, None]
     weights = balanced(sort_logits, exists, iterations, temperature, is_causal, rng)
     own = _Blocks(key, value)
-    # A place of the sorted block exists if it does in some block, so that the first one has it.
     offsets = jnp.arange(block_size, dtype=jnp.int32)
-    numbers = jnp.arange(count, dtype=jnp.int32)
+    numbers = jnp.arange(blocks, dtype=jnp.int32)
+    # A place in the mixture exists if the first block, the longest one, has it.
     if is_causal:
-        read = jnp.broadcast_to((numbers > 0)[None, :, None], (batch, count, block_size))
+        read = jnp.broadcast_to((numbers > 0)[None, :, None], (batch, blocks, block_size))
     else:
-        read = jnp.broadcast_to((offsets[None] < lengths[:, None])[:, None], (batch, count, block_size))
+        read = jnp.broadcast_to((offsets[None] < lengths[:, None])[:, None], (batch, blocks, block_size))
     places = numbers[:, None] * block_size + offsets[None]
     present = places[None] < lengths[:, None, None]
     out = _attend(query, _mix(weights, own), own, read, present, scale, is_causal)
-    out = out.reshape(batch, count * block_size, *out.shape[3:])[:, :length]
+    out = out.reshape(batch, blocks * block_size, *out.shape[3:])[:, :length]
     return zero_padding(out, given).astype(dtype)
 
 
-@attention_function
-def sinkhorn_step(
+def _attend_new(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    sort_logits: Float[Array, "B C K C"],
-    *,
-    start: Int[Array, ""] | int,
-    block_size: int = 64,
-    iterations: int = 8,
-    temperature: float = 0.75,
-    scale: float | None = None,
+    past: KeyValueCache,
+    weights: Float[Array, "B K C C"],
+    start: Any,
+    block_size: int,
+    scale: float,
 ) -> Float[Array, "B T N V"]:
-    """Causal `sinkhorn_attention` of T new tokens after `start` earlier ones.
-
-    (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, C, K, C) -> (B, T, N, V)::
-
-        out = sinkhorn_step(query, key, value, sort_logits, start=0, block_size=64)
-
-    It mixes the blocks before those of the new tokens anew: O(S) time for a few tokens, as full attention.
-
-    Args:
-      query: of the new tokens.
-      key, value: of all tokens, with room for later ones: those at start .. start + T are of the new tokens. Room that
-        no token has filled must be finite. A multiple of `block_size` needs no copy of them.
-      sort_logits: the rows of the blocks that have begun; the others may contain any finite number.
-      start: the number of earlier tokens.
-      block_size, iterations, temperature, scale: as there.
-
-    Returns:
-      (B, T, N, V) in the dtype of the query.
-
-    Raises:
-      ValueError: shapes, dtypes, sizes or a temperature that do not fit, naming the argument.
-    """
-    check_qkv(query, key, value)
-    check_dtypes(query, key, value)
-    check_sizes(block_size=block_size, iterations=iterations)
-    check_temperature(temperature)
-    scale = check_scale(scale, query.shape[3])
+    """Causal attention of the T tokens from position `start` on; `past` includes them."""
     batch, length = query.shape[:2]
-    require(
-        length <= key.shape[1],
-        f"key must have room for query's {length} new tokens, got a length of {key.shape[1]}",
-    )
-    count = -(-key.shape[1] // block_size)
-    _check_logits(sort_logits, (batch, count, key.shape[2], count))
-    dtype = query.dtype
-    # Heads before tokens, as `KeyValueCache` keeps them: (B, K, C, W, H).
-    blocks = [_cut(jnp.swapaxes(x, 1, 2).astype(jnp.float32), block_size, axis=2) for x in (key, value)]
+    blocks = [_cut(x.astype(jnp.float32), block_size, axis=2) for x in (past.keys, past.values)]
     last = blocks[0].shape[2] - 1
-    weights = balanced(sort_logits, None, iterations, temperature, True, None)
-    # The blocks that the new tokens may lie in.
+    # The new tokens may touch this many blocks.
     touched = -(-length // block_size) + 1
     numbers = start // block_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.minimum(numbers, last)
     own = _Blocks(*(jnp.transpose(jnp.take(x, within, axis=2), (0, 2, 3, 1, 4)) for x in blocks))
     offset = jnp.asarray(start % block_size, jnp.int32)
     rows = jnp.zeros((batch, touched * block_size, *query.shape[2:]), jnp.float32)
-    rows = lax.dynamic_update_slice(rows, query.astype(jnp.float32), starts(0, offset, 0, 0))
+    rows = lax.dynamic_update_slice(rows, query, starts(0, offset, 0, 0))
     read = jnp.broadcast_to((numbers > 0)[None, :, None], (batch, touched, block_size))
     mixing = jnp.take(weights, within, axis=2)
     mixed = _Blocks(*(_mix_heads(mixing, x) for x in blocks))
     out = _attend(_cut(rows, block_size), mixed, own, read, jnp.ones_like(read), scale, True)
     out = out.reshape(batch, touched * block_size, *out.shape[3:])
-    return lax.dynamic_slice_in_dim(out, offset, length, axis=1).astype(dtype)
+    return lax.dynamic_slice_in_dim(out, offset, length, axis=1)
 
 
 def balanced(
@@ -206,12 +208,12 @@ def balanced(
 ) -> Float[Array, "B K C C"]:
     """Sinkhorn's normalisation of exp(sort_logits / temperature), in logarithms (arXiv:2002.11296, section 3).
 
-    Each iteration divides rows by their sums and then columns. Causal: row i has weights for the columns before i, and
-    a column's sum runs over the rows up to its own.
+    Each iteration divides rows by their sums and then columns. Causal: row i has weights only for the columns before i,
+    and a column's sum runs over the rows up to its own.
 
     Args:
       exists: whether each block takes part; None for all.
-      rng: adds Gumbel noise to the logits; None for none.
+      rng: adds Gumbel noise to the logits.
     """
     logits = jnp.moveaxis(sort_logits.astype(jnp.float32), 2, 1)
     if rng is not None:
@@ -249,26 +251,30 @@ def _check_logits(sort_logits: Any, shape: tuple[int, ...]) -> None:
         and sort_logits.shape == shape
         and jnp.issubdtype(sort_logits.dtype, jnp.floating),
         f"sort_logits must be a floating-point array of shape {shape}, got "
-        + (f"{sort_logits.dtype} of shape {sort_logits.shape}" if hasattr(sort_logits, "shape") else "none"),
+        + (
+            f"{sort_logits.dtype} of shape {sort_logits.shape}"
+            if hasattr(sort_logits, "shape")
+            else repr(sort_logits)
+        ),
     )
 
 
 def _cut(x: Float[Array, "B *T"], block_size: int, axis: int = 1) -> Float[Array, "B *R"]:
-    """x with its axis of tokens cut in blocks of tokens, with zeros after the last token."""
+    """x with its tokens cut into blocks, with zeros after the last token."""
     count = -(-x.shape[axis] // block_size)
-    room = [(0, 0)] * x.ndim
-    room[axis] = (0, count * block_size - x.shape[axis])
-    return jnp.pad(x, room).reshape(*x.shape[:axis], count, block_size, *x.shape[axis + 1 :])
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, count * block_size - x.shape[axis])
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], count, block_size, *x.shape[axis + 1 :])
 
 
 def _mix(weights: Float[Array, "B K R C"], blocks: _Blocks) -> _Blocks:
-    """For each of R rows of weights the mixture of the C blocks, place by place."""
+    """The mixture of the C blocks for each of R rows of weights."""
     return _Blocks(*(jnp.einsum("bkrc,bcwkh->brwkh", weights, x) for x in blocks))
 
 
 def _mix_heads(weights: Float[Array, "B K R C"], blocks: Float[Array, "B K C W H"]) -> Array:
-    """The same for one array with its heads first; the result is (B, R, W, K, H). A block's places and features are one
-    axis of the product, as otherwise the compiler would transpose all blocks."""
+    """`_mix` for one array with heads first; returns (B, R, W, K, H)."""
+    # Tokens and features form one axis of the product; otherwise the compiler would transpose all blocks.
     batch, heads, count, size, width = blocks.shape
     mixed = jnp.einsum("bkrc,bkcx->bkrx", weights, blocks.reshape(batch, heads, count, size * width))
     return jnp.transpose(mixed.reshape(batch, heads, -1, size, width), (0, 2, 3, 1, 4))
@@ -283,7 +289,7 @@ def _attend(
     scale: float,
     is_causal: bool,
 ) -> Float[Array, "B R W N V"]:
-    """One softmax over the places of the mixed block that are `read` and the own tokens that are `present`."""
+    """One softmax over the mixed block's tokens that are `read` and the own tokens that are `present`."""
     shape = query.shape
     key, value = (jnp.concatenate(pair, axis=2) for pair in zip(mixed, own))
     rows = query.reshape(*shape[:3], key.shape[3], -1, shape[4])

@@ -1,4 +1,4 @@
-"""Slicing and sorting in place of attention: every channel of the values is sorted by itself (Sliceformer)."""
+"""Sliceformer: sorts every channel of the values, instead of attending (Yuan and Xu 2023, arXiv:2310.17683)."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ def sliceformer_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """The values sorted along the sequence, each channel by itself, in O(T log T) time and memory linear in T.
+    """Sorts the values along the sequence, each channel separately, in O(T log T) time and memory linear in T.
 
     (B, T, N, V) -> (B, T, N, V)::
 
         out = sliceformer_attention(value)
 
-    Sliceformer (Yuan and Xu 2023, arXiv:2310.17683). There are no queries, keys or softmax: sorting multiplies every
-    channel by a permutation matrix of its own, an attention map that is sparse, doubly stochastic and of full rank. The
-    gradient goes through that permutation, which is constant almost everywhere. Token i gets the values of rank i,
-    which may be those of any token: there is no causal form. `reference.sliceformer_attention` is the plain form.
+    Sliceformer (Yuan and Xu 2023, arXiv:2310.17683) has no queries, keys or softmax. Sorting multiplies each
+    channel by a permutation matrix, an attention map that is sparse, doubly stochastic and full-rank. The gradient
+    goes through that permutation, which is constant almost everywhere. Token i gets the values of rank i, which may
+    come from any token, so it has no causal form. `reference.sliceformer_attention` is the plain form.
 
     Args:
       value: (B, T, N, V), float32, bfloat16 or float16.
-      order: "ascending", as in the authors' code for the Long Range Arena, or "descending"; "interleaved" sorts the
-        first channel of a head in ascending order, the second in descending order, and so on; "max_exchange" exchanges
-        the first token's value and the largest one, in O(T), and leaves the others in place. Equal values keep their
-        order.
-      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and stays
-        behind the sorted values. Padded rows give 0.
+      order: "ascending", as in the authors' code for the Long Range Arena; "descending"; "interleaved", which sorts
+        a head's first channel in ascending order, the second in descending order, and so on; or "max_exchange",
+        which swaps the first token's value with the largest one, in O(T). Equal values keep their order.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything,
+        stays behind the sorted values, and gives 0.
       implementation: None or "xla".
 
     Returns:
       (B, T, N, V) in the dtype of the values.
 
     Raises:
-      ValueError: a shape, a dtype, an order or an implementation that does not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     require(
         hasattr(value, "shape") and hasattr(value, "dtype"),

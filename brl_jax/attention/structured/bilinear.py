@@ -1,7 +1,4 @@
-"""Attention whose scores are bilinear forms of structured matrices of high rank: MLR and BTT.
-
-The paper is arXiv:2509.07963; see its section 3.2.
-"""
+"""Attention whose scores are bilinear forms of high-rank structured matrices, MLR and BTT (arXiv:2509.07963, 3.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention
 
-# A BTT is cheap only if its two factors of the width do not differ much.
+# A BTT is cheap only if the two factors of the width are similar.
 _LARGEST_RATIO = 4
 
 
@@ -45,25 +42,24 @@ def bilinear_mlr_attention(
 
     (B, T, D), (B, T, J, V) -> (B, T, N, V)::
 
-        out = bilinear_mlr_attention(
-            x, value, query_weights=query_weights, key_weights=key_weights, is_causal=True
-        )
+        weights = {"query_weights": query_weights, "key_weights": key_weights}
+        out = bilinear_mlr_attention(x, value, **weights, is_causal=True)
 
       score(i, j) = sum over the levels l of  q_i^(l) . k_j^(l) * scale / sqrt(r_l p_l)
 
-    q^(l) and k^(l) come from `bilinear_mlr_features`, which cuts x into p_l blocks of channels and multiplies each by a
-    (D / p_l) x r_l matrix of its own. The order of the products is that of eq. 32: each token is multiplied by its
-    factors first, and then queries by keys. `reference.bilinear_mlr_attention` is the plain form.
+    `bilinear_mlr_features` computes q^(l) and k^(l): it cuts x into p_l blocks of channels and multiplies each by
+    its (D / p_l) x r_l matrix. As in eq. 32, tokens are multiplied by their factors first, and then queries by
+    keys. `reference.bilinear_mlr_attention` is the plain form.
 
     Args:
-      x: (B, T, D), float32, bfloat16 or float16; the tokens from which queries and keys are made.
+      x: (B, T, D), float32, bfloat16 or float16; the tokens that queries and keys are made from.
       value: (B, T, J, V) of the same dtype; J divides K.
       query_weights: an array (p_l, D / p_l, N, r_l) for each level.
       key_weights: an array (p_l, D / p_l, K, r_l) for each level; K divides N.
-      query_norm_scales, key_norm_scales: the scales of the LayerNorms, an array (r_l p_l,) for each level, shared by
-        the heads; None for 1.
-      normalize: whether the features of each head and level go through a LayerNorm (appendix E.2); without it the
-        scores are the bilinear form itself.
+      query_norm_scales, key_norm_scales: scales of the LayerNorms, an array (r_l p_l,) for each level, shared by
+        the heads; 1 by default.
+      normalize: applies a LayerNorm to the features of each head and level (appendix E.2); without it, scores are
+        the plain bilinear form.
       scale: 1 by default; muP uses 8 / sqrt(r_l p_l) (appendix E.2).
       is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as for `full_attention`.
       implementation: None or "xla".
@@ -72,7 +68,7 @@ def bilinear_mlr_attention(
       (B, T, N, V) in the dtype of x. Memory is linear in T.
 
     Raises:
-      ValueError: shapes or a scale that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     require(
         len(query_weights) == len(key_weights)
@@ -98,8 +94,7 @@ def bilinear_mlr_features(
     normalize: bool = True,
     epsilon: float = 1e-5,
 ) -> Float[Array, "B T N F"]:
-    """The F = sum_l r_l p_l features of all levels, concatenated; arguments as for `bilinear_mlr_attention`, and what
-    the LayerNorms add to the variance."""
+    """The F = sum_l r_l p_l features of all levels, concatenated; `epsilon` is added to the LayerNorms' variance."""
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     require(len(weights) > 0, "weights must have at least one level, got none")
     batch, length, width = x.shape
@@ -153,15 +148,16 @@ def bilinear_btt_attention(
 
       score(i, j) = scale x_i . LN(BTT(x_j))
 
-    BTT is that of `bilinear_btt_keys`. The query of every head is the token itself, so heads differ in their keys only,
-    and only the heads of the values can be grouped. `reference.bilinear_btt_attention` is the plain form.
+    `bilinear_btt_keys` computes LN(BTT(x)). Each head's query is the token itself, so heads differ only in their
+    keys, and only the heads of the values can be grouped. `reference.bilinear_btt_attention` is the plain form.
 
     Args:
-      x: (B, T, D), float32, bfloat16 or float16; the tokens from which queries and keys are made.
+      x: (B, T, D), float32, bfloat16 or float16; the tokens that queries and keys are made from.
       value: (B, T, J, V) of the same dtype; J divides N.
-      right: (c, e, N, b, t) with c e = D; left: (N, b, a, c, t) with a b = D. t is the rank.
-      norm_scale: the scale of the LayerNorm, (D,), shared by the heads; None for 1.
-      normalize: whether the keys go through a LayerNorm over D; without it the scores are the bilinear form itself.
+      right: (c, e, N, b, t) with c e = D, where t is the rank.
+      left: (N, b, a, c, t) with a b = D.
+      norm_scale: scale of the LayerNorm, (D,), shared by the heads; 1 by default.
+      normalize: applies a LayerNorm over D to the keys; without it, scores are the plain bilinear form.
       scale: 1 / sqrt(D) by default; muP uses a constant over D (appendix E.2).
       is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as for `full_attention`.
       implementation: None or "xla".
@@ -170,7 +166,7 @@ def bilinear_btt_attention(
       (B, T, N, V) in the dtype of x. Memory is linear in T.
 
     Raises:
-      ValueError: shapes or a scale that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     key = bilinear_btt_keys(x, right, left, norm_scale=norm_scale, normalize=normalize)
     query = bilinear_btt_queries(x, key.shape[2], check_scale(scale, x.shape[2]))
@@ -180,12 +176,10 @@ def bilinear_btt_attention(
     )  # fmt: skip
 
 
-def bilinear_btt_queries(
-    x: Float[Array, "B T D"], heads: int, scale: float | None
-) -> Float[Array, "B T N D"]:
-    """The tokens themselves, repeated for every head and multiplied by the scale of the scores."""
+def bilinear_btt_queries(x: Float[Array, "B T D"], heads: int, scale: float) -> Float[Array, "B T N D"]:
+    """The scaled tokens, repeated for each head."""
     batch, length, width = x.shape
-    query = x * jnp.asarray(1 / math.sqrt(width) if scale is None else scale, x.dtype)
+    query = x * jnp.asarray(scale, x.dtype)
     return jnp.broadcast_to(query[:, :, None], (batch, length, heads, width))
 
 
@@ -200,8 +194,8 @@ def bilinear_btt_keys(
 ) -> Float[Array, "B T N D"]:
     """LN(BTT(x)) for each head: y[a, b] = sum_{c, t} left[b, a, c, t] sum_e right[c, e, b, t] x[c, e] (eq. 35).
 
-    The D x D matrix of full rank of each head costs two products of small blocks, 2 D b t + 2 D c t FLOPs per token.
-    `epsilon` is what the LayerNorm adds to the variance.
+    Each head's D x D matrix has full rank but costs only two products of small blocks, 2 D b t + 2 D c t FLOPs per
+    token. `epsilon` is added to the LayerNorm's variance.
     """
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     batch, length, width = x.shape
@@ -225,11 +219,13 @@ def bilinear_btt_keys(
 
 
 def btt_factors(width: int) -> tuple[int, int]:
-    """The factors a, b of a BTT, a b = width: b is the smallest divisor not below sqrt(width); 48 gives 6, 8.
+    """Returns factors a, b of the width for a BTT: b is the smallest divisor that is at least sqrt(width).
+
+        btt_factors(48)  # (6, 8)
 
     Raises:
-      ValueError: the width is not an int of at least 1, or is not a product of two factors above 1 the larger of which
-        is at most 4 times the other: the BTT would be almost dense. The message names the nearest widths that are.
+      ValueError: the width is not an int of at least 1, or no two factors above 1 are within a ratio of 4, so that
+        the BTT would be almost dense. The message names the nearest widths that work.
     """
     check_sizes(width=width)
     a, b = _nearest_factors(width)
@@ -257,7 +253,7 @@ def _has_factors(width: int) -> bool:
 
 
 def _layer_norm(x: Array, scale: Array | None, epsilon: float) -> Array:
-    """LayerNorm over the last axis without a bias, with statistics in float32."""
+    """LayerNorm over the last axis without bias, with float32 statistics."""
     wide = x.astype(accumulation_dtype(x.dtype))
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)

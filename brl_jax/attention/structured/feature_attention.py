@@ -1,4 +1,4 @@
-"""Softmax attention between queries and keys of many features, in memory linear in the length."""
+"""Softmax attention between queries and keys of many features, with memory linear in the length."""
 
 from __future__ import annotations
 
@@ -29,20 +29,17 @@ def feature_attention(
     query_offset: int | Int[Array, ""] = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """softmax(query key^T) value with unscaled scores, where value heads and key heads may be grouped differently.
+    """softmax(query key^T) value with unscaled scores; value heads and key heads may be grouped differently.
 
-    On a mesh that cuts sequences keys go around the devices (`dense_on_mesh`).
+    On a mesh that shards sequences, keys go around the devices (`dense_on_mesh`).
 
     Args:
-      query: (B, T, N, F); key: (B, S, K, F); value: (B, S, J, V), of one dtype. J divides K, and K divides N.
+      query, key, value: (B, T, N, F), (B, S, K, F) and (B, S, J, V) of one dtype. J divides K, and K divides N.
       is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids, query_offset: as for `full_attention`.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query; a query that sees no key gives 0.
-
-    Raises:
-      ValueError: shapes or an implementation that do not fit, naming the argument.
+      (B, T, N, V) in the query's dtype; a query that sees no key gives 0.
     """
     check_implementation(implementation, None, "xla")
     require(
@@ -59,7 +56,7 @@ def feature_attention(
         )  # fmt: skip
         return zero_padding(out, query_lengths)
     if segment_ids is None and same_tokens:
-        # MLR attention with one level is softmax attention in tiles, and computes only the causal half of them.
+        # One level of MLR attention is softmax attention in tiles, and computes only the causal half of them.
         return mlr_attention(
             query, key, value, ranks=(query.shape[3],), scale=1.0, is_causal=is_causal,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,

@@ -30,35 +30,34 @@ def global_window_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """The sum of two softmax attentions over the same values, each with its own slice of the head.
+    """Sums two softmax attentions over the same values: a global one and a windowed one, each on part of the head.
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
-        out = global_window_attention(
-            query, key, value, ranks=(16, 48), window=128, is_causal=True
-        )
+        split = {"ranks": (16, 48), "window": 128}
+        out = global_window_attention(query, key, value, **split, is_causal=True)
 
       out = softmax(scale_1 q^(1) k^(1)T) v + softmax_window(scale_2 q^(2) k^(2)T) v
 
-    q^(1) is the first ranks[0] features of the head and q^(2) the others. The weights of a query sum to 2. The first
-    part takes quadratic time; memory is linear. A comparison of arXiv:2509.07963, section 5.1.
+    q^(1) is the first ranks[0] features of the head, q^(2) the rest. A query's weights sum to 2. The first part
+    takes quadratic time; memory is linear. arXiv:2509.07963, section 5.1, compares with it.
     `reference.global_window_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key: (B, T, K, H), value: (B, T, K, V), of the same dtype; K divides N.
-      ranks: the features of the global part and of the window part; they sum to H.
-      window: w; the window has w + 1 keys: those of the query and of the w tokens before it where causal, else of the
-        query and of w // 2 tokens on both sides.
-      scale: the scales of the scores of the two parts; 8 / rank each by default.
+      key, value: (B, T, K, H) and (B, T, K, V) of the same dtype; K divides N.
+      ranks: features of the global part and of the window part; they sum to H.
+      window: w. A query sees w keys if causal, its own and the w - 1 before it, else its own and w // 2 keys on each
+        side, as in `LocalConfig`.
+      scale: scales of the two parts' scores; 8 / rank by default.
       is_causal, key_value_seq_lengths, segment_ids: as for `full_attention`.
-      implementation: that of the window part, as for `local_attention`; the global part always runs through XLA.
+      implementation: for the window part, as for `local_attention`; the global part always runs through XLA.
 
     Returns:
-      (B, T, N, V) in the dtype of the query.
+      (B, T, N, V) in the query's dtype.
 
     Raises:
-      ValueError: shapes, ranks, scales or windows that do not fit, naming the argument.
+      ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
     first = check_split(ranks, query.shape[3])
@@ -86,7 +85,7 @@ def global_window_attention(
 
 
 def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array:
-    """`local_attention` for values with another number of features than queries and keys: the missing ones are 0."""
+    """`local_attention` for values narrower or wider than queries and keys, padded with zeros."""
     width = max(query.shape[3], value.shape[3])
     query, key, wide_value = (
         jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (query, key, value)
@@ -95,7 +94,7 @@ def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array
 
 
 def check_split(ranks: Any, head_dim: int) -> int:
-    """The number of features of the global part; raises ValueError unless both are positive and sum to head_dim."""
+    """Returns the features of the global part; raises ValueError unless both parts are positive and sum to head_dim."""
     require(
         isinstance(ranks, (tuple, list)) and len(ranks) == 2 and all(is_int(r) and r >= 1 for r in ranks),
         f"ranks must be two ints of at least 1, got {ranks!r}",
@@ -105,6 +104,5 @@ def check_split(ranks: Any, head_dim: int) -> int:
 
 
 def split_window(window: Any, is_causal: bool) -> SlidingWindow:
-    """The pattern of the window part."""
     require(is_int(window) and window >= 1, f"window must be an int of at least 1, got {window!r}")
-    return SlidingWindow(window, 0) if is_causal else SlidingWindow(window // 2, window // 2)
+    return SlidingWindow.of_width(window, is_causal)

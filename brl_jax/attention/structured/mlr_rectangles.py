@@ -1,9 +1,9 @@
 """MLR attention's score matrix as rectangles of pairs that share the same blocks, without a (T, T) array.
 
-The blocks of all levels are nested. The pairs (i, j) whose smallest common block has size S therefore fall into
-different children of that block: they form rectangles off the diagonal, in each of which the same levels are active.
-Because the slices of the levels are consecutive in the head, the scores of a rectangle are a single product over the
-first features of the head. The remaining pairs form squares along the diagonal.
+The levels' blocks are nested. Take all pairs (i, j) whose smallest common block has size S: i and j lie in different
+children of that block. These pairs form rectangles off the diagonal, and the same levels are active in all of them.
+Levels own consecutive slices of the head, so the scores of a rectangle are one product over the first features of the
+head. The remaining pairs form squares along the diagonal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Squares on the diagonal have at least this size, and levels with smaller blocks are masked inside them. Squares of
-# more than twice this size are halved, because a causal square computes its upper half in vain.
+# Squares on the diagonal have at least this size; levels with smaller blocks are masked inside them. Squares more than
+# twice as large are halved, because a causal square wastes its upper half.
 _SQUARE = 64
 
 
@@ -25,10 +25,9 @@ class Rectangle:
     """One rectangle of pairs in each of `blocks` consecutive blocks of `period` tokens.
 
     Attributes:
-      period, blocks: the size and the number of the blocks that contain the rectangle.
-      query, key: start and stop of its queries and keys, counted from the first token of the block.
-      features: the scores are a product over this number of leading features of the head; it may be 0.
-      levels: the number of levels to which these features belong.
+      period, blocks: size and number of the blocks that contain the rectangle.
+      query, key: start and stop of its queries and keys, counted from the block's first token.
+      features: scores are a product over this many leading features of the head, possibly 0.
       finer: for a square on the diagonal, (first feature, stop, block size) of each level with smaller blocks.
       diagonal: whether it is a square on the diagonal, whose queries and keys are the same tokens.
     """
@@ -38,7 +37,6 @@ class Rectangle:
     query: tuple[int, int]
     key: tuple[int, int]
     features: int
-    levels: int
     finer: tuple[tuple[int, int, int], ...] = ()
     diagonal: bool = False
 
@@ -52,7 +50,7 @@ class Rectangle:
 
     @property
     def width(self) -> int:
-        """The number of leading features of the head that are read in all."""
+        """How many leading features of the head are read in total."""
         return self.finer[-1][1] if self.finer else self.features
 
     def cut(self, x: Array, axis: int, span: tuple[int, int]) -> Array:
@@ -85,24 +83,22 @@ class Rectangle:
 def rectangles(
     length: int, ranks: Sequence[int], block_sizes: Sequence[int | None], is_causal: bool
 ) -> tuple[Rectangle, ...]:
-    """Rectangles that contain each pair of `length` tokens once; where causal, at least each pair with j <= i.
+    """Rectangles that contain each pair of `length` tokens once; if causal, at least each pair with j <= i.
 
     Args:
-      length: the number of tokens.
-      ranks, block_sizes: those of the levels, from the coarsest to the finest; None is one block over all tokens.
+      ranks, block_sizes: of the levels, from the coarsest to the finest; None is one block over all tokens.
       is_causal: whether pairs with j > i may be left out.
     """
     sizes = [length if size is None or size >= length else size for size in block_sizes]
     stops = [sum(ranks[: i + 1]) for i in range(len(ranks))]
 
-    def active(size: int) -> tuple[int, int]:
-        """The features and the number of the levels whose blocks have at least this size."""
+    def active(size: int) -> int:
+        """How many features belong to levels whose blocks have at least this size."""
         count = sum(s >= min(size, length) for s in sizes)
-        return (stops[count - 1] if count else 0), count
+        return stops[count - 1] if count else 0
 
     ladder = _ladder(length, sizes)
     square = next((size for size in ladder if size >= _SQUARE), ladder[-1])
-    features, levels = active(square)
     finer = tuple(
         (stop - rank, stop, size)
         for rank, stop, size in zip(ranks, stops, sizes)
@@ -110,23 +106,23 @@ def rectangles(
     )
     blocks = -(-length // square)
     span = (0, square if blocks > 1 else length)
-    found = [Rectangle(square, blocks, span, span, features, levels, finer, diagonal=True)]
+    found = [Rectangle(square, blocks, span, span, active(square), finer, diagonal=True)]
     for child, parent in itertools.pairwise(ladder):
         if child < square:
             continue
-        features, levels = active(parent)
+        features = active(parent)
         for i in range(1, parent // child):
             queries, keys = (i * child, (i + 1) * child), (0, i * child)
-            found += _placed(length, parent, queries, keys, features, levels)
+            found += _placed(length, parent, queries, keys, features)
             if not is_causal:
-                found += _placed(length, parent, keys, queries, features, levels)
+                found += _placed(length, parent, keys, queries, features)
     return tuple(found)
 
 
 def _ladder(length: int, sizes: Sequence[int]) -> list[int]:
     """The sizes from the smallest square up to one block over all tokens.
 
-    Each is the one before it times a prime number, and every block size below the length is among them.
+    Each is a prime number times the one before it, and every block size below the length is among them.
     """
     smaller = sorted({size for size in sizes if size < length})
     first = smaller[0] if smaller else 2 * _SQUARE
@@ -153,12 +149,12 @@ def _primes(number: int) -> list[int]:
 
 
 def _placed(
-    length: int, period: int, query: tuple[int, int], key: tuple[int, int], features: int, levels: int
+    length: int, period: int, query: tuple[int, int], key: tuple[int, int], features: int
 ) -> list[Rectangle]:
-    """The rectangle in every block in which it has queries and keys; none if there is no such block."""
+    """The rectangle in every block where it has queries and keys; an empty list if it has none anywhere."""
     blocks = min(-(-(length - span[0]) // period) for span in (query, key))
     if blocks < 1:
         return []
     if blocks == 1:
         query, key = ((span[0], min(span[1], length)) for span in (query, key))
-    return [Rectangle(period, blocks, query, key, features, levels)]
+    return [Rectangle(period, blocks, query, key, features)]

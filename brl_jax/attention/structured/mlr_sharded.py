@@ -1,8 +1,8 @@
-"""MLR attention over rows that the devices along a mesh axis share; to be called inside `jax.shard_map`.
+"""MLR attention over rows that devices along a mesh axis share; call it inside `jax.shard_map`.
 
-Keys and values go around as in `brl_jax.attention.dense.sharded`, in parts of p tokens. Where p divides a level's block
-or the block divides p, two different parts share a block of the level as a whole or not at all: their scores are full
-attention's with the features of the levels that they share. Smaller blocks matter where a part meets itself.
+Keys and values go around as in `brl_jax.attention.dense.sharded`, in parts of p tokens. If p divides a level's block or
+the block divides p, two different parts share either a whole block of the level or nothing. Their scores are then full
+attention's scores with the features of the shared levels. Smaller blocks matter only where a part meets itself.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from brl_jax.sharding import current_shards, sequence_axis, shard_call
 
 
 class Levels(NamedTuple):
-    """What is static about a call; see `mlr_attention`.
+    """The static part of a call; see `mlr_attention`.
 
     Attributes:
       ranks, block_sizes: of the levels.
-      divide: whether scores are divided by the number of levels that contribute.
-      implementation: that of the scores of different parts.
+      implementation: for the scores between different parts.
     """
 
     ranks: tuple[int, ...]
     block_sizes: tuple[int | None, ...]
-    divide: bool
     implementation: Implementation | None
 
     def __call__(
@@ -49,12 +47,9 @@ class Levels(NamedTuple):
         size = query.shape[1]
         if place.same:
             within = tuple(None if block is None or block >= size else block for block in self.block_sizes)
-            plan = mlr_tiles.MLRPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
+            plan = mlr_tiles.MLRPlan(rectangles(size, self.ranks, within, is_causal), is_causal)
             return mlr_tiles.attend(plan, query, key, value, lengths)
         factors = [self._shared(block, size, place) for block in self.block_sizes]
-        if self.divide:
-            count = jnp.maximum(sum(factors[1:], start=factors[0]), 1.0)
-            factors = [factor / count for factor in factors]
         scales = jnp.concatenate(
             [jnp.broadcast_to(factor, (rank,)) for factor, rank in zip(factors, self.ranks)]
         )
@@ -71,7 +66,7 @@ class Levels(NamedTuple):
         )
 
     def _shared(self, block: int | None, size: int, place: sharded.Place) -> Float[Array, ""]:
-        """1 where two different parts of `size` tokens lie in one block, else 0."""
+        """1 if two different parts of `size` tokens lie in one block, else 0."""
         if block is None:
             return jnp.ones((), jnp.float32)
         if block <= size:
@@ -79,7 +74,7 @@ class Levels(NamedTuple):
         return (place.query // block == place.key // block).astype(jnp.float32)
 
     def axis(self, length: int, is_causal: bool) -> str | None:
-        """The mesh axis along which the keys of a call may go around; None where there is none."""
+        """The mesh axis along which the keys of a call can go around, or None."""
         parts = 2 if is_causal else 1
         axis = sequence_axis(length, parts)
         if axis is None:
@@ -98,13 +93,13 @@ def mlr_on_mesh(
     lengths: Int[Array, " B"] | None,
     is_causal: bool,
 ) -> Float[Array, "B T N V"]:
-    """`mlr_attention` whose scales are already in the query, of rows that are cut over `levels.axis(T, is_causal)`."""
+    """`mlr_attention` on rows sharded over `levels.axis(T, is_causal)`, with scaled queries."""
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
-    stretch = functools.partial(_stretch, sharded.Ring(axis, is_causal), levels)
-    return shard_call(stretch, (query, key, value, lengths), [queries, keys, keys, ("batch",)], queries)
+    shard = functools.partial(_shard, sharded.Ring(axis, is_causal), levels)
+    return shard_call(shard, (query, key, value, lengths), [queries, keys, keys, ("batch",)], queries)
 
 
-def _stretch(
+def _shard(
     ring: sharded.Ring, levels: Levels, query: Array, key: Array, value: Array, lengths: Array | None
 ) -> Array:
     out, _ = sharded.attend_around(ring, levels, query, key, value, (None, None), lengths)

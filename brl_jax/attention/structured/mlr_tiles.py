@@ -1,9 +1,9 @@
-"""MLR attention over its rectangles, a tile of scores at a time, with a gradient written by hand.
+"""MLR attention over its rectangles, a tile of scores at a time, with a custom gradient.
 
-Each rectangle is dense attention of its queries to its keys, some rows at a time, and the results of all rectangles
-merge into one softmax. The backward pass saves the output and the log-sum-exp of each row and computes the scores anew,
-as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1). On a CPU a loop processes as many rectangles at
-a time as keep their scores in the cache; elsewhere all rectangles of a kind are processed at once.
+Each rectangle is dense attention of its queries to its keys, a few rows at a time, and the results of all rectangles
+merge into one softmax. The backward pass saves each row's output and log-sum-exp and recomputes the scores, as in
+FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.1). On a CPU, a loop takes only so many rectangles at a
+time that their scores stay in cache; elsewhere all rectangles of a kind are computed at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from brl_jax.attention.core.softmax import MASKED, block_sums, normalise, softma
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.structured.mlr_rectangles import Rectangle
 
-# The number of rows of scores (queries times heads of a group) in a tile where there is no loop over rectangles.
+# Rows of scores (queries times heads of a group) in a tile, without a loop over rectangles.
 _ROWS = 128
 
 
@@ -33,17 +33,15 @@ class MLRPlan:
     """The static part of a call.
 
     Attributes:
-      rectangles: they contain every visible pair once.
-      is_causal: whether pairs above the diagonal of a square are masked.
-      divide: whether scores are divided by the number of their active levels.
+      rectangles: contain every visible pair once.
+      is_causal: whether to mask pairs above the diagonal of a square.
     """
 
     rectangles: tuple[Rectangle, ...]
     is_causal: bool
-    divide: bool
 
 
-# Compiled on its own, so that a call outside jit is traced once and not every time.
+# Compiled separately, so that repeated calls outside jit trace it only once.
 @functools.partial(jax.jit, static_argnums=0)
 def attend(
     plan: MLRPlan,
@@ -52,9 +50,9 @@ def attend(
     value: Float[Array, "B T K V"],
     lengths: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention whose scales are already in the query; keys at and after `lengths` are not visible.
+    """Attention for scaled queries; keys at and after `lengths` are not visible.
 
-    Also returns the float32 log-sum-exp of each query's scores, -inf where it sees no key.
+    Also returns the float32 log-sum-exp of each query's scores, -inf if it sees no key.
     """
 
     batch, length, heads, _ = query.shape
@@ -75,7 +73,7 @@ def attend(
 
 
 def _form(plan: MLRPlan, loop: bool) -> Form:
-    """The form that keeps the log-sum-exp of each row (B, K, G, T), -MASKED where it sees no key."""
+    """The form that saves the log-sum-exp of each row (B, K, G, T), -MASKED if it sees no key."""
 
     def run(*operands: Array) -> tuple[tuple[Array, Array], Array]:
         out, lse = _forward(plan, *operands, loop=loop)
@@ -95,9 +93,10 @@ def _form(plan: MLRPlan, loop: bool) -> Form:
 def _forward(
     plan: MLRPlan, query: Array, key: Array, value: Array, lengths: Array | None, *, loop: bool
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
-    """The output and the log-sum-exp of each row, which is -MASKED for rows that see no key.
+    """The output and log-sum-exp of each row, -MASKED for rows that see no key.
 
-    loop: whether a loop takes one group at a time.
+    Args:
+      loop: whether to loop over the rectangles.
     """
     length, kv_heads = query.shape[1], key.shape[2]
     q = split_heads(query, kv_heads)
@@ -113,13 +112,13 @@ def _forward(
         total = part if total is None else _merge_normalised([total, part])
     assert total is not None
     out, lse = total
-    # A row that sees no key has weights exp(score - huge) = 0 in the backward pass.
+    # In the backward pass, rows that see no key then have weights exp(score - huge) = 0.
     lse = jnp.where(lse == MASKED, -MASKED, lse)
     return merge_heads(out).astype(query.dtype), lse
 
 
 def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """The output and log-sum-exp over the keys of all parts, from those of each part.
+    """Merges the outputs and log-sum-exps of all parts.
 
     `merge_sums` would do the same without a division per part, but XLA then schedules the loops so that forward and
     backward together take 8% more memory at 32k tokens.
@@ -135,7 +134,6 @@ def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 
 def _backward(plan: MLRPlan, query, key, value, lengths, out, lse, d_out, d_lse, *, loop: bool):
-    """The gradients of query, key and value."""
     length, kv_heads = query.shape[1], key.shape[2]
     q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
     k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
@@ -170,15 +168,16 @@ def _backward(plan: MLRPlan, query, key, value, lengths, out, lse, d_out, d_lse,
 
 @dataclasses.dataclass(frozen=True)
 class _RectangleTiling:
-    """How the copies of a rectangle (in each block of each head and sequence) are cut into tiles and steps of a loop.
+    """How the copies of a rectangle, in each block of each head and sequence, are cut into tiles and loop steps.
 
-    Arrays of queries become (*Z, tiles, rows, F), where a row is one of `tile` queries in one of the heads of a group,
-    and arrays of keys (*Z, keys, F). Z is (batch, key heads, blocks), or in a CPU's loop (steps, rectangles per step).
+    Arrays of queries become (*Z, tiles, rows, F), where a row is one of `tile` queries in one head of a group.
+    Arrays of keys become (*Z, keys, F). Z is (batch, key heads, blocks), or in a CPU's loop (steps, rectangles per
+    step).
 
     Attributes:
       rectangle, batch, heads, group: the rectangle, and the sizes B, K and G.
-      tile, tiles: the number of queries in a tile, and of tiles in a rectangle.
-      together: the number of rectangles in a step of the loop; None without a loop.
+      tile, tiles: queries in a tile, and tiles in a rectangle.
+      together: rectangles in a step of the loop; None without a loop.
     """
 
     rectangle: Rectangle
@@ -230,17 +229,17 @@ class _RectangleTiling:
         return self._split(self.rectangle.cut(x, 2, self.rectangle.key))
 
     def restore_keys(self, x: Array, length: int) -> Float[Array, "B K T F"]:
-        """The inverse of `keys` or `values` for gradients (*Z, F, keys)."""
+        """The inverse of `keys` or `values`, for gradients (*Z, F, keys)."""
         r = self.rectangle
         x = x.reshape(self.batch, self.heads, r.blocks, *x.shape[-2:]).swapaxes(3, 4)
         return r.restore(x, 2, r.key, length)
 
     def visible(self, plan: MLRPlan, lengths: Array | None, query: Array) -> Array | None:
-        """The number of keys that each rectangle's queries may see, (*Z,); None if they may see all."""
+        """How many keys each rectangle's queries may see, (*Z,); None if all."""
         r = self.rectangle
         last = (r.blocks - 1) * r.period + r.key[1]
         length = query.shape[3]
-        # A causal query sees no key after itself, and so none of those that only fill up the last block.
+        # A causal query sees no key after itself, so it never sees the padding of the last block.
         if lengths is None and (plan.is_causal or last <= length):
             return None
         limit = jnp.full((self.batch,), length, jnp.int32) if lengths is None else lengths
@@ -257,7 +256,7 @@ class _RectangleTiling:
         return x.reshape(steps, self.together, *x.shape[3:])
 
     def groups(self, function: Any, arrays: tuple) -> Any:
-        """function(*arrays), on the rectangles of one step after the other, or on all at once."""
+        """function(*arrays), step by step or on all rectangles at once."""
         if self.together is None:
             return function(*arrays)
         steps = arrays[0].shape[0]
@@ -272,7 +271,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _align(x: Array, other: Array) -> Array:
-    """x with leading axes of size 1, so that it has as many axes as `other`."""
+    """x with leading axes of size 1, to the rank of `other`."""
     return x.reshape((1,) * (other.ndim - x.ndim) + x.shape)
 
 
@@ -281,7 +280,7 @@ def _dot(x: Array, y: Array, subscripts: str) -> Array:
 
 
 class _TileScores:
-    """The scores of one tile, and the gradients of the queries and keys that they are made of."""
+    """The scores of one tile, and their gradients for queries and keys."""
 
     def __init__(self, plan: MLRPlan, tiling: _RectangleTiling, number: Any):
         r = tiling.rectangle
@@ -293,12 +292,6 @@ class _TileScores:
         self.causal = row >= column if r.diagonal and plan.is_causal else None
         self.column = column
         self.levels = [(start, stop, row // size == column // size) for start, stop, size in r.finer]
-        self.weight: Array | None = None
-        if plan.divide and r.finer:
-            count = sum((same.astype(jnp.float32) for _, _, same in self.levels), start=jnp.float32(r.levels))
-            self.weight = 1.0 / jnp.maximum(count, 1.0)
-        elif plan.divide and r.levels > 1:
-            self.weight = jnp.float32(1.0 / r.levels)
 
     def scores(self, query: Array, key: Array, visible: Array | None) -> Array:
         r = self.rectangle
@@ -306,8 +299,6 @@ class _TileScores:
         for start, stop, same in self.levels:
             level = _dot(query[..., start:stop], key[..., start:stop], "...td,...sd->...ts")
             scores = scores + jnp.where(_align(same, level), level, 0.0)
-        if self.weight is not None:
-            scores = scores * _align(self.weight, scores)
         if self.causal is not None:
             scores = jnp.where(_align(self.causal, scores), scores, MASKED)
         if visible is not None:
@@ -317,8 +308,6 @@ class _TileScores:
     def gradients(self, d_scores: Array, query_t: Array, key: Array) -> tuple[Array, Array]:
         """The gradients of the query (rows, F) and of the key (F, keys)."""
         r, dtype = self.rectangle, key.dtype
-        if self.weight is not None:
-            d_scores = d_scores * _align(self.weight, d_scores)
         pieces = [(0, r.features, d_scores)]
         pieces += [
             (start, stop, jnp.where(_align(same, d_scores), d_scores, 0.0))
@@ -337,7 +326,7 @@ class _TileScores:
 def _tiles_forward(
     plan: MLRPlan, tiling: _RectangleTiling, query: Array, key: Array, value: Array, visible: Array | None
 ) -> tuple[Array, Array]:
-    """The outputs (*Z, tiles, rows, V) and log-sum-exps (*Z, tiles, rows) over the rectangle's keys, of all its tiles.
+    """The outputs (*Z, tiles, rows, V) and log-sum-exps (*Z, tiles, rows) of all tiles over the rectangle's keys.
 
     The log-sum-exp of a row that sees no key is MASKED.
     """

@@ -1,7 +1,7 @@
-"""The plain meaning of this family's functions: dense (T, T) scores, then a softmax.
+"""Plain forms of this family's functions: dense (T, T) scores, then a softmax.
 
-These forms are slow and use O(T^2) memory, and have no padding. They show what the functions of the same names compute,
-and the tests compare the two. Everything is computed in float32. Equations are those of arXiv:2509.07963.
+They are slow, use O(T^2) memory and have no padding. Readers learn from them what the functions of the same names
+compute, and the tests compare the two. Everything is computed in float32. Equations are from arXiv:2509.07963.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ def mlr_attention(
     *,
     ranks: Sequence[int],
     block_sizes: Sequence[int | None],
-    divide_by_levels: bool = False,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
     """score(i, j) = sum of q_i^(l) . k_j^(l) / r_l over the levels l whose block contains both i and j (eq. 9)."""
@@ -29,16 +28,14 @@ def mlr_attention(
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])
     length = query.shape[1]
     scores = jnp.zeros((query.shape[0], query.shape[2], length, length), jnp.float32)
-    levels, start = jnp.zeros((length, length), jnp.float32), 0
+    start = 0
     for rank, size in zip(ranks, block_sizes):
         block = position // (length if size is None else size)
         same = block[:, None] == block[None]
         level = slice(start, start + rank)
         products = jnp.einsum("btnh,bsnh->bnts", query[..., level], key[..., level]) / rank
         scores = scores + jnp.where(same[None, None], products, 0.0)
-        levels, start = levels + same.astype(jnp.float32), start + rank
-    if divide_by_levels:
-        scores = scores / jnp.maximum(levels, 1)[None, None]
+        start += rank
     return _attend(scores, value, _visible(length, is_causal))
 
 
@@ -94,12 +91,12 @@ def global_window_attention(
     window: int,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
-    """Attention by the first features of the head to all tokens, plus by the others to a window (section 5.1)."""
+    """Attention by the head's first features to all tokens, plus by the others to a window (section 5.1)."""
     length, (first, second) = query.shape[1], ranks
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])
     everything = _visible(length, is_causal)
     distance = jnp.abs(jnp.arange(length)[:, None] - jnp.arange(length)[None])
-    near = everything & (distance <= (window if is_causal else window // 2))
+    near = everything & (distance <= (window - 1 if is_causal else window // 2))
     scores = [
         8 / rank * jnp.einsum("btnh,bsnh->bnts", query[..., part], key[..., part])
         for rank, part in ((first, slice(0, first)), (second, slice(first, None)))
@@ -110,18 +107,16 @@ def global_window_attention(
 def _attend(
     scores: Float[Array, "B N T S"], value: Float[Array, "B S J V"], visible: Bool[Array, "T S"]
 ) -> Float[Array, "B T N V"]:
-    """softmax(scores) value over the visible keys."""
     weights = jax.nn.softmax(scores, axis=-1, where=visible[None, None])
     return jnp.einsum("bnts,bsnv->btnv", weights, _repeat_heads(value, scores.shape[1]))
 
 
 def _visible(length: int, is_causal: bool) -> Bool[Array, "T T"]:
-    """Whether query i sees key j."""
     return jnp.tri(length, dtype=bool) if is_causal else jnp.ones((length, length), bool)
 
 
 def _repeat_heads(x: Float[Array, "B S K H"], heads: int) -> Float[Array, "B S N H"]:
-    """A float32 array in which each of the query heads has a head of its own."""
+    """A float32 array with one head per query head."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 

@@ -30,7 +30,7 @@ CompressPositions = Literal["none", "rope"]
 
 @dataclasses.dataclass(frozen=True)
 class BRLConfig(Mechanism):
-    """BRL attention: a local pattern plus compressed tokens (the paper's symbols in brackets).
+    """BRL attention: a local pattern plus compressed tokens (OpenReview Vpyg3fqXbl; its symbols in brackets).
 
     config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
     """

@@ -71,7 +71,7 @@ class BRLCarrier(CacheOwner):
         return BRLCarrierCache(jnp.zeros((), jnp.int32), past)
 
     def memory_from_cache(self, cache: BRLCarrierCache) -> BRLMemory | None:
-        return None if cache.past is None else cache.past.memory(cache.num_tokens)
+        return None if cache.past is None else cache.past.memory(cache.length)
 
     def resume(self, cache: BRLCarrierCache, memory: BRLMemory | None) -> BRLCarrierCache:
         return _resume(cache, memory)
@@ -99,7 +99,7 @@ class BRLCarrier(CacheOwner):
             return BRLCarry(tokens, *cache)
         assert cache.past is not None
         if mechanism.generation == "all" and x.shape[1] == 1:
-            return BRLCarry(tokens, *cache.past.recent(cache.num_tokens))
+            return BRLCarry(tokens, *cache.past.recent(cache.length))
         return BRLCarry(tokens, *cache.past.before)
 
     def close(self, y: Float[Array, "B T D"], cache: BRLCarrierCache | BRLMemory | None, count: Any) -> Any:
@@ -108,8 +108,8 @@ class BRLCarrier(CacheOwner):
         if isinstance(cache, BRLMemory):
             return cache.append(y)
         count = y.shape[1] if count is None else count
-        past = None if cache.past is None else cache.past.advance(cache.num_tokens, y, count)
-        return BRLCarrierCache(cache.num_tokens + count, past)
+        past = None if cache.past is None else cache.past.advance(cache.length, y, count)
+        return BRLCarrierCache(cache.length + count, past)
 
 
 class BRLAttention(MechanismLayer):
@@ -129,13 +129,13 @@ class BRLAttention(MechanismLayer):
         return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), past)
 
     def memory_from_cache(self, cache: BRLCache) -> BRLMemory | None:
-        return None if cache.past is None else cache.past.memory(cache.num_tokens)
+        return None if cache.past is None else cache.past.memory(cache.length)
 
     def resume(self, cache: BRLCache, memory: BRLMemory | None) -> BRLCache:
         return _resume(cache, memory)
 
     def num_tokens(self, cache: BRLCache | BRLMemory) -> Any:
-        return 0 if isinstance(cache, BRLMemory) else cache.num_tokens
+        return 0 if isinstance(cache, BRLMemory) else cache.length
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, BRLCarry, Any]:
         mechanism, d = self.mechanism, self.dimensions
@@ -164,7 +164,7 @@ class BRLAttention(MechanismLayer):
             tokens, key, value = stream(carry.tokens, source, history_lengths=lengths_read)
         else:
             tokens, key, value = self._blocks(stream, x, carry, cache)
-        offset = cache.num_tokens % mechanism.block if decoding else 0
+        offset = cache.length % mechanism.block if decoding else 0
         out = out + self._propagate(x, key, value, offset, lengths, packed)
         carry = carry._replace(tokens=tokens)
         if cache is None:
@@ -178,8 +178,8 @@ class BRLAttention(MechanismLayer):
             window,
             jax.lax.dynamic_index_in_dim(key, last, axis=1, keepdims=False),
             jax.lax.dynamic_index_in_dim(value, last, axis=1, keepdims=False),
-            cache.num_tokens + count,
-            None if cache.past is None else cache.past.advance(cache.num_tokens, x, count),
+            cache.length + count,
+            None if cache.past is None else cache.past.advance(cache.length, x, count),
         )
         return out, carry, cache
 
@@ -206,7 +206,7 @@ class BRLAttention(MechanismLayer):
             source, filled = jnp.concatenate([cache.history, x[:, :before_last]], axis=1), cache.filled
         else:
             assert cache.past is not None
-            source = cache.past.extend(cache.num_tokens, x)[:, : mechanism.history + before_last]
+            source = cache.past.extend(cache.length, x)[:, : mechanism.history + before_last]
             filled = cache.past.before.filled
         if source is None:
             return stream(carry.tokens, None)
@@ -221,7 +221,7 @@ class BRLAttention(MechanismLayer):
         filled = carry.filled
         if cache.past is not None:
             everything = mechanism.generation == "all"
-            history, filled = cache.past.recent(cache.num_tokens) if everything else cache.past.before
+            history, filled = cache.past.recent(cache.length) if everything else cache.past.before
 
         def evolve(stream, tokens):
             return stream(tokens, history, history_lengths=filled[None], sown=False)
@@ -231,7 +231,7 @@ class BRLAttention(MechanismLayer):
 
         if mechanism.generation == "all":
             return evolve(stream, carry.tokens)
-        first = cache.num_tokens % mechanism.block == 0
+        first = cache.length % mechanism.block == 0
         return nn.cond(first, evolve, keep, stream, carry.tokens)
 
     def _propagate(self, x, key, value, offset, lengths, packed=None):

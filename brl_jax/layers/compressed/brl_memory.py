@@ -92,14 +92,14 @@ class BRLCache(NamedTuple):
     Attributes:
       window: of the local attention.
       key, value: (B, M, N, H), from the current block's compressed tokens.
-      num_tokens: () int32, the number of tokens so far.
+      length: () int32, the number of tokens so far.
       past: the layer's inputs, for memory "layer"; None for memory "output".
     """
 
     window: WindowCache
     key: Float[Array, "B M N H"]
     value: Float[Array, "B M N H"]
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
     past: BRLPast | None
 
 
@@ -107,11 +107,11 @@ class BRLCarrierCache(NamedTuple):
     """Decoding cache of a carrier.
 
     Attributes:
-      num_tokens: () int32, the number of tokens so far.
+      length: () int32, the number of tokens so far.
       past: the network's outputs, for memory "output"; None for memory "layer".
     """
 
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
     past: BRLPast | None
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.rotary import RopeScaling
-from brl_jax.layers.core.caches import KeyValueCache
+from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 

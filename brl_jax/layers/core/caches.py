@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.in_place import write_places
-
-
-class KeyValueCache(NamedTuple):
-    """Keys and values of all tokens so far, each at its position, with capacity for later ones.
-
-    Heads come before tokens, the order in which a product with a new token's query reads them. Otherwise the compiler
-    would transpose the whole cache at every token.
-
-    Attributes:
-      keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
-      values: (B, K, S, V).
-      num_tokens: () int32, the number of tokens so far.
-    """
-
-    keys: Float[Array, "B K S F"]
-    values: Float[Array, "B K S V"]
-    num_tokens: Int[Array, ""]
-
-    @property
-    def key(self) -> Float[Array, "B S K F"]:
-        """The keys in the layout of the attention functions."""
-        return jnp.swapaxes(self.keys, 1, 2)
-
-    @property
-    def value(self) -> Float[Array, "B S K V"]:
-        """The values in the layout of the attention functions."""
-        return jnp.swapaxes(self.values, 1, 2)
-
-    @classmethod
-    def empty(cls, key_shape: tuple[int, ...], value_shape: tuple[int, ...], dtype: Any) -> KeyValueCache:
-        """Returns an empty cache for keys (B, S, K, F) and values (B, S, K, V)."""
-        keys, values = (
-            jnp.zeros((batch, heads, length, size), dtype)
-            for batch, length, heads, size in (key_shape, value_shape)
-        )
-        return cls(keys, values, jnp.zeros((), jnp.int32))
-
-    def append(
-        self, key: Float[Array, "B T K F"], value: Float[Array, "B T K V"], count: Any = None
-    ) -> KeyValueCache:
-        """Returns the cache with T more tokens; only the first `count` are valid (None: all).
-
-        Raises:
-          ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
-        """
-        start, length = self.num_tokens, key.shape[1]
-        return KeyValueCache(
-            write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count, axis=2),
-            write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
-            start + (length if count is None else count),
-        )
 
 
 class WindowCache(NamedTuple):
     """The last keys and values that a local pattern can reach, newest last.
 
     Attributes:
-      key, value: (B, R, K, H); the first R - num_tokens entries are empty.
-      num_tokens: () int32, the number of tokens so far, including those that have left the window.
+      key, value: (B, R, K, H); the first R - length entries are empty.
+      length: () int32, the number of tokens so far, including those that have left the window.
     """
 
     key: Float[Array, "B R K H"]
     value: Float[Array, "B R K H"]
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> WindowCache:
@@ -86,37 +32,11 @@ class StateCache(NamedTuple):
 
     Attributes:
       state: as the attention function defines it.
-      num_tokens: () int32, how many tokens it has seen.
+      length: () int32, how many tokens it has seen.
     """
 
     state: Any
-    num_tokens: Int[Array, ""]
-
-
-def write_tokens(
-    array: Float[Array, "B *S"],
-    new: Float[Array, "B *T"],
-    start: Any,
-    count: Any = None,
-    *,
-    axis: Literal[1, 2] = 1,
-) -> Float[Array, "B *S"]:
-    """Returns `array` with `new` written along `axis` from position `start`. Only the first `count` new tokens are
-    valid (None: all); the others, and tokens beyond the array's end, are not written.
-
-    Raises:
-      ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
-    """
-    room, length = array.shape[axis], new.shape[axis]
-    present = 0 if isinstance(start, jax.core.Tracer) else int(start)
-    require(
-        count is not None or present + length <= room,
-        f"cache: has room for {room} tokens, got {length} after {present}; "
-        "init_cache(batch, length) with a larger length makes more",
-    )
-    numbers = jnp.arange(length, dtype=jnp.int32)
-    places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, room)
-    return write_places(array, new, places, axis=axis)
+    length: Int[Array, ""]
 
 
 def slide(

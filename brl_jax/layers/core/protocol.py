@@ -10,7 +10,7 @@ A complete mechanism, in which each token sees the mean of the values up to and 
 
     class MeanCache(NamedTuple):
         total: jax.Array  # (B, 1, N, H), the sum of the values so far
-        num_tokens: jax.Array  # (), how many they are
+        length: jax.Array  # (), how many they are
 
     @dataclasses.dataclass(frozen=True)
     class MeanConfig(Mechanism):
@@ -343,7 +343,7 @@ class MechanismLayer(CacheOwner):
 
     def num_tokens(self, cache: Any) -> Any:
         """Returns how many tokens a decoding cache holds; 0 for a training memory, whose tokens have no positions."""
-        return cache.num_tokens
+        return cache.length
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         """Returns the layer's output (B, T, D) and its new cache."""

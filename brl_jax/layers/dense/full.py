@@ -19,7 +19,8 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig(SoftmaxConfig):
-    """Softmax attention over all tokens (over the earlier ones in a decoder), quadratic in the length."""
+    """Softmax attention over all tokens, in a decoder over the earlier ones (Vaswani et al. 2017, arXiv:1706.03762);
+    quadratic in the length."""
 
     packs: ClassVar[bool] = True
 

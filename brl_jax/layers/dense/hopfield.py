@@ -21,7 +21,8 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class HopfieldConfig(Mechanism):
-    """Retrieval from a modern Hopfield network whose patterns are the keys, quadratic in the length."""
+    """Retrieval from a modern Hopfield network whose patterns are the keys (Ramsauer et al. 2020, arXiv:2008.02217);
+    quadratic in the length."""
 
     packs: ClassVar[bool] = True
 

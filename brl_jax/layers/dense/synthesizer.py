@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_choice, require
+from brl_jax.attention.core.state import write_tokens
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
-from brl_jax.layers.core.caches import write_tokens
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -54,7 +54,7 @@ class SynthesizerCache(NamedTuple):
     before tokens, so that no product with a new token's weights copies the values."""
 
     values: Float[Array, "B K S H"]
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
 
 
 class SynthesizerAttention(MechanismLayer):

@@ -25,7 +25,7 @@ _NOT_LINEAR = ("strided", "fixed", "axial")
 
 @dataclasses.dataclass(frozen=True)
 class LocalConfig(SoftmaxConfig):
-    """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1).
+    """Softmax attention in which a token sees a pattern of its neighbourhood (Longformer, arXiv:2004.05150).
 
     config = DecoderConfig(mechanism=LocalConfig(window=256))
     """

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
-Sharing = Literal["none", "heads", "key_value"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LinformerConfig(Mechanism):
-    """Softmax attention on keys and values projected along the length (Linformer, arXiv:2006.04768, eq. 7)."""
+    """Softmax attention on keys and values projected along the length (Linformer, arXiv:2006.04768, eq. 7).
+
+    All heads of a layer share one projection of the keys and one of the values."""
 
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
@@ -28,13 +28,9 @@ class LinformerConfig(Mechanism):
     """Number of rows to which keys and values are projected [k]."""
     max_length: int = 4096
     """Length of the longest sequence; the projections have a column for each of its tokens."""
-    sharing: Sharing = "heads"
-    """Which projections are shared. "none": each key head has one for keys and one for values; "heads": all heads of a
-    layer share the same two; "key_value": keys and values of all heads share a single one."""
 
     def __post_init__(self):
         check_at_least(self, "num_projected", "max_length")
-        check_choice("sharing", self.sharing, get_args(Sharing))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LinformerAttention(self, dimensions, **kwargs)
@@ -56,25 +52,21 @@ class LinformerAttention(MechanismLayer):
                 "Linformer has a projection for each position"
             )
         query, key, value = project_qkv(d, x, call.positions)
-        key_projection = self._projection("key_projection")
-        shared = mechanism.sharing == "key_value"
-        value_projection = key_projection if shared else self._projection("value_projection")
         attend = functools.partial(
             linformer_attention,
             query,
             key,
-            key_projection=key_projection,
-            value_projection=value_projection,
+            key_projection=self._projection("key_projection"),
+            value_projection=self._projection("value_projection"),
             key_value_seq_lengths=call.lengths,
             implementation=d.implementation,
         )
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None
 
-    def _projection(self, name: str) -> Float[Array, "..."]:
+    def _projection(self, name: str) -> Float[Array, "R L"]:
         d, mechanism = self.dimensions, self.mechanism
-        heads, axes = ((d.num_kv_heads,), ("kv_heads",)) if mechanism.sharing == "none" else ((), ())
-        shape = (*heads, mechanism.num_projected, mechanism.max_length)
+        shape = (mechanism.num_projected, mechanism.max_length)
         # A projected row sums over the tokens; this factor gives max_length of them the variance of one.
         init = nn.initializers.normal(mechanism.max_length**-0.5)
-        return parameter(self, name, init, shape, (*axes, "projected", "position")).astype(d.dtype)
+        return parameter(self, name, init, shape, ("projected", "position")).astype(d.dtype)

@@ -7,14 +7,14 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
-from brl_jax.attention.low_rank.long_short import Norms, long_short_attention
-from brl_jax.attention.low_rank.long_short_generation import (
+from brl_jax.attention.low_rank.long_short import (
     LongShortState,
+    Norms,
     init_long_short_state,
-    long_short_step,
+    long_short_attention,
 )
 from brl_jax.layers.core.modules import (
     dense,
@@ -60,12 +60,9 @@ class LongShortAttention(MechanismLayer):
     def init_cache(self, batch: int, length: int) -> LongShortState:
         d, m = self.dimensions, self.mechanism
         return init_long_short_state(
-            batch, length, d.num_kv_heads, d.head_dim, m.chunk_rank, window=m.window, chunk_size=m.chunk_size,
-            dtype=d.dtype,
+            batch, d.num_kv_heads, d.head_dim, length=length, rank=m.chunk_rank, window=m.window,
+            chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
-
-    def num_tokens(self, cache: LongShortState) -> Int[Array, ""]:
-        return cache.tokens
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
@@ -77,23 +74,20 @@ class LongShortAttention(MechanismLayer):
         options: dict[str, Any] = {
             "norms": self._norms(),
             "epsilon": d.norm_epsilon,
-            **rotary_options(d, call.positions),
-        }
-        if call.cache is not None:
-            out, state = long_short_step(
-                query, key, value, projection, call.cache, count=call.count, **options
-            )
-            return merge_heads(d, out), state
-        options |= {
             "window": m.window,
             "chunk_size": m.chunk_size,
             "is_causal": d.is_causal,
-            "key_value_seq_lengths": None if d.is_causal else call.lengths,
             "implementation": d.implementation,
+            **rotary_options(d, call.positions),
         }
 
-        def attend(value: Array, **further: Any) -> Array:
+        def attend(value: Array, **further: Any) -> Any:
             return long_short_attention(query, key, value, projection, **options, **further)
+
+        if call.cache is not None:
+            out, state = attend(value, state=call.cache, return_state=True, count=call.count)
+            return merge_heads(d, out), state
+        options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
 
         # With norms of the values, the outputs are not linear in the values.
         sow_weights(self, functools.partial(attend, normalize_values=False), value)

@@ -22,13 +22,13 @@ class BSBRConfig(Mechanism):
 
     chunk_size: int = 64
     """Tokens in a chunk; changes results."""
-    compressed: int | None = None
+    num_compressed: int | None = None
     """Size to which each chunk's key-value product is compressed, for each head; None keeps all head_dim^2 entries."""
 
     def __post_init__(self):
         check_at_least(self, "chunk_size")
-        if self.compressed is not None and self.compressed < 1:
-            raise ValueError(f"compressed must be at least 1 or None, got {self.compressed}")
+        if self.num_compressed is not None and self.num_compressed < 1:
+            raise ValueError(f"num_compressed must be at least 1 or None, got {self.num_compressed}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return BSBRAttention(self, dimensions, **kwargs)
@@ -44,8 +44,8 @@ class BSBRAttention(StateLayer):
     def init_state(self, batch: int, length: int) -> BSBRState:
         m, d = self.mechanism, self.dimensions
         return init_bsbr_state(
-            batch, length, d.num_heads, d.num_kv_heads, d.head_dim, compressed=m.compressed,
-            chunk_size=m.chunk_size, dtype=d.dtype,
+            batch, d.num_kv_heads, d.head_dim, length=length, num_heads=d.num_heads,
+            num_compressed=m.num_compressed, chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
@@ -64,7 +64,7 @@ class BSBRAttention(StateLayer):
             retrieval_key=dense(
                 d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="retrieval_key"
             )(x),
-            compression=None if m.compressed is None else self.compression(m.compressed),
+            compression=None if m.num_compressed is None else self.compression(m.num_compressed),
             strength=parameter(
                 self, "strength", nn.initializers.constant(1 / m.chunk_size), (d.num_heads,), ("heads",)
             ),

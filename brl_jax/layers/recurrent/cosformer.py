@@ -56,12 +56,12 @@ class CosformerCache(NamedTuple):
 
     Attributes:
       state: `cosformer_attention`'s.
-      num_tokens: () int32, how many tokens the state has seen.
+      length: () int32, how many tokens the state has seen.
       max_length: () int32, the distance at which a weight reaches 0.
     """
 
     state: CosformerState
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
     max_length: Int[Array, ""]
 
 
@@ -74,7 +74,7 @@ class CosformerAttention(StateLayer):
             raise ValueError(
                 f"max_length={furthest} of the cosformer mechanism must be at least the cache's length {length}"
             )
-        state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+        state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim)
         return CosformerCache(state, jnp.zeros((), jnp.int32), jnp.asarray(furthest, jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:

@@ -50,7 +50,7 @@ class DeltaNet(ConvolvedLayer):
 
     def init_state(self, batch: int, length: int) -> DeltaState:
         d = self.dimensions
-        return init_delta_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
         d = self.dimensions

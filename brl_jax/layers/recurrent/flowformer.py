@@ -41,7 +41,7 @@ class FlowAttention(StateLayer):
 
     def init_state(self, batch: int, length: int) -> FlowformerState:
         d = self.dimensions
-        return init_flowformer_state(batch, d.num_heads, d.head_dim, d.head_dim)
+        return init_flowformer_state(batch, d.num_kv_heads, d.head_dim, num_heads=d.num_heads)
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         query, key, value = project_unrotated(self.dimensions, x)

@@ -81,7 +81,7 @@ class GatedAttention(StateLayer):
 
     def init_state(self, batch: int, length: int) -> Any:
         m, d = self.mechanism, self.dimensions
-        return init_gau_state(batch, length, 1, m.key_dim, m.expansion * d.d_model, dtype=d.dtype)
+        return init_gau_state(batch, 1, m.key_dim, m.expansion * d.d_model, length=length, dtype=d.dtype)
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         return self.around(gau_attention, x, self.affine_maps(x, positions, 2))

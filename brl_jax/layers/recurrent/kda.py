@@ -62,7 +62,7 @@ class KimiDeltaAttention(ConvolvedLayer):
 
     def init_state(self, batch: int, length: int) -> DeltaState:
         d = self.dimensions
-        return init_delta_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions

@@ -59,7 +59,7 @@ class LunaConfig(Mechanism):
 class LunaCarrierCache(NamedTuple):
     """Number of tokens so far, () int32. A decoder's packed tokens do not depend on them."""
 
-    num_tokens: Int[Array, ""]
+    length: Int[Array, ""]
 
 
 class LunaCarrier(CacheOwner):
@@ -78,7 +78,7 @@ class LunaCarrier(CacheOwner):
     def close(self, y: Float[Array, "B T D"], cache: LunaCarrierCache | None, count: Any) -> Any:
         if cache is None:
             return None
-        return LunaCarrierCache(cache.num_tokens + (y.shape[1] if count is None else count))
+        return LunaCarrierCache(cache.length + (y.shape[1] if count is None else count))
 
 
 class LunaAttention(MechanismLayer):
@@ -90,7 +90,7 @@ class LunaAttention(MechanismLayer):
 
     def init_cache(self, batch: int, length: int) -> StateCache:
         d = self.dimensions
-        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, self.mechanism.num_packed, d.head_dim)
+        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, num_packed=self.mechanism.num_packed)
         return StateCache(state, jnp.zeros((), jnp.int32))
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:

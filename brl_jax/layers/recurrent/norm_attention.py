@@ -46,7 +46,7 @@ class NormAttention(StateLayer):
 
     def init_state(self, batch: int, length: int) -> LinearState:
         d = self.dimensions
-        return init_linear_state(batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=False)
+        return init_linear_state(batch, d.num_kv_heads, d.head_dim, normalize=False)
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism

@@ -61,7 +61,9 @@ class PerformerAttention(StateLayer):
 
     def init_state(self, batch: int, length: int) -> PerformerState:
         d = self.dimensions
-        return init_performer_state(batch, d.num_kv_heads, self.mechanism.features(d.head_dim), d.head_dim)
+        return init_performer_state(
+            batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.features(d.head_dim)
+        )
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
@@ -27,7 +28,7 @@ from brl_jax.attention.sorting.native_sparse import (
     mix_branches,
     native_sparse_attention,
 )
-from brl_jax.layers.core.caches import KeyValueCache, WindowCache, slide, window_segments
+from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -85,9 +86,9 @@ class NativeSparseCache(NamedTuple):
     compressed: Tokens
 
     @property
-    def num_tokens(self) -> Any:
+    def length(self) -> Any:
         """The number of tokens so far, () int32."""
-        return self.tokens.num_tokens
+        return self.tokens.length
 
 
 class NativeSparseAttention(MechanismLayer):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.whole_rows import by_heads
-from brl_jax.attention.sorting.reformer import check_buckets, reformer_attention, reformer_rotations
-from brl_jax.attention.sorting.reformer_generation import ReformerState, init_reformer_state, reformer_step
-from brl_jax.layers.core.caches import KeyValueCache
+from brl_jax.attention.sorting.reformer import (
+    ReformerState,
+    check_buckets,
+    init_reformer_state,
+    reformer_attention,
+    reformer_rotations,
+)
 from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -45,22 +49,6 @@ class ReformerConfig(Mechanism):
         return ReformerAttention(self, dimensions, **kwargs)
 
 
-class ReformerCache(NamedTuple):
-    """A decoding cache.
-
-    Attributes:
-      past: the queries and values of all tokens so far.
-      state: see `ReformerState`.
-    """
-
-    past: KeyValueCache
-    state: ReformerState
-
-    @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
-
-
 class ReformerAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `reformer_attention` for the mathematics.
 
@@ -69,13 +57,12 @@ class ReformerAttention(MechanismLayer):
     mechanism: ReformerConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> ReformerCache:
+    def init_cache(self, batch: int, length: int) -> ReformerState:
         d, m = self.dimensions, self.mechanism
-        past = KeyValueCache.empty(
-            (batch, length, d.num_heads, d.head_dim), (batch, length, d.num_kv_heads, d.head_dim), d.dtype
-        )
-        options = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
-        return ReformerCache(past, init_reformer_state(batch, length, d.num_heads, **options))
+        return init_reformer_state(
+            batch, d.num_kv_heads, d.head_dim, length=length, num_heads=d.num_heads, num_rounds=m.num_rounds,
+            num_buckets=m.num_buckets, dtype=d.dtype,
+        )  # fmt: skip
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
@@ -88,20 +75,20 @@ class ReformerAttention(MechanismLayer):
             return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
 
         rotations = sampled(self, draw, m.seed, call.deterministic)
+        options: dict[str, Any] = {
+            "chunk_size": m.chunk_size,
+            "is_causal": d.is_causal,
+            "implementation": d.implementation,
+        }
         if call.cache is not None:
-            past = call.cache.past.append(query, value, call.count)
-            out, state = reformer_step(
-                query, past.key, past.value, rotations, call.cache.state, start=call.start, count=call.count,
-                chunk_size=m.chunk_size,
-            )  # fmt: skip
-            return merge_heads(d, out), ReformerCache(past, state)
+            out, state = reformer_attention(
+                query, value, rotations, state=call.cache, return_state=True, count=call.count, **options
+            )
+            return merge_heads(d, out), state
 
         def attend(value: Array) -> Array:
             def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Array:
-                return reformer_attention(
-                    query, value, rotations, chunk_size=m.chunk_size, is_causal=d.is_causal,
-                    key_value_seq_lengths=lengths, implementation=d.implementation,
-                )  # fmt: skip
+                return reformer_attention(query, value, rotations, key_value_seq_lengths=lengths, **options)
 
             return by_heads(of_rows, (query, value), (None if d.is_causal else call.lengths,), (rotations,))
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import check_at_least, require
-from brl_jax.attention.sorting.sinkhorn import check_temperature, sinkhorn_attention, sinkhorn_step
-from brl_jax.layers.core.caches import KeyValueCache
+from brl_jax.attention.core.state import KeyValueCache
+from brl_jax.attention.sorting.sinkhorn import check_temperature, init_sinkhorn_state, sinkhorn_attention
 from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -71,8 +71,8 @@ class SinkhornCache(NamedTuple):
     sort_logits: Float[Array, "B C K C"]
 
     @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
+    def length(self) -> Int[Array, ""]:
+        return self.past.length
 
 
 class SinkhornAttention(MechanismLayer):
@@ -87,13 +87,18 @@ class SinkhornAttention(MechanismLayer):
 
     def init_cache(self, batch: int, length: int) -> SinkhornCache:
         d = self.dimensions
-        count = self.mechanism.blocks(length)
-        # Whole blocks, so that `sinkhorn_step` can cut them in place.
-        shape = (batch, count * self.mechanism.block_size, d.num_kv_heads, d.head_dim)
+        blocks = self.mechanism.blocks(length)
         return SinkhornCache(
-            KeyValueCache.empty(shape, shape, d.dtype),
+            init_sinkhorn_state(
+                batch,
+                d.num_kv_heads,
+                d.head_dim,
+                length=length,
+                block_size=self.mechanism.block_size,
+                dtype=d.dtype,
+            ),
             jnp.zeros((batch, d.d_model), jnp.float32),
-            jnp.zeros((batch, count, d.num_kv_heads, count), jnp.float32),
+            jnp.zeros((batch, blocks, d.num_kv_heads, blocks), jnp.float32),
         )
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
@@ -103,20 +108,26 @@ class SinkhornAttention(MechanismLayer):
             "block_size": m.block_size,
             "iterations": m.iterations,
             "temperature": m.temperature,
+            "is_causal": d.is_causal,
+            "implementation": d.implementation,
         }
         if call.cache is not None:
-            past = call.cache.past.append(key, value, call.count)
             total, sort_logits = self._begin_blocks(x, call)
-            out = sinkhorn_step(query, past.key, past.value, sort_logits, start=call.start, **options)
+            out, past = sinkhorn_attention(
+                query,
+                key,
+                value,
+                sort_logits,
+                state=call.cache.past,
+                return_state=True,
+                count=call.count,
+                **options,
+            )
             return merge_heads(d, out), SinkhornCache(past, total, sort_logits)
         lengths = None if d.is_causal else call.lengths
         noisy = not call.deterministic and self.has_rng("sample")
-        options |= {
-            "is_causal": d.is_causal,
-            "key_value_seq_lengths": lengths,
-            "implementation": d.implementation,
-            "rng": self.make_rng("sample") if noisy else None,
-        }
+        options["key_value_seq_lengths"] = lengths
+        options["rng"] = self.make_rng("sample") if noisy else None
         sums = self._sums(zero_padding(x, lengths))
         sort_logits = self._sort_network(sums, sums.shape[1])
 

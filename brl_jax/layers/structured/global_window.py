@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_finite
+from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import (
     check_split,
@@ -19,7 +20,7 @@ from brl_jax.attention.structured.global_window import (
     window_part,
 )
 from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments
+from brl_jax.layers.core.caches import slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -31,9 +32,9 @@ class GlobalWindowConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    window: int = 128
-    """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on each side in an
-    encoder."""
+    window: int = 129
+    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, or w // 2 on each side in an encoder.
+    The paper's window of 128 has 129 keys."""
     ranks: tuple[int, int] | None = None
     """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
@@ -70,8 +71,8 @@ class GlobalWindowCache(NamedTuple):
     window_key: Float[Array, "B W K F"]
 
     @property
-    def num_tokens(self) -> Int[Array, ""]:
-        return self.past.num_tokens
+    def length(self) -> Int[Array, ""]:
+        return self.past.length
 
 
 class GlobalWindowAttention(AttentionLayer):
@@ -85,7 +86,7 @@ class GlobalWindowAttention(AttentionLayer):
         d, m = self.dimensions, self.mechanism
         ranks = m.parts(d.head_dim)
         shape = (batch, length, d.num_kv_heads)
-        window_key = jnp.zeros((batch, min(m.window, length), d.num_kv_heads, ranks[1]), d.dtype)
+        window_key = jnp.zeros((batch, min(m.window, length + 1) - 1, d.num_kv_heads, ranks[1]), d.dtype)
         past = KeyValueCache.empty((*shape, ranks[0]), (*shape, d.head_dim), d.dtype)
         return GlobalWindowCache(past, window_key)
 

@@ -9,13 +9,9 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_finite
-from brl_jax.attention.structured.mlr import (
-    check_block_sizes,
-    check_ranks,
-    doubling_block_sizes,
-    mlr_attention,
-)
-from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
+from brl_jax.attention.structured.mlr_levels import check_block_sizes, check_ranks, doubling_block_sizes
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
@@ -38,8 +34,6 @@ class MLRConfig(Mechanism):
     level makes it one block over the whole sequence."""
     qk_norm: bool = True
     """Whether to normalise queries and keys over the whole head before they are rotated and cut into levels."""
-    divide_by_levels: bool = False
-    """Whether to divide each score by the number of levels that contribute to it."""
     score_scale: float = 1.0
     """A level's scores are its products times this, over its rank; muP uses 8 for heads of 64 (arXiv:2509.07963,
     E.2)."""
@@ -95,10 +89,7 @@ class MLRAttention(AttentionLayer):
         """Returns an empty cache for the values of `length` tokens and the keys of one block of each level."""
         d = self.dimensions
         levels = self.mechanism.levels(d.head_dim, length)
-        return init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
-
-    def num_tokens(self, cache: MLRState) -> Any:
-        return cache.tokens
+        return init_mlr_state(batch, d.num_kv_heads, d.head_dim, length=length, **levels, dtype=d.dtype)
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
@@ -110,11 +101,20 @@ class MLRAttention(AttentionLayer):
         m = self.mechanism
         levels = m.levels(self.dimensions.head_dim, length)
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
-        return {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
+        return {**levels, "scale": scale}
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MLRState]:
         options = self.options(call.cache.value.shape[2])
-        return mlr_attention_step(query, key, value, call.cache, **options, count=call.count)
+        return mlr_attention(
+            query,
+            key,
+            value,
+            **options,
+            is_causal=True,
+            state=call.cache,
+            return_state=True,
+            count=call.count,
+        )

@@ -50,7 +50,7 @@ class TLinFormerCache(NamedTuple):
     """A decoding cache for up to L tokens.
 
     Attributes:
-      num_tokens: () int32, the tokens so far.
+      length: () int32, the tokens so far.
       window_index: () int32, the window whose history the context and the later blocks hold; window 0 has no history.
       past: the tokens (B, L) int32, or their embeddings (B, L, D).
       history: for each block, keys and values (B, K, L, H) of the history in its first layer.
@@ -58,7 +58,7 @@ class TLinFormerCache(NamedTuple):
       window: keys and values (layers, B, W, K, H) of the current window.
     """
 
-    num_tokens: Any
+    length: Any
     window_index: Any
     past: Any
     history: tuple[KeyValue, ...]
@@ -107,7 +107,7 @@ class TLinFormerStack(Stack):
 
         past, heads = jnp.zeros((batch, length), jnp.int32), (d.num_kv_heads, d.head_dim)
         return TLinFormerCache(
-            num_tokens=jnp.zeros((), jnp.int32),
+            length=jnp.zeros((), jnp.int32),
             window_index=jnp.zeros((), jnp.int32),
             past=past if recalls else jnp.zeros((batch, length, d.d_model), d.dtype),
             history=tuple(pair(batch, d.num_kv_heads, length, d.head_dim) for _ in range(blocks)),
@@ -134,7 +134,7 @@ class TLinFormerStack(Stack):
                     "deterministic must be True with a cache of TLinFormer, which rereads earlier tokens, got "
                     "False"
                 )
-            check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
+            check_room(x.shape[1], cache.length, cache.past.shape[1])
             cache = _note_tokens(cache, recall)
         return super().__call__(x, cache=cache, recall=recall, **call)
 
@@ -150,12 +150,12 @@ class TLinFormerStack(Stack):
         Absorbed tokens, over any number of calls, must begin and end at the start of a window, and at least one more
         token must follow.
         """
-        check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
+        check_room(x.shape[1], cache.length, cache.past.shape[1])
         length, layers = x.shape[1], self._layers(True)
-        places = cache.num_tokens + jnp.arange(length, dtype=jnp.int32)
+        places = cache.length + jnp.arange(length, dtype=jnp.int32)
         _, key, value = layers.project(0, x, places[None])
         cache = _remember(_note_tokens(cache, recall), x, key, value, places)
-        return cache._replace(num_tokens=cache.num_tokens + length)
+        return cache._replace(length=cache.length + length)
 
     def _run(self, x, cache, call: StackCall, deterministic):
         if cache is None:
@@ -163,7 +163,7 @@ class TLinFormerStack(Stack):
         layers = self._layers(True)  # `__call__` rejects dropout with a cache
         batch, length, _ = x.shape
         count = length if call.count is None else call.count
-        index, m = cache.num_tokens, self._mechanism
+        index, m = cache.length, self._mechanism
         room = cache.past.shape[1]
         window = index // m.window
         history = window * m.window
@@ -203,7 +203,7 @@ class TLinFormerStack(Stack):
                     query, context.key[inner - 1], context.value[inner - 1], key_value_seq_lengths=lengths
                 )
             x = layers.finish(number, x, attended)
-        return self.final_norm(x), cache._replace(window=kept, num_tokens=index + count)
+        return self.final_norm(x), cache._replace(window=kept, length=index + count)
 
     def _aligned_segments(self, x, memory, call, deterministic):
         """Runs all windows of a sequence for training; the backward pass recomputes each."""
@@ -310,7 +310,7 @@ def _note_tokens(cache: TLinFormerCache, recall: Recall | None) -> TLinFormerCac
         return cache
     if recall is None:
         raise ValueError("recall must be given with a cache that was made with recalls=True")
-    places = cache.num_tokens + jnp.arange(recall.tokens.shape[1], dtype=jnp.int32)
+    places = cache.length + jnp.arange(recall.tokens.shape[1], dtype=jnp.int32)
     return cache._replace(past=cache.past.at[:, places].set(recall.tokens.astype(jnp.int32), mode="drop"))
 
 

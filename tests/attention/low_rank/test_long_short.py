@@ -74,4 +74,4 @@ def test_bad_input(changes, message):
 
 def test_a_state_of_no_size_is_refused():
     with pytest.raises(ValueError, match="rank must be an int of at least 1, got 0"):
-        init_long_short_state(1, 8, 2, 4, 0, window=3, chunk_size=2)
+        init_long_short_state(1, 2, 4, length=8, rank=0, window=3, chunk_size=2)

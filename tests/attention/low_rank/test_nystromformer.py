@@ -36,7 +36,6 @@ def test_a_convolution_alone():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_causal": True}, "is_causal must be False with Nystromformer"),
         ({"num_landmarks": 0}, "num_landmarks must be an int of at least 1, got 0"),
         ({"iterations": 1.5}, "iterations must be an int of at least 1, got 1.5"),
         (

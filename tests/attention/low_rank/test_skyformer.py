@@ -34,7 +34,6 @@ def test_all_tokens_as_samples_are_kernelized_attention():
         ),
         ({"num_samples": 0}, "num_samples must be an int of at least 1, got 0"),
         ({"ridge": -1.0}, "ridge must be a finite number of at least 0, got -1.0"),
-        ({"is_causal": True}, "is_causal must be False with Skyformer"),
     ],
 )
 def test_bad_input(changes, message):

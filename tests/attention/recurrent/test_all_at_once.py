@@ -237,7 +237,7 @@ def test_a_prompt_is_read_at_once(name, all_at_once):
             compressed = 3
             options |= {"compression": (draw(SIZE, SIZE, 3), draw(3, SIZE, SIZE))}
         state = brl_jax.init_bsbr_state(
-            2, total, HEADS, KV_HEADS, SIZE, compressed=compressed, chunk_size=CHUNK
+            2, KV_HEADS, SIZE, length=total, num_heads=HEADS, num_compressed=compressed, chunk_size=CHUNK
         )
 
     def pieces(state, *arrays):
@@ -271,7 +271,7 @@ def test_a_prompt_is_read_at_once(name, all_at_once):
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True)])
 def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
-    state = brl_jax.init_bsbr_state(1, 96, HEADS, KV_HEADS, SIZE, chunk_size=CHUNK)
+    state = brl_jax.init_bsbr_state(1, KV_HEADS, SIZE, length=96, num_heads=HEADS, chunk_size=CHUNK)
     arrays = [
         jax.ShapeDtypeStruct((1, 64, heads, SIZE), jnp.float32) for heads in (HEADS, *[KV_HEADS] * 2) * 2
     ]

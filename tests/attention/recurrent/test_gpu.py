@@ -60,7 +60,7 @@ def test_gau(options, is_causal):
     """Outputs and gradients with a bias equal XLA's."""
     arrays = [random(i, 2, 20, 2, 6) for i in range(3)] + [random(i, 2, 4) for i in (3, 4)]
     if "state" in options:
-        state = brl_jax.init_gau_state(2, 31, 2, 6, 6)
+        state = brl_jax.init_gau_state(2, 2, 6, length=31)
         filled = [random(i, *x.shape) for i, x in zip((5, 6), state)]
         options = {"state": state._replace(key=filled[0], value=filled[1], length=jnp.asarray([3, 9]))}
 

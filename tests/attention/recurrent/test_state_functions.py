@@ -93,7 +93,7 @@ def _bias(query):
 
 def _gau(query, key, value, return_state=False, state=None, **options):
     if return_state and state is None:
-        state = init_gau_state(key.shape[0], 2048, *key.shape[2:], value.shape[3], dtype=key.dtype)
+        state = init_gau_state(key.shape[0], *key.shape[2:], value.shape[3], length=2048, dtype=key.dtype)
     options |= {"state": state, "return_state": return_state}
     return brl_jax.gau_attention(query, key, value, bias=_bias(query), is_causal=True, **options)
 
@@ -107,7 +107,12 @@ def _bsbr(query, key, value, return_state=False, state=None, **options):
     options = {"chunk_size": 32, "strength": 1 / 32} | options
     if return_state and state is None:
         state = init_bsbr_state(
-            key.shape[0], 2048, query.shape[2], *key.shape[2:], chunk_size=32, dtype=key.dtype
+            key.shape[0],
+            *key.shape[2:],
+            length=2048,
+            num_heads=query.shape[2],
+            chunk_size=32,
+            dtype=key.dtype,
         )
     options |= {"state": state, "return_state": return_state}
     return brl_jax.bsbr_attention(query, key, value, query[..., ::-1], -key, is_causal=True, **options)
@@ -119,18 +124,18 @@ CASES = {
     "feature_decay": Case(_feature_decay, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
     "norm": Case(_norm, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
     "cosformer": Case(_cosformer, lambda b, k, h: init_cosformer_state(b, k, h, h)),
-    "performer": Case(_performer, lambda b, k, h: init_performer_state(b, k, 12, h)),
-    "gau": Case(_gau, lambda b, k, h: init_gau_state(b, 2048, k, h, h), packs=False, linear=False),
+    "performer": Case(_performer, lambda b, k, h: init_performer_state(b, k, h, num_features=12)),
+    "gau": Case(_gau, lambda b, k, h: init_gau_state(b, k, h, length=2048), packs=False, linear=False),
     "mixed_chunk": Case(
         _mixed_chunk, lambda b, k, h: init_mixed_chunk_state(b, k, h, h, chunk_size=32), packs=False
     ),
     "bsbr": Case(
         _bsbr,
-        lambda b, k, h: init_bsbr_state(b, 2048, 2 * k, k, h, chunk_size=32),
+        lambda b, k, h: init_bsbr_state(b, k, h, length=2048, num_heads=2 * k, chunk_size=32),
         packs=False,
         linear=False,
     ),
-    "luna": Case(_luna, lambda b, k, h: init_luna_state(b, k, h, 3, h)),
+    "luna": Case(_luna, lambda b, k, h: init_luna_state(b, k, h, num_packed=3)),
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "gated_delta": Case(_gated_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "kimi_delta": Case(_kimi_delta, lambda b, k, h: init_delta_state(b, k, h, h)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, informer_attention, informer_step, init_informer_state
+from brl_jax import full_attention, informer_attention, init_informer_state
 from brl_jax.attention.sorting import informer, reference
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
@@ -80,15 +80,14 @@ def test_other_lengths_and_sizes_are_refused():
     ):
         informer_attention(query, key[:, :5], value[:, :5], rng=KEY)
     with pytest.raises(ValueError, match="num_heads must be an int of at least 1, got 0"):
-        init_informer_state(1, 8, 0)
+        init_informer_state(1, 2, 8, length=8, num_heads=0)
 
 
-@pytest.mark.parametrize(("length", "factor"), [(8, 2), (200, 2), (9, 1)])
-def test_a_state_of_other_sizes_is_refused(length, factor):
+@pytest.mark.parametrize("sizes", [{"factor": 1}, {"num_heads": 2}])
+def test_a_state_of_other_sizes_is_refused(sizes):
     """It would rank a query among too few of the earlier ones."""
-    query, key, value = (x[:1] for x in random_qkv(90, heads=4)[:3])
-    key, value = key[:, :60], value[:, :60]
-    state = init_informer_state(1, length, query.shape[2], factor)
-    sums = jnp.zeros((1, *value.shape[2:]), jnp.float32)
+    query, key, value = (x[:1, :2] for x in random_qkv(90, heads=4)[:3])
+    sizes = {"length": 90, "num_heads": query.shape[2], "factor": 2} | sizes
+    state = init_informer_state(1, key.shape[2], key.shape[3], **sizes)
     with pytest.raises(ValueError, match=r"state\.measures must be float32 of shape"):
-        informer_step(query[:, :2], key, value, sums, state, start=0, rng=KEY, factor=2)
+        informer_attention(query, key, value, rng=KEY, factor=2, is_causal=True, state=state)

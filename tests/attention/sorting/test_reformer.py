@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, init_reformer_state, reformer_attention, reformer_rotations, reformer_step
+from brl_jax import full_attention, init_reformer_state, reformer_attention, reformer_rotations
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
@@ -47,17 +47,20 @@ def test_steps_of_which_some_tokens_exist():
     expected = jax.jit(functools.partial(reformer_attention, chunk_size=2, is_causal=True))(
         query, value, rotations
     )
-    step = jax.jit(functools.partial(reformer_step, chunk_size=2))
-    state = init_reformer_state(query.shape[0], 20, query.shape[2], num_rounds=2, num_buckets=4)
+    step = jax.jit(functools.partial(reformer_attention, chunk_size=2, is_causal=True, return_state=True))
+    state = init_reformer_state(
+        query.shape[0], value.shape[2], query.shape[3], length=20, num_heads=query.shape[2], num_rounds=2,
+        num_buckets=4,
+    )  # fmt: skip
     outputs, start = [], 0
     for size, count in ((7, 5), (2, 1), (2, 2), (7, 7), (7, 5)):
-        piece = jnp.pad(query, ((0, 0), (0, 7), (0, 0), (0, 0)))[:, start : start + size]
-        out, state = step(
-            piece, query, value, rotations, state, start=jnp.int32(start), count=jnp.int32(count)
+        piece = (
+            jnp.pad(x, ((0, 0), (0, 7), (0, 0), (0, 0)))[:, start : start + size] for x in (query, value)
         )
+        out, state = step(*piece, rotations, state=state, count=jnp.int32(count))
         outputs.append(out[:, :count])
         start += count
-    assert start == 20
+    assert start == int(state.length) == 20
     assert relative_error(jnp.concatenate(outputs, 1), expected) < 1e-5
 
 
@@ -101,7 +104,7 @@ def test_an_odd_number_of_buckets_is_refused(number):
     with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
         reformer_rotations(jax.random.key(0), 8, num_buckets=number)
     with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
-        init_reformer_state(1, 8, 2, num_buckets=number)
+        init_reformer_state(1, 2, 8, length=8, num_buckets=number)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +118,35 @@ def test_an_odd_number_of_buckets_is_refused(number):
             {"num_rounds": 3},
             r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(3, 4, 4, 9\)",
         ),
-        (
-            {"length": 8},
-            r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(2, 4, 4, 8\)",
-        ),
+        ({"num_heads": 2}, r"state.past.keys must be float32 of shape \(4, 4, 9, 8\), got float32 of shape"),
     ],
 )
 def test_a_state_of_other_sizes_is_refused(sizes, message):
     """With other numbers of buckets a step would count tokens in the wrong one."""
     query, value = arrays_of(9)
-    query, value = (jnp.concatenate([x, x])[:4] for x in (query, value))
-    sizes = {"length": 9, "num_rounds": 2, "num_buckets": 4} | sizes
-    state = init_reformer_state(4, sizes.pop("length"), query.shape[2], **sizes)
+    query, value = (jnp.concatenate([x, x])[:4, :2] for x in (query, value))
+    sizes = {"num_heads": query.shape[2], "num_rounds": 2, "num_buckets": 4} | sizes
+    state = init_reformer_state(4, value.shape[2], query.shape[3], length=9, **sizes)
     with pytest.raises(ValueError, match=message):
-        reformer_step(query[:, :2], query, value, rotations_for(query), state, start=0)
+        reformer_attention(query, value, rotations_for(query), is_causal=True, state=state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_causal": False}, "state needs is_causal=True"),
+        (
+            {"key_value_seq_lengths": jnp.ones(2, jnp.int32)},
+            "key_value_seq_lengths must be None with a state",
+        ),
+        ({"state": None}, "return_state needs a state"),
+        ({"state": (1, 2)}, "state must be a ReformerState from init_reformer_state, got tuple"),
+    ],
+)
+def test_a_state_needs_a_causal_call(changes, message):
+    query, value = arrays_of(9)
+    options = {"num_heads": query.shape[2], "num_rounds": 2, "num_buckets": 4}
+    state = init_reformer_state(query.shape[0], value.shape[2], query.shape[3], length=9, **options)
+    call = {"is_causal": True, "state": state, "return_state": True} | changes
+    with pytest.raises(ValueError, match=message):
+        reformer_attention(query, value, rotations_for(query), **call)

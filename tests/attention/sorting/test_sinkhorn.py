@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, sinkhorn_step
+from brl_jax import full_attention, init_sinkhorn_state
 from brl_jax import sinkhorn_attention as eager_attention
 from brl_jax.attention.sorting.sinkhorn import balanced
 from tests.oracles.attention import relative_error
@@ -111,22 +111,30 @@ def test_other_lengths_and_no_logits_are_refused():
         ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
     ):
         eager_attention(query, key[:, :5], value[:, :5], logits, block_size=3)
-    with pytest.raises(ValueError, match=r"sort_logits must be a floating-point array of shape .*, got none"):
+    with pytest.raises(ValueError, match=r"sort_logits must be a floating-point array of shape .*, got None"):
         eager_attention(query, key, value, None, block_size=3)
 
 
-def test_a_step_refuses_what_does_not_fit():
+def test_a_state_refuses_what_does_not_fit():
     query, key, value = random_qkv(6)[:3]
     logits = random_logits((query, key), 2)
-    options = {"start": 0, "block_size": 3}
+    state = init_sinkhorn_state(key.shape[0], key.shape[2], key.shape[3], length=5, block_size=3)
+    options = {"block_size": 3, "is_causal": True, "state": state}
+    assert state.keys.shape[2] == 6
     for sort_logits in (None, random_logits((query, key), 3), logits[..., :1]):
         with pytest.raises(ValueError, match="sort_logits must be a floating-point array of shape"):
-            sinkhorn_step(query, key, value, sort_logits, **options)
-    with pytest.raises(ValueError, match="key must have room for query's 6 new tokens, got a length of 5"):
-        sinkhorn_step(query, key[:, :5], value[:, :5], logits, **options)
-    with pytest.raises(ValueError, match="temperature must be a positive finite Python number, got 0"):
-        sinkhorn_step(query, key, value, logits, temperature=0, **options)
-    with pytest.raises(ValueError, match="block_size must be an int of at least 1, got 0"):
-        sinkhorn_step(query, key, value, logits, start=0, block_size=0)
-    with pytest.raises(ValueError, match="value must"):
-        sinkhorn_step(query, key, value[:, :3], logits, **options)
+            eager_attention(query, key, value, sort_logits, **options)
+    for changes, message in (
+        ({"block_size": 4}, r"state.keys must be float32 of shape \(2, 2, 8, 8\), got"),
+        ({"rng": jax.random.key(0)}, "rng must be None with a state"),
+        ({"is_causal": False}, "state needs is_causal=True"),
+        (
+            {"key_value_seq_lengths": jnp.ones(2, jnp.int32)},
+            "key_value_seq_lengths must be None with a state",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eager_attention(query, key, value, logits, **options | changes)
+    _, full = eager_attention(query, key, value, logits, **options, return_state=True)
+    with pytest.raises(ValueError, match="has room for 6 tokens, got 1 after 6"):
+        eager_attention(query[:, :1], key[:, :1], value[:, :1], logits, **options | {"state": full})

@@ -44,8 +44,8 @@ FEATURES = {
 # part, and less.
 MLR = {
     "causal": {"ranks": (2, 2, 1, 2, 1), "block_sizes": (None, 16, 8, 4, 2), "is_causal": True},
-    "causal, divided": {
-        "ranks": (4, 2, 2), "block_sizes": (16, 8, 2), "is_causal": True, "divide_by_levels": True,
+    "causal, no common block": {
+        "ranks": (4, 2, 2), "block_sizes": (16, 8, 2), "is_causal": True,
     },
     "both ways, padded": {
         "ranks": (3, 3, 2), "block_sizes": (None, 16, 4), "key_value_seq_lengths": jnp.array([0, 19]),
@@ -136,8 +136,7 @@ def test_features_give_the_oracles_numbers_and_gradients(result, name):
 def test_levels_give_the_oracles_numbers_and_gradients(result, name):
     options, arrays = MLR[name], random_qkv(32)[:3]
     visible, d_out = seen(32, options, (2, 32, 4, 8))
-    divide = options.get("divide_by_levels", False)
-    expected = oracle([*arrays, d_out], options["ranks"], options["block_sizes"], visible, divide)
+    expected = oracle([*arrays, d_out], options["ranks"], options["block_sizes"], visible)
     check_equal(expected, result(f"mlr, {name}"), 2e-5)
 
 

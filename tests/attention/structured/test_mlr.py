@@ -9,7 +9,8 @@ import pytest
 
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured import mlr_tiles
-from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
+from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.attention.structured.mlr_levels import doubling_block_sizes
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
@@ -64,9 +65,8 @@ def test_equals_oracle(schedule, name, is_causal):
     arrays = random_qkv(length)
     ranks, sizes = levels_of(name, length)
     visible = causal_pairs(length) if is_causal else np.ones((1, 1), bool)
-    divide = name in ("small_blocks", "no_common_block")
-    got = run(arrays, ranks=ranks, block_sizes=LEVELS[name][1], is_causal=is_causal, divide_by_levels=divide)
-    assert_close(got, oracle(arrays, ranks, sizes, visible, divide))
+    got = run(arrays, ranks=ranks, block_sizes=LEVELS[name][1], is_causal=is_causal)
+    assert_close(got, oracle(arrays, ranks, sizes, visible))
     one = oracle(arrays, (8,), (None,), visible)
     assert name == "one" or oracles.relative_error(got[0], one[0]) > 1e-2
 

@@ -38,7 +38,7 @@ def test_every_round_reads_the_prompt_from_an_empty_cache():
     program = _plain_prompt(options, _parameters(options), 16).programs["first_token"]
     first, second = (np.asarray(program.run()) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    with pytest.raises(KeyError, match=r"the cache has no index, only .*num_tokens"):
+    with pytest.raises(KeyError, match=r"the cache has no index, only .*length"):
         _at(options.model("plain decoder").init_cache(1, 16), index=0)
 
 

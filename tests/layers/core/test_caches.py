@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments, write_tokens
+from brl_jax.attention.core.state import KeyValueCache, write_tokens
+from brl_jax.layers.core.caches import slide, window_segments
 
 
 def numbered(start, length):
@@ -22,7 +23,7 @@ def test_tokens_stand_at_their_positions(traced):
     cache = KeyValueCache.empty((1, 8, 1, 2), (1, 8, 1, 2), jnp.float32)
     cache = append(cache, numbered(0, 3), -numbered(0, 3))
     cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int32(2))
-    assert int(cache.num_tokens) == 5
+    assert int(cache.length) == 5
     expected = np.where(np.arange(8) < 5, 1.0 + np.arange(8), 0.0)
     np.testing.assert_array_equal(cache.key[0, :, 0, 0], expected)
     np.testing.assert_array_equal(cache.value[0, :, 0, 1], -expected)

@@ -63,7 +63,7 @@ def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
     _, _, cache = layer.apply(variables, x.at[:, 3:].set(7.0), cache=layer.init_cache(2, 6), count=3)
     y, _, cache = layer.apply(variables, x[:, 3:], cache=cache)
     np.testing.assert_allclose(y, expected[:, 3:], rtol=1e-4, atol=1e-5)
-    assert int(cache.num_tokens) == 6
+    assert int(cache.length) == 6
 
 
 def test_flags_that_cannot_be_served_are_refused(mean_config):

@@ -27,7 +27,7 @@ def test_max_length_follows_the_rows_and_the_cache():
         y, _, cache = step(x[:, start:stop], cache)
         outputs.append(y)
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), found, rtol=1e-4, atol=1e-5)
-    assert (int(cache.max_length), int(cache.num_tokens)) == (13, 13)
+    assert (int(cache.max_length), int(cache.length)) == (13, 13)
     with pytest.raises(ValueError, match=r"max_length=12 of the cosformer mechanism must be at least .* 13"):
         CosformerConfig(max_length=12).layer(d).init_cache(2, 13)
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):

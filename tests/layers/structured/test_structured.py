@@ -65,7 +65,7 @@ def test_sizes_that_grow_with_the_sequence():
 
 def test_other_caches():
     d = dimensions()
-    split = GlobalWindowConfig(window=5, ranks=(6, 10)).layer(d).init_cache(3, 40)
+    split = GlobalWindowConfig(window=6, ranks=(6, 10)).layer(d).init_cache(3, 40)
     shapes = [array.shape for array in (split.past.key, split.window_key, split.past.value)]
     assert shapes == [(3, 40, 2, 6), (3, 5, 2, 10), (3, 40, 2, 16)]
     assert BilinearBTTConfig().layer(d).init_cache(3, 40).key.shape == (3, 40, 4, 64)

@@ -246,7 +246,7 @@ def gau(
         if bias:
             more["bias"] = brl_jax.RotaryBias(*vectors)
         if before:
-            state = brl_jax.init_gau_state(batch, total, heads[1], head_dim, value_dim, dtype=dtype)
+            state = brl_jax.init_gau_state(batch, heads[1], head_dim, value_dim, length=total, dtype=dtype)
             more["state"] = state._replace(
                 key=key.at[:, before:].set(0), value=value.at[:, before:].set(0), length=jnp.asarray(starts)
             )

@@ -1,10 +1,11 @@
-"""Recurrences on TPUs: one kernel walks the chunks of a row with the state in VMEM.
+"""The recurrence on TPUs and GPUs: a Pallas or Triton kernel walks the chunks of a row.
 
-What separates chunks, decay and segments, becomes factors of tokens and of the state.
+The TPU kernel knows neither decay nor segments; both become factors of tokens and of the state.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,22 +15,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.dispatch import Backend
+from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.recurrent.decay import clip_log_decay
 from brl_jax.sharding import sequence_axis, shard_call
 
-# Pallas is imported where it is needed: it costs import time.
+# Importing Pallas and Triton takes time, so each is imported where it is needed.
 
-#: Shorter rows are a few chunks for XLA, and a fraction of one step of the kernel.
-_SHORTEST = 512
+# XLA takes rows shorter than this, which are only a few chunks.
+_SHORTEST_ON_TPU, _SHORTEST_ON_GPU = 512, 128
 
 
 class Walked(NamedTuple):
     """The arrays of a recurrence.
 
     Attributes:
-      query, key: features. log_decay: (B, T, K) or None. beta: of the delta rule, None for sums.
-      key_value, key_sum: the state before the first token; key_sum is None where weights are not summed.
-      segments: from `segment_numbers`; that of the state is 0.
+      query, key: features.
+      key_value, key_sum: the state before the first token; key_sum only if weights are summed.
+      beta: only for the delta rule.
+      segments: from `segment_numbers`; the state belongs to segment 0.
     """
 
     query: Float[Array, "B T N F"]
@@ -44,14 +47,14 @@ class Walked(NamedTuple):
 
 _QUERIES, _KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
 _STATE, _NUMBERS = ("batch", "kv_heads", None, None), _KEYS[:3]
-#: The axes of `Walked`, and of the sums, the weights and the states after the last token, for `shard_call`.
-WALKED_AXES = (
+#: Names for `shard_call`: the axes of `Walked`, and of the sums, weights and states after the last token.
+_WALKED_AXES = (
     (_QUERIES, _KEYS, _KEYS, _STATE, _STATE[:3], _NUMBERS, _NUMBERS, ("batch", None)),
     (_QUERIES, _QUERIES[:3], _STATE, _STATE[:3]),
 )
 
 
-def recurrence_backend(
+def recurrence_backends(
     run: Callable[..., Any],
     query: Array,
     key: Array,
@@ -59,35 +62,56 @@ def recurrence_backend(
     *,
     features: int,
     chunk_size: int,
+    out_dtype: Any,
     delta: bool = False,
     log_decay: Array | None = None,
-) -> Backend:
-    """The kernel of a call.
+) -> dict[str, tuple[Backend, ...]]:
+    """The kernels of a call, by platform.
 
     Args:
-      run: `run(*operands, interpret=...)`, by `walk`.
-      query, key, value: of the call, of which only shapes and dtypes count.
-      features: of the queries and keys that the kernel is given.
-      chunk_size: of the walk through XLA, which serves rows that a mesh cuts.
+      run: run(walk, *operands, **options), where walk(Walked(...), **options) returns the `Sums` of a kernel.
+      query, key, value: of the call; only shapes and dtypes matter.
+      features: of the queries and keys that the kernel gets.
+      chunk_size: of the scan through XLA, which takes rows that a mesh shards.
+      out_dtype: of the GPU kernel's total.
     """
     sizes = ((query, features), (key, features), (value, value.shape[3]))
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
-    by_feature = log_decay is not None and log_decay.ndim == 4
+    by_feature = "log_decay must be one number for each token and head, got one for each feature"
+    refused = by_feature if log_decay is not None and log_decay.ndim == 4 else None
 
-    def unsupported(*_: Any) -> str | None:
+    def tpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        if by_feature:
-            return "log_decay must be one number for each token and head, got one for each feature"
-        return tpu.recurrence_unsupported(*shapes, delta=delta)
+        return refused or tpu.recurrence_unsupported(*shapes, delta=delta)
+
+    def gpu_unsupported(*_: Any) -> str | None:
+        from pallas_kernels import triton
+
+        return refused or triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
-    unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
-    return Backend("pallas", run, unsupported, unsuited)
+    sharded = sequence_axis(length, chunk_size) is not None
+    on_tpu = functools.partial(run, _walk_on_tpu)
+    on_gpu = functools.partial(run, functools.partial(_walk_on_gpu, out_dtype=out_dtype))
+    return {
+        "tpu": (Backend("pallas", on_tpu, tpu_unsupported, sharded or length < _SHORTEST_ON_TPU),),
+        "cuda": (triton_backend(on_gpu, gpu_unsupported, sharded or length < _SHORTEST_ON_GPU),),
+    }
 
 
-def walk(arrays: Walked, *, interpret: bool) -> Any:
-    """The `Sums` of the kernel, each device for its own rows and heads."""
+def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
+    """The `Sums` of the kernels; each device computes its own rows and heads."""
+    from pallas_kernels import triton
+
+    def attend(*arrays: Any) -> Any:
+        return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
+
+    return triton.Sums(*shard_call(attend, arrays, *_WALKED_AXES))
+
+
+def _walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
+    """The `Sums` of the kernel; each device computes its own rows and heads."""
     from pallas_kernels import tpu
 
     def attend(*arrays: Any) -> Any:
@@ -95,11 +119,11 @@ def walk(arrays: Walked, *, interpret: bool) -> Any:
         factors, segments = _factors(walked), walked.segments
         return tuple(tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
 
-    return tpu.Sums(*shard_call(attend, arrays, *WALKED_AXES))
+    return tpu.Sums(*shard_call(attend, arrays, *_WALKED_AXES))
 
 
 def _factors(arrays: Walked) -> Any:
-    """What each token reads of the state before its chunk and adds to the one after it."""
+    """How much of the state before its chunk each token reads, and how much it adds to the state after it."""
     from pallas_kernels import tpu
 
     log, segments = arrays.log_decay, arrays.segments
@@ -111,7 +135,7 @@ def _factors(arrays: Walked) -> Any:
         up_to = jnp.tri(tpu.CHUNK)
 
         def summed(which: Array) -> Array:
-            """Each sum is over its own tokens, as in `decay`: no difference of sums from the chunk's start."""
+            """Sums over the given tokens; differences of cumulative sums would lose precision (see `decay`)."""
             return jnp.einsum("ij,bcjk->bcik", which, chunked, precision=lax.Precision.HIGHEST)
 
         sums, rest = summed(up_to), summed(1 - up_to)
@@ -119,7 +143,7 @@ def _factors(arrays: Walked) -> Any:
         total = jnp.exp(sums[:, :, -1])
     if segments is not None:
         chunked = _chunks(segments, tpu.CHUNK, -1)
-        # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+        # Numbers grow along a row and padding has -1, so the largest is the newest.
         after = lax.cummax(jnp.maximum(chunked.max(axis=2), 0), axis=1)
         before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
 

@@ -1,4 +1,4 @@
-"""The arguments of bidirectional functions whose queries and keys are the same tokens, checked and prepared."""
+"""Checks and prepares the arguments of bidirectional functions whose queries and keys are the same tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from brl_jax.attention.core.dispatch import check_implementation
 
 
 class SameTokens(NamedTuple):
-    """The checked arrays of a call, in float32, with zeros in place of padding.
+    """The arrays of a call in float32, with zeros as padding.
 
     Attributes:
-      lengths: of the rows, or None.
-      dtype: of the arrays as given, which is that of the result.
+      lengths: the rows' lengths, or None.
+      dtype: dtype of the given arrays and of the result.
     """
 
     query: Float[Array, "B T N H"]
@@ -33,22 +33,10 @@ def prepare_same_tokens(
     value: Array,
     key_value_seq_lengths: Any,
     implementation: Any,
-    is_causal: bool,
-    *,
-    why_not_causal: str,
 ) -> SameTokens:
-    """Checks the arguments that these functions share.
-
-    Args:
-      why_not_causal: ends the message "is_causal must be False ..., got True".
-
-    Raises:
-      ValueError: is_causal=True, or arrays, lengths or an implementation that do not fit, naming the argument.
-    """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
-    require(not is_causal, f"is_causal must be False {why_not_causal}, got True")
     require(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",

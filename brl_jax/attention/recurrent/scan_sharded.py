@@ -1,7 +1,7 @@
-"""The states of a recurrence on a mesh that cuts its sequences: each device walks its own stretch of every row.
+"""A recurrence on a mesh that shards its sequences: each device scans its own shard of every row.
 
-What a stretch does to the state is a summary like that of a chunk, the chunks' summaries joined. Devices exchange these
-summaries, whose size does not depend on the length, and each applies those of the stretches before its own.
+A shard's summary, joined from its chunks' summaries, describes how the shard changes the state. Devices exchange these
+summaries, whose size does not depend on the length, and each applies the summaries of the shards before its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from brl_jax.attention.core.varying import vary_like
 
 
 class Walk(Protocol):
-    """The way through a stretch; see `chunk_scan`."""
+    """How to scan a shard; see `chunk_scan`."""
 
     def through(self, state: Any, segment: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
-        """The state after a stretch and its outputs; `segment` is that of the state before it."""
+        """The state after a shard and its outputs; the state before it belongs to `segment`."""
 
     def summary(self, inputs: Any, segments: Any, segment: Any) -> Any:
-        """What the stretch does to a state of a segment."""
+        """How the shard changes a state in `segment`."""
 
 
-def scan_stretches(
+def scan_shards(
     make_walk: Callable[[Any], Walk],
     states: Callable[[Any, Any, Any], tuple[Any, Any]],
     whole: Any,
@@ -37,24 +37,24 @@ def scan_stretches(
     segments: Int[Array, "B T"] | None,
     axis: str,
 ) -> tuple[Any, Any]:
-    """The state after sequences that are cut over a mesh axis, and their outputs, cut likewise.
+    """The state after sequences that are sharded over a mesh axis, and their outputs, sharded in the same way.
 
-    Other mesh axes are left to the compiler, so that heads and rows may be cut as well.
+    The compiler handles the other mesh axes, so heads and rows may be sharded too.
 
     Args:
-      make_walk: makes the walk from `whole`; it must not close over arrays.
-      states: that of a `Recurrence`.
+      make_walk: makes the walk from `whole`; must not close over arrays.
+      states: of a `Recurrence`.
       whole, state, inputs, segments: as for `scan_chunks`.
       axis: the mesh axis, whose size divides T.
     """
 
-    def stretch(whole: Any, state: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
+    def shard(whole: Any, state: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
         walk = make_walk(whole)
         index, count = lax.axis_index(axis), lax.axis_size(axis)
         state = vary_like(state, jax.tree.leaves(inputs))
         before = keeps = None
         if segments is not None:
-            # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+            # Numbers grow along a row and padding has -1, so the largest is the newest.
             newest = lax.all_gather(jnp.maximum(segments.max(axis=1), 0), axis, axis=1)
             after = lax.cummax(newest, axis=1)
             earlier = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
@@ -69,10 +69,10 @@ def scan_stretches(
 
     cut = PartitionSpec(None, axis)
     specs = (PartitionSpec(), PartitionSpec(), cut, cut)
-    mapped = jax.shard_map(stretch, in_specs=specs, out_specs=(PartitionSpec(), cut), axis_names={axis})
+    mapped = jax.shard_map(shard, in_specs=specs, out_specs=(PartitionSpec(), cut), axis_names={axis})
     return mapped(whole, state, inputs, segments)
 
 
 def _pick(tree: Any, index: Any) -> Any:
-    """The entry of one stretch of arrays (B, stretches, ...)."""
+    """One shard's entry of arrays (B, shards, ...)."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), tree)

@@ -1,0 +1,148 @@
+"""What functions with a state share: all tokens so far as keys and values, and the check of a given state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.in_place import write_places
+
+State = TypeVar("State", bound=tuple)
+
+
+class KeyValueCache(NamedTuple):
+    """Keys and values of all tokens so far, each at its position, with capacity for later ones.
+
+    Heads come before tokens, the order in which a product with a new token's query reads them. Otherwise the compiler
+    would transpose the whole cache at every token.
+
+    Attributes:
+      keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
+      values: (B, K, S, V).
+      length: () int32, the number of tokens so far.
+    """
+
+    keys: Float[Array, "B K S F"]
+    values: Float[Array, "B K S V"]
+    length: Int[Array, ""]
+
+    @property
+    def key(self) -> Float[Array, "B S K F"]:
+        """The keys in the layout of the attention functions."""
+        return jnp.swapaxes(self.keys, 1, 2)
+
+    @property
+    def value(self) -> Float[Array, "B S K V"]:
+        """The values in the layout of the attention functions."""
+        return jnp.swapaxes(self.values, 1, 2)
+
+    @classmethod
+    def empty(cls, key_shape: tuple[int, ...], value_shape: tuple[int, ...], dtype: Any) -> KeyValueCache:
+        """Returns an empty cache for keys (B, S, K, F) and values (B, S, K, V)."""
+        keys, values = (
+            jnp.zeros((batch, heads, length, size), dtype)
+            for batch, length, heads, size in (key_shape, value_shape)
+        )
+        return cls(keys, values, jnp.zeros((), jnp.int32))
+
+    def append(
+        self, key: Float[Array, "B T K F"], value: Float[Array, "B T K V"], count: Any = None
+    ) -> KeyValueCache:
+        """Returns the cache with T more tokens; only the first `count` are valid (None: all).
+
+        Raises:
+          ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
+        """
+        start, length = self.length, key.shape[1]
+        return KeyValueCache(
+            write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count, axis=2),
+            write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
+            start + (length if count is None else count),
+        )
+
+
+def write_tokens(
+    array: Float[Array, "B *S"],
+    new: Float[Array, "B *T"],
+    start: Any,
+    count: Any = None,
+    *,
+    axis: Literal[1, 2] = 1,
+) -> Float[Array, "B *S"]:
+    """Returns `array` with `new` written along `axis` from position `start`. Only the first `count` new tokens are
+    valid (None: all); the others, and tokens beyond the array's end, are not written.
+
+    Raises:
+      ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
+    """
+    room, length = array.shape[axis], new.shape[axis]
+    present = 0 if isinstance(start, jax.core.Tracer) else int(start)
+    require(
+        count is not None or present + length <= room,
+        f"cache: has room for {room} tokens, got {length} after {present}; "
+        "init_cache(batch, length) with a larger length makes more",
+    )
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, room)
+    return write_places(array, new, places, axis=axis)
+
+
+def check_state_options(
+    maker: str, *, state: Any, return_state: bool, count: Any, is_causal: bool, **lengths: Any
+) -> None:
+    """Raises ValueError unless a call's options fit its state, or the lack of one.
+
+    Args:
+      maker: name of the function that makes such states, for messages.
+      lengths: the call's lengths by name, which a state's `count` replaces.
+    """
+    if state is None:
+        require(not return_state, f"return_state needs a state, from {maker}")
+        require(count is None, "count needs a state; key_value_seq_lengths gives the lengths without one")
+        return
+    require(is_causal, "state needs is_causal=True: it summarises the earlier tokens only")
+    for name, given in lengths.items():
+        require(given is None, f"{name} must be None with a state; use count")
+
+
+def check_state(state: Any, expected: State, maker: str) -> State:
+    """Returns the state, or `expected` if it is None.
+
+    Args:
+      expected: a state of the right type, shapes and dtypes.
+      maker: name of the function that makes such states, for messages.
+
+    Raises:
+      ValueError: the state's type, shapes or dtypes differ from `expected`.
+    """
+    if state is None:
+        return expected
+    check_state_type(state, type(expected), maker)
+    right, given = (
+        jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: leaf is None) for x in (expected, state)
+    )
+    require(
+        [path for path, _ in right] == [path for path, _ in given],
+        f"state must have {len(right)} arrays, as from {maker} with these sizes, got {len(given)}",
+    )
+    for (path, leaf), (_, own) in zip(right, given):
+        fits = leaf is own or (None not in (leaf, own) and (own.shape, own.dtype) == (leaf.shape, leaf.dtype))
+        name = f"state{jax.tree_util.keystr(path)}"
+        require(fits, f"{name} must be {_describe(leaf)}, got {_describe(own)}")
+    return state
+
+
+def check_state_type(state: Any, expected: type, maker: str) -> None:
+    """Raises ValueError unless the state has the expected type."""
+    require(
+        isinstance(state, expected),
+        f"state must be a {expected.__name__} from {maker}, got {type(state).__name__}",
+    )
+
+
+def _describe(leaf: Any) -> str:
+    return "None" if leaf is None else f"{leaf.dtype} of shape {leaf.shape}"

@@ -1,0 +1,51 @@
+"""Which mechanisms launch kernels on a TPU and on an NVIDIA GPU, by the programs that their layers are lowered to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.models.stack import Stack
+from eval.speed.layers import default_config
+
+_LENGTH, _HEADS, _HEAD_DIM = 2048, 4, 64
+#: What a program of a platform contains where a kernel is launched, and who made the kernel.
+_CALLS = {
+    "tpu": {"tpu_custom_call": "Pallas"},
+    "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"},
+}
+
+
+def lowered_kernels() -> dict[str, dict[str, list[str]]]:
+    """For each platform, the mechanisms whose forward pass launches kernels there, and who made them."""
+    return {
+        platform: {name: makers for name in MECHANISMS if (makers := kernel_makers(name, platform))}
+        for platform in _CALLS
+    }
+
+
+def kernel_makers(name: str, platform: str) -> list[str]:
+    """Who made the kernels of a mechanism's layer in bfloat16; nobody if XLA computes all of it."""
+    config = default_config(name, _LENGTH)
+    dimensions = Dimensions(
+        d_model=_HEADS * _HEAD_DIM,
+        num_heads=_HEADS,
+        num_kv_heads=_HEADS,
+        head_dim=_HEAD_DIM,
+        d_ff=_HEADS * _HEAD_DIM,
+        is_causal=config.causal,
+        dtype=jnp.bfloat16,
+    )
+    stack = Stack((config,) * config.group, dimensions)
+    x = jax.ShapeDtypeStruct((1, _LENGTH, dimensions.d_model), jnp.bfloat16)
+    variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
+
+    def forward(variables: Any, x: Any) -> Any:
+        return stack.apply(variables, x)[0]
+
+    text = jax.jit(forward).trace(variables, x).lower(lowering_platforms=(platform,)).as_text()
+    return [maker for call, maker in _CALLS[platform].items() if call in text]

@@ -1,0 +1,71 @@
+"""What README.md and docs/ look like: lines and cells of a size that fits a page, and a command near the top."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+)
+LATER = {"claims.md", "graphs.md", "lra.md", "tlinformer.md", "regression.md", "presets.md"}
+PAGES = [page for page in PAGES if page.name not in LATER]
+#: Links and pictures stand on one line in Markdown.
+WIDEST, LONGEST_CELL = 120, 200
+RESULTS = ("results", "recall", "copy", "sparse", "forecast", "glue", "structured", "measured", "gradients", "lra",
+           "graphs", "regression", "tlinformer", "claims")  # fmt: skip
+
+
+def _shown(cell):
+    """A cell's text without the addresses of its links."""
+    return re.sub(r"\]\([^)]*\)|\]\[[^\]]*\]", "", cell)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_and_cells(page):
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        where = f"{page.name}:{number}"
+        if line.lstrip().startswith("|"):
+            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            assert max(len(_shown(cell).strip()) for cell in cells) <= LONGEST_CELL, where
+        elif not line.startswith(("![", "[")):
+            assert len(line) <= WIDEST, where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_command_needs_a_folder_that_nobody_has(page):
+    assert "shared/data" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
+)
+def test_a_page_opens_with_a_command(page):
+    head = page.read_text().splitlines()[:30]
+    assert any(line.startswith("```") for line in head), "no command or code in the first 30 lines"
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if f"{name}.md" not in LATER])
+def test_a_page_of_results_says_when_and_where(name):
+    """The date, the commit and the machine, in one line that begins with Measured."""
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    said = re.search(r"^Measured (.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert said is not None
+    assert re.search(r"20\d\d", said[1]), said[0]
+    assert re.search(r"\b[0-9a-f]{7}\b", said[1]), said[0]
+    assert re.search(r"core|H100|H200|GPU", said[1]), said[0]
+
+
+def test_the_first_screen():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1000
+    first = "\n".join(text.splitlines()[:40])
+    for part in (
+        "pip install",
+        "jax.nn.dot_product_attention",
+        "local_attention",
+        "linear_attention",
+        "docs/cost.png",
+    ):
+        assert part in first
