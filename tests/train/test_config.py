@@ -363,7 +363,6 @@ def test_mlr_presets_are_the_papers():
         "ranks": (32, 8, 6, 4, 4, 4, 4, 2),
         "block_sizes": (None, 512, 256, 128, 64, 32, 16, 8),
     }
-    assert mechanism.divide_by_levels
     changed = _parse("owt-chars-mlr-512 --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
     assert changed.model.mechanism.block_sizes == (None, 64)
     LM.build(changed)

@@ -260,7 +260,7 @@ def _character_mixers(length: int, *, window: int, near: int, run: int) -> dict[
     full = FullConfig(qk_norm=True)
     ranks = (32, 8, 6, 4, 4, 4, 4, 2)
     return {
-        "mlr": {"mechanism": MLRConfig(ranks=ranks, context=length, divide_by_levels=True)},
+        "mlr": {"mechanism": MLRConfig(ranks=ranks, context=length)},
         "full": {"mechanism": full},
         "local": {"mechanism": LocalConfig(window=window + 1, qk_norm=True)},
         "global-window": {
