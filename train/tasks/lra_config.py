@@ -343,13 +343,12 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 
 def _beside_brl(task: str) -> dict[str, Mechanism]:
     """Mechanisms of BRL-Attention's table 1, by name, with the sizes of the Long Range Arena's code where it has them:
-    blocks of 50 in local attention and Sinkhorn, 16 projected tokens, one projection for keys and values. A row has a
-    class token more than its task has tokens, the first, which Longformer lets see all others. Sliceformer sorts in
-    ascending order, as in its authors' code. Synthesizer has the factorised random weights, Luna the most packed tokens
-    of its paper's results."""
+    blocks of 50 in local attention and Sinkhorn, 16 projected tokens. A row has a class token more than its task has
+    tokens, the first, which Longformer lets see all others. Sliceformer sorts in ascending order, as in its authors'
+    code. Synthesizer has the factorised random weights, Luna the most packed tokens of its paper's results."""
     longest = _LENGTHS[task] + 1
     return {
-        "linformer": LinformerConfig(num_projected=16, max_length=longest, sharing="key_value"),
+        "linformer": LinformerConfig(num_projected=16, max_length=longest),
         "linear": LinearConfig(),
         "performer": PerformerConfig(num_features=256),
         "luna": LunaConfig(num_packed=256),
