@@ -5,12 +5,13 @@ backward pass, for an A100, an H100 and a B200. For each program the table shows
 of the bytes that these read and write to the least possible (every argument and result once), and the registers,
 spilled bytes and shared memory of our own kernels. If the kernels do not support an operation on a GPU, XLA compiles
 it. A second table has the launches and the temporary memory, at two lengths, of the mechanisms that compute all chunks
-at once and of BRL's layers. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but no driver and no
-device.
+at once and of BRL's layers. A third has the matrix products that XLA tunes in a training step of a two-layer decoder,
+and the processor's seconds before that step. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but
+no driver and no device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
 (through XLA: 1.5 times the launches) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
-`eval.chips.gpu_mechanisms`.
+`eval.chips.gpu_mechanisms`, or BRL's training step the limit in `eval.chips.gpu_training`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import brl_jax
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
-from eval.chips import gpu_mechanisms
+from eval.chips import gpu_mechanisms, gpu_training
 from eval.chips.program_costs import computations, trips
 from eval.chips.ptxas import find_assembler
 from eval.harness.output import json_path
@@ -133,6 +134,8 @@ class CostOptions:
     sum_decay, delta, delta_decay."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
+    training: tuple[str, ...] = gpu_training.NAMES
+    """Out of full, local, brl, gated_deltanet, mamba2."""
     length: int = 16384
     """Tokens of the operations; every program is compiled for twice the tokens too."""
     heads: int = 8
@@ -147,7 +150,12 @@ class CostOptions:
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        choices = {"targets": TARGETS, "operations": OPERATIONS, "mechanisms": gpu_mechanisms.NAMES}
+        choices = {
+            "targets": TARGETS,
+            "operations": OPERATIONS,
+            "mechanisms": gpu_mechanisms.NAMES,
+            "training": gpu_training.NAMES,
+        }
         for name, known in choices.items():
             for given in getattr(self, name):
                 if given not in known:
@@ -426,13 +434,17 @@ def assemble(ptx: Path, architecture: str) -> Kernel:
 
 
 def _compile(function: Callable, arguments: tuple, name: str) -> Any:
+    return _lower(function, arguments, name).compile()
+
+
+def _lower(function: Callable, arguments: tuple, name: str) -> Any:
     description = TARGETS[name].description(name)
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name=name, topology="1x1x1", target_config=description
     )
     where = jax.sharding.SingleDeviceSharding(topology.devices[0])
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments)
-    return jax.jit(function).lower(*shaped).compile()
+    return jax.jit(function).lower(*shaped)
 
 
 def aim_at(target: str) -> None:
@@ -482,6 +494,24 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
             yield [target, name, passes, *cells], [f"{target}: {problem}" for problem in found]
 
 
+def measure_training(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
+    """A row of the third table for each network, and its problems."""
+    first = None
+    for name in options.training:
+        lower = functools.partial(_lower, name=target)
+        products, lowering, compiling = gpu_training.measure(name, lower)
+        print(f"{target}: {name}, training step", file=sys.stderr, flush=True)
+        first = first or products
+        most = gpu_training.MOST * first
+        found = (
+            [f"{target}: {name}: {products} tuned products, more than {most:.0f}"] if products > most else []
+        )
+        yield (
+            [target, name, str(products), f"{products / first:.1f}", f"{lowering:.1f}", f"{compiling:.1f}"],
+            found,
+        )
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the tables; see the module's text and --help."""
     about = "Compiles the GPU kernels and prints their costs."
@@ -528,6 +558,16 @@ def main(argv: Sequence[str]) -> None:
             chunked.add(*row)
             problems += found
     chunked.show()
+    seconds = ("to trace and lower, s", "to compile, s")
+    steps = Table(
+        "target", "network", "tuned products", "of the first row", *seconds, title="a training step"
+    )
+    for target in options.targets:
+        aim_at(target)
+        for row, found in measure_training(options, target):
+            steps.add(*row)
+            problems += found
+    steps.show()
     if path is not None:
         write_whole(epath.Path(path), json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
     if problems:

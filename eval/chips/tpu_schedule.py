@@ -56,8 +56,8 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
+from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
 from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.recurrent.tpu import Walked, walk
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
@@ -377,7 +377,7 @@ def _recurrence(
         walked = Walked(query, key, value, state)
         if name == "gated delta":
             walked = walked._replace(log_decay=-numbers, beta=numbers)
-        return walk(walked, interpret=False).total.astype(query.dtype)
+        return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
 
     def forward(query, key, value, numbers):
         return attend(query, key, value, numbers).reshape(query.shape)

@@ -92,7 +92,7 @@ def recurrence_backends(
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None
-    on_tpu = functools.partial(run, _walk_on_tpu)
+    on_tpu = functools.partial(run, walk_on_tpu)
     on_gpu = functools.partial(run, functools.partial(_walk_on_gpu, out_dtype=out_dtype))
     return {
         "tpu": (Backend("pallas", on_tpu, tpu_unsupported, sharded or length < _SHORTEST_ON_TPU),),
@@ -110,7 +110,7 @@ def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
     return triton.Sums(*shard_call(attend, arrays, *_WALKED_AXES))
 
 
-def _walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
+def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
     """The `Sums` of the kernel; each device computes its own rows and heads."""
     from pallas_kernels import tpu
 

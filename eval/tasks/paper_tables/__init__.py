@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from eval.tasks.paper_tables import brl, graphs, lra, structured, tlinformer, transnormer
+from eval.tasks.paper_tables import brl, bsbr, graphs, lra, structured, tlinformer, transnormer
 from eval.tasks.paper_tables.table import PaperTable
 
 TABLES: Mapping[str, PaperTable] = {
     name: table
-    for module in (brl, transnormer, structured, tlinformer, lra, graphs)
+    for module in (brl, transnormer, structured, tlinformer, bsbr, lra, graphs)
     for name, table in module.TABLES.items()
 }
