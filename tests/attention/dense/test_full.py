@@ -160,7 +160,7 @@ def test_bad_input(arrays, options, message):
 
 
 def test_cudnn_takes_half_precision():
-    with pytest.raises(NotImplementedError, match="only with bfloat16 or float16 .got float32."):
+    with pytest.raises(NotImplementedError, match=r"only with bfloat16 or float16 .got float32."):
         full_attention(Q, KV, KV, implementation="cudnn")
 
 
