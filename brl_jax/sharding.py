@@ -85,7 +85,7 @@ class MeshConfig(Checked):
     None: the devices that the other sizes leave."""
     fsdp: int | None = None
     """Devices that share a group's rows and one copy of parameters and optimiser state. None: what --mesh.data leaves;
-    if that is None too, up to 8."""
+    without it too, up to 8."""
     sequence: int = 1
     """Devices that share the tokens of a row."""
     tensor: int = 1

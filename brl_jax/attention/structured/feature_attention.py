@@ -57,10 +57,11 @@ def feature_attention(
         return zero_padding(out, query_lengths)
     if segment_ids is None and same_tokens:
         # One level of MLR attention is softmax attention in tiles, and computes only the causal half of them.
-        return mlr_attention(
+        tiled: Any = mlr_attention(
             query, key, value, ranks=(query.shape[3],), scale=1.0, is_causal=is_causal,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         )  # fmt: skip
+        return tiled
     segments = check_segments(segment_ids, query.shape, key.shape)
 
     def attend(query: Array, segment: Array | None, offset: Any) -> Array:

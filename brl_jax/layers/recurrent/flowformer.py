@@ -33,10 +33,10 @@ class FlowformerConfig(Mechanism):
         check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return FlowAttention(self, dimensions, **kwargs)
+        return FlowformerAttention(self, dimensions, **kwargs)
 
 
-class FlowAttention(StateLayer):
+class FlowformerAttention(StateLayer):
     """`flowformer_attention`. Rotary positions rotate the features, as in linear attention."""
 
     def init_state(self, batch: int, length: int) -> FlowformerState:

@@ -50,7 +50,7 @@ class GAUConfig(Mechanism):
             )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GatedAttention(self, dimensions, **kwargs)
+        return GAUAttention(self, dimensions, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,10 @@ class FlashConfig(GAUConfig):
     """Tokens in a chunk; changes results."""
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return FlashAttention(self, dimensions, **kwargs)
+        return MixedChunkAttention(self, dimensions, **kwargs)
 
 
-class GatedAttention(StateLayer):
+class GAUAttention(StateLayer):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
     Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` with the same
@@ -119,8 +119,8 @@ class GatedAttention(StateLayer):
         return jax.nn.silu(dense(d, self.mechanism.expansion * d.d_model, ("embed", "mlp"), name=name)(x))
 
 
-class FlashAttention(GatedAttention):
-    """`GatedAttention` with `mixed_chunk_attention`; queries and keys of both parts are maps of the same Z."""
+class MixedChunkAttention(GAUAttention):
+    """`GAUAttention` with `mixed_chunk_attention`; queries and keys of both parts are maps of the same Z."""
 
     def init_state(self, batch: int, length: int) -> MixedChunkState:
         m, d = self.mechanism, self.dimensions

@@ -44,10 +44,10 @@ class KDAConfig(Mechanism):
             check_at_least(self, "gate_rank")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return KimiDeltaAttention(self, dimensions, **kwargs)
+        return KDA(self, dimensions, **kwargs)
 
 
-class KimiDeltaAttention(ConvolvedLayer):
+class KDA(ConvolvedLayer):
     """`kimi_delta_rule` on convolved projections, followed by a gated norm of each head (section 4 of the paper).
 
     beta = sigmoid(x W_b) for each key head, and the log decay is -exp(rate) softplus(x W_1 W_2 + step_bias) for each

@@ -38,7 +38,7 @@ class Mamba2Config(Mechanism):
     """Number of distinct B and C, each shared by a group of heads."""
     conv_size: int = 4
     """Width in tokens of the short convolutions."""
-    # Chunks of 64 would keep twice as many of its wide states for the backward pass.
+    # Chunks of 64 would double the wide states that the backward pass keeps.
     chunk_size: int = 128
     """Tokens in a chunk; changes time and memory, not results."""
 

@@ -61,7 +61,7 @@ class StateLayer(MechanismLayer):
     def attend(
         self, attention: StateAttention, call: LayerCall, state: Any
     ) -> tuple[Float[Array, "B T N V"], Any]:
-        """Computes a call's attention and the state after its tokens; the state is None in training."""
+        """Computes a call's attention and the state after its tokens; training passes None for the state."""
         d, (function, value, linear_part) = self.dimensions, attention
         options: dict[str, Any] = {"implementation": d.implementation}
         if self.mechanism.bidirectional:

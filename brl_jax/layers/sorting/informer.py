@@ -69,7 +69,7 @@ class InformerAttention(MechanismLayer):
             return merge_heads(d, out), state
 
         def attend(value: Array) -> Array:
-            def of_rows(query: Array, key: Array, value: Array, lengths: Any, rng: Any) -> Array:
+            def of_rows(query: Array, key: Array, value: Array, lengths: Any, rng: Any) -> Any:
                 return informer_attention(
                     query, key, value, rng=rng, key_value_seq_lengths=lengths, **options
                 )

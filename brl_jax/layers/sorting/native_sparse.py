@@ -74,7 +74,7 @@ class NativeSparseCache(NamedTuple):
     """A decoding cache.
 
     Attributes:
-      tokens: keys and values of all tokens, from which blocks are selected.
+      tokens: keys and values of all tokens, whose blocks can be selected.
       window: keys and values of the window.
       recent: keys and values of the last compressed_size tokens, to be compressed; newest last.
       compressed: one key and value for each compressed block so far, with capacity for later ones.

@@ -87,7 +87,7 @@ class ReformerAttention(MechanismLayer):
             return merge_heads(d, out), state
 
         def attend(value: Array) -> Array:
-            def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Array:
+            def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Any:
                 return reformer_attention(query, value, rotations, key_value_seq_lengths=lengths, **options)
 
             return by_heads(of_rows, (query, value), (None if d.is_causal else call.lengths,), (rotations,))

@@ -131,7 +131,7 @@ class SinkhornAttention(MechanismLayer):
         sums = self._sums(zero_padding(x, lengths))
         sort_logits = self._sort_network(sums, sums.shape[1])
 
-        def attend(value: Array) -> Array:
+        def attend(value: Array) -> Any:
             return sinkhorn_attention(query, key, value, sort_logits, **options)
 
         sow_weights(self, attend, value)

@@ -103,18 +103,11 @@ class MLRAttention(AttentionLayer):
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
         return {**levels, "scale": scale}
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
         return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MLRState]:
         options = self.options(call.cache.value.shape[2])
-        return mlr_attention(
-            query,
-            key,
-            value,
-            **options,
-            is_causal=True,
-            state=call.cache,
-            return_state=True,
-            count=call.count,
-        )
+        options |= {"is_causal": True, "state": call.cache, "return_state": True, "count": call.count}
+        out, state = mlr_attention(query, key, value, **options)
+        return out, state
