@@ -1,4 +1,4 @@
-"""The losses of a run on one device and on eight, for `test_graph.py`; computed by the process of tests/support/devices.py."""
+"""The losses of a run on one device and on eight, for `test_graph.py`; computed in tests/support/devices.py."""
 
 import functools
 import tempfile
