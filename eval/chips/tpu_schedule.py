@@ -56,8 +56,8 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
-from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
+from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
@@ -179,7 +179,11 @@ def _biased(
     numbers_shape, make = _BIASES[bias]
     mesh = jax.sharding.Mesh(np.asarray(list(shape.sharding.device_set)), ("device",)).abstract_mesh
     window_call = PatternCall(
-        SlidingWindow(window - 1, 0), True, options.head_dim**-0.5, options.length, options.length, 0, 0
+        pattern=SlidingWindow(window - 1, 0),
+        is_causal=True,
+        scale=options.head_dim**-0.5,
+        num_queries=options.length,
+        num_keys=options.length,
     )
     static: dict[str, Any] = {"scale": options.head_dim**-0.5, "cap": None, "return_residual": False}
 

@@ -26,6 +26,7 @@ _PLACEHOLDERS = {
     "$horizon": "96",
     "$mechanism": "full",
     "$seed": "0",
+    "$rate": "1e-5",
     "--mechanism NAME": "--mechanism linear",
 }
 

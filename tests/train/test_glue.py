@@ -13,8 +13,9 @@ import eval.tasks.glue
 import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
+from eval.harness.output import Measured
 from eval.harness.runs import open_run
-from eval.tasks.glue import PAPER, markdown, summarise, task_metrics
+from eval.tasks.glue import PAPER, best_rates, markdown, summarise, task_metrics
 from tests.support.command_lines import last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
@@ -211,6 +212,22 @@ def test_runs_that_differ_in_the_seed_are_averaged():
     assert rows["full, pretrained"]["mrpc f1"] == (75.0, pytest.approx(5.0), 2)
     assert rows["full, from scratch"]["mrpc f1"] == (60.0, 0.0, 1)
     assert "| full, pretrained | 75.00 ± 5.00 (2) |" in markdown(results)
+
+
+def test_the_best_of_several_learning_rates_is_kept():
+    def measured(rate, value, **more):
+        configuration = {"optimizer.learning_rate": rate, "model.num_layers": 2, **more}
+        facts = {
+            "task": "cola",
+            "metrics": ["matthews"],
+            "configuration": configuration,
+            "learning_rate": rate,
+        }
+        return Measured({**facts, "matthews": value})
+
+    runs = [measured(1e-5, 40.0), measured(1e-5, 10.0), measured(1e-4, 30.0), measured(1e-4, 24.0)]
+    other = measured(1e-5, 5.0, **{"model.num_layers": 3})
+    assert best_rates([*runs, other]) == [*runs[2:], other]
 
 
 def run(workdir, pretrained, data, more=""):

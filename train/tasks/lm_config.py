@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
+    BSBRConfig,
     FlashConfig,
     FullConfig,
     GatedDeltaNetConfig,
@@ -238,6 +239,19 @@ def _windows(total: int, share: float) -> TLinFormerConfig:
     return TLinFormerConfig(window=total - context, context=context, hidden=2)
 
 
+def _bsbr(mechanism: BSBRConfig, d_ff: int = 1024) -> LmConfig:
+    """The BSBR article's sizes: two layers of width 256 in four heads, 1,024 tokens. It trains nothing; the text and
+    the training are ours."""
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=2_000, batch=8, length=1024, eval_every=250, checkpoint_every=250, eval_tokens=131_072
+        ),
+        data=DataConfig(),
+        model=LmModelConfig(num_layers=2, d_model=256, num_heads=4, d_ff=d_ff, mechanism=mechanism),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+    )
+
+
 _CHARACTER_RANKS = (32, 8, 8, 8, 4, 4)
 
 
@@ -368,7 +382,7 @@ PRESETS: dict[str, LmConfig] = {
     **{
         f"wikitext103-transnormer-{name}": _competitor(mechanism)
         for name, mechanism in {
-            "vanilla": FullConfig(dropout=0.1),
+            "vanilla": FullConfig(),
             "long-short": LongShortConfig(),
             "linear": LinearConfig(),
             "performer": PerformerConfig(),
@@ -386,6 +400,12 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-tlinformer-1k-1k-0.5": _tlinformer(_windows(1024, 0.5), 1024),
     "wikitext103-tlinformer-2k-512-0.5": _tlinformer(_windows(512, 0.5), 2048),
     "wikitext103-tlinformer-2k-2k-0.5": _tlinformer(_windows(2048, 0.5), 2048),
+    **{f"bsbr-chunk-{size}": _bsbr(BSBRConfig(chunk_size=size)) for size in (16, 32, 64, 128, 256)},
+    # A head has 64 x 64 numbers. The maps to 1024 and back have 8.4M parameters a layer, which "bsbr-wide" has in its
+    # feed-forward networks instead.
+    "bsbr-compressed-2": _bsbr(BSBRConfig(num_compressed=2048)),
+    "bsbr-compressed-4": _bsbr(BSBRConfig(num_compressed=1024)),
+    "bsbr-wide": _bsbr(BSBRConfig(), d_ff=1024 + 10_923),
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
     "openwebtext-local-128": _openwebtext(LocalConfig(window=128)),

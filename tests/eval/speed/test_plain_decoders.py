@@ -35,4 +35,4 @@ def test_steps_equal_the_forward_pass():
     assert jax.tree.all(
         jax.tree.map(lambda a, b: a.shape == b.shape, cache, jax.eval_shape(lambda: model.init_cache(1, 6)))
     )
-    assert jnp.all(cache.num_tokens == 6)
+    assert jnp.all(cache.length == 6)

@@ -179,6 +179,21 @@ def test_saved_and_loaded_it_is_the_same(spec, tmp_path):
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
 
 
+def test_a_tokenizer_out_of_reach_names_one_of_its_size(monkeypatch):
+    """The line for presets that take GPT-2's tokenizer, on a machine without the hub."""
+
+    class Offline:
+        @staticmethod
+        def from_pretrained(name):
+            raise FileNotFoundError(f"{name} is not in the cache")
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Offline)
+    with pytest.raises(
+        UserError, match=r"--tokenizer hf:gpt2: cannot be read \(--tokenizer bpe:50257 learns .*not in"
+    ):
+        train_tokenizer("hf:gpt2", lambda: [])
+
+
 def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match="no tokenizer in"):
         load_tokenizer(tmp_path)

@@ -99,9 +99,9 @@ class PretrainedTokenizer(Tokenizer):
             return cls(spec, {_SENTENCEPIECE: base64.b64encode(content).decode()})
         except ModuleNotFoundError as error:
             raise UserError(f"--tokenizer {spec}: needs {error.name}: pip install -e '.[data]'") from error
-        except FileNotFoundError as error:
-            raise UserError(f"--tokenizer: there is no file {spec}") from error
         except Exception as error:  # the libraries raise all kinds of errors about the hub, files and formats
+            if isinstance(error, FileNotFoundError) and not spec.startswith("hf:"):
+                raise UserError(f"--tokenizer: there is no file {spec}") from error
             hint = ""
             if spec in PUBLISHED_SIZES:
                 hint = f" (--tokenizer bpe:{PUBLISHED_SIZES[spec]} learns a vocabulary of this size from the text)"
