@@ -248,7 +248,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
-    tpu, gpu = (functools.partial(_imported, module, call) for module in ("tpu", "gpu"))
+    tpu, gpu = functools.partial(_imported, "tpu", call), functools.partial(_imported, "gpu", call)
     return {
         "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],
         "cuda": [
