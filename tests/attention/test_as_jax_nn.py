@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, local_attention
-from brl_jax.attention.local.patterns import Strided
+from brl_jax.attention.local.far_patterns import Strided
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 LENGTHS = np.array([20, 13], np.int32)
@@ -106,7 +106,7 @@ FAST = [case for case in CASES if case[2:] == (False, True, True, True)]
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
 )
 def test_values_and_gradients(function, window, batched, is_causal, biased, lengths):
-    """The residual's too; the fast cases are unbatched."""
+    """Includes the residual. The fast cases are unbatched."""
     _check(function, batched, window, is_causal, biased, lengths)
 
 
@@ -172,12 +172,12 @@ def test_sinks_and_soft_cap_are_in_the_residual(function, options):
 def test_cudnn_refuses_the_residual(function):
     query, key, value, *_ = _arrays(True, jnp.bfloat16)
     options = {} if function is full_attention else {"local_window_size": (3, 0)}
-    with pytest.raises(ValueError, match=r"cudnn' serves .* only with no return_residual"):
+    with pytest.raises(NotImplementedError, match=r"cudnn' supports .* only with no return_residual"):
         function(query, key, value, implementation="cudnn", return_residual=True, **options)
 
 
 def test_residual_of_long_windows():
-    """Long enough for the tiles of a CPU, against `full_attention`, which is compared with `jax.nn` above."""
+    """Long enough for a CPU's tiles; compared with `full_attention`, which the tests above compare with `jax.nn`."""
     length, left, right = 150, 20, 5
     random = np.random.default_rng(2)
     shapes = [(2, length, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]

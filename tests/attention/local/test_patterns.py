@@ -1,19 +1,12 @@
-"""Patterns: what they see, pair by pair; what they refuse; and that their parts cover each pair once."""
+"""Patterns: which pairs they see, what they refuse, and that their parts cover each pair once."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.local.call import PatternCall
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
-    BigBird,
-    BlockMask,
-    Bucketed,
-    GlobalWindow,
-    SlidingWindow,
-    Strided,
-)
+from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
+from brl_jax.attention.local.parts import Extent
+from brl_jax.attention.local.patterns import Bucketed, Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
@@ -32,10 +25,10 @@ def test_visible_says_what_is_seen(name):
         np.testing.assert_array_equal(np.broadcast_to(traced, expected.shape), expected)
 
 
-def covered(call, block):
-    """How often each (query, key) pair is in a part of the pattern, rules applied."""
+def covered(pattern, call, block):
+    """How often each (query, key) pair is in one of the pattern's parts, with rules applied."""
     times = np.zeros((call.num_queries, call.num_keys), int)
-    for part in call.pattern.parts(call, lambda width: block):
+    for part in pattern.parts(call, lambda width: block):
         for i in range(part.num_blocks):
             queries, keys = np.asarray(part.query_index(i)), np.asarray(part.key_index(i, call.num_keys))
             seen = np.ones((len(queries), len(keys)), bool)
@@ -54,7 +47,7 @@ def covered(call, block):
 @pytest.mark.parametrize("block", slow_unless([4, 16, 128], (16,)))
 @pytest.mark.parametrize("name", PATTERNS)
 def test_parts_cover_each_pair_once(name, block):
-    """For any size of query block, at any offsets: no pair is missing, none is counted twice."""
+    """For query blocks of any size at any offsets, no pair is missing and none counts twice."""
     pattern, sees = PATTERNS[name]
     for num_queries, num_keys, query_offset, key_offset in (
         (130, 130, 0, 0),
@@ -62,19 +55,25 @@ def test_parts_cover_each_pair_once(name, block):
         (25, 30, 0, 13),
     ):
         for causal in {False, pattern.causal_ok}:
-            call = PatternCall(pattern, causal, 1.0, num_queries, num_keys, query_offset, key_offset)
+            call = Extent(
+                is_causal=causal,
+                num_queries=num_queries,
+                num_keys=num_keys,
+                query_offset=query_offset,
+                key_offset=key_offset,
+            )
             if name == "big_bird":
                 last = max(key_offset + num_keys, key_offset + query_offset + num_queries)
                 sees = oracles.big_bird(8, 3, 1, pattern.random_lists(-(-last // 8)))
             expected = oracles.pairs(
                 num_queries, num_keys, sees, query_offset + key_offset, key_offset, causal
             )
-            np.testing.assert_array_equal(covered(call, block), expected.astype(int))
+            np.testing.assert_array_equal(covered(pattern, call, block), expected.astype(int))
 
 
 @pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])
 def test_lookback_and_lookahead_bound_what_is_seen(name):
-    """Tight: some query sees as far as they say, none sees farther."""
+    """The bounds are tight: some query sees that far, none sees farther."""
     pattern = PATTERNS[name][0]
     size = 700
     i, j = np.nonzero(pattern.visible(np.arange(size)[:, None], np.arange(size)[None, :]))
@@ -98,7 +97,7 @@ def test_patterns_are_hashable_values():
 
 
 def test_random_blocks_of_big_bird():
-    """Distinct, outside of what is seen anyway, and of the number asked for if there are enough; drawn by the seed."""
+    """Distinct, not visible anyway, as many as requested if enough exist, and determined by the seed."""
     lists = BigBird(8, 3, 1, 3, seed=0).random_lists(20)
     for b, row in enumerate(lists):
         assert len(set(row)) == len(row) == (3 if b >= 1 else 0)
@@ -111,14 +110,14 @@ def test_random_blocks_of_big_bird():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SlidingWindow(3, 0.5), "right of SlidingWindow must be an int of at least 0, got 0.5"),
-        (lambda: Bucketed(4, -1), "before of Bucketed must be an int of at least 0, got -1"),
-        (lambda: Strided(0), "stride of Strided must be an int of at least 1, got 0"),
-        (lambda: GlobalWindow(1, 1, 0), "num_global of GlobalWindow must be an int of at least 1, got 0"),
-        (lambda: Axial(0), "width of Axial must be an int of at least 1, got 0"),
-        (lambda: Neighbourhood(4, -1, 1), "rows of Neighbourhood must be an int of at least 0, got -1"),
-        (lambda: GlobalLocal(1, 1, 2, 0), "segment of GlobalLocal must be an int of at least 1, got 0"),
-        (lambda: BlockMask(4, [[True]]), "mask of BlockMask must be a tuple of tuples"),
+        (lambda: SlidingWindow(3, 0.5), "right must be an integer, got 0.5"),
+        (lambda: Bucketed(4, -1), "before must be at least 0, got -1"),
+        (lambda: Strided(0), "stride must be at least 1, got 0"),
+        (lambda: GlobalWindow(1, 1, 0), "num_global must be at least 1, got 0"),
+        (lambda: Axial(0), "width must be at least 1, got 0"),
+        (lambda: Neighbourhood(4, -1, 1), "rows must be at least 0, got -1"),
+        (lambda: GlobalLocal(1, 1, 2, 0), "segment must be at least 1, got 0"),
+        (lambda: BlockMask(4, [[True]]), "mask must be a tuple of tuples"),
         (lambda: BlockMask.of(4, np.ones(3, bool)), "mask must be a bool array .* got bool of shape"),
         (lambda: BigBird(8).visible(0, 0), "BigBird's random blocks need num_positions"),
     ],

@@ -1,8 +1,7 @@
-"""Windows in two dimensions by shifts (the CPU's path) against the float64 oracle.
+"""Two-dimensional windows by shifts (the CPU's path) against the float64 oracle.
 
-The grids have a last row that is not whole, margins between heads that a wrong offset would cross, and windows as wide
-as a row, in which two places of the window are one distance in the sequence.
-"""
+The grids have an incomplete last row, margins between heads that a wrong offset would cross, and windows as wide as a
+row, for which two cells of the window have the same distance in the sequence."""
 
 import dataclasses
 
@@ -13,8 +12,7 @@ import pytest
 
 from brl_jax import local_attention
 from brl_jax.attention.local.call import PatternCall
-from brl_jax.attention.local.layouts import Neighbourhood
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
 from tests.attention.local.cases import run
 from tests.marks import slow_unless
@@ -35,8 +33,15 @@ GRIDS = {
 
 
 def make_call(pattern, is_causal, arrays, key_offset=0):
-    lengths = [x.shape[1] for x in arrays[:2]]
-    return PatternCall(pattern, is_causal, 1.0, *lengths, 0, key_offset)
+    num_queries, num_keys = (x.shape[1] for x in arrays[:2])
+    return PatternCall(
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=1.0,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        key_offset=key_offset,
+    )
 
 
 @pytest.mark.parametrize("name", slow_unless(GRIDS, ("ragged", "causal", "wider than the row")))
@@ -99,7 +104,7 @@ def test_left_to_the_general_loop():
 
     assert shifts(Neighbourhood(20, 1, 1)) is not None
     assert shifts(SlidingWindow(20, 20)) is None
-    assert shifts(Neighbourhood(20, 3, 9)) is None  # it sees nearly all keys within its reach
+    assert shifts(Neighbourhood(20, 3, 9)) is None  # a dense window gains nothing from shifts
     assert shifts(Neighbourhood(20, 1, 1), query_offset=3) is None
     assert shifts(Neighbourhood(20, 1, 1), key_offset=None) is None
     assert shifts(Neighbourhood(20, 1, 1), query=arrays[0][:, 1:]) is None
