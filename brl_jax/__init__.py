@@ -25,25 +25,29 @@ from brl_jax.attention.compressed.compress import compress
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.compressed.propagate import propagate
 from brl_jax.attention.core.biases import ALiBi, DistanceBias, PositionBias, RotaryBias, T5Bias, alibi_slopes
-from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
+from brl_jax.attention.dense.diag import diag_attention, init_diag_state
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
+from brl_jax.attention.local.far_patterns import (
+    Axial,
     BigBird,
-    BlockDiagonal,
     BlockMask,
+    Fixed,
+    GlobalLocal,
+    GlobalWindow,
+    Strided,
+)
+from brl_jax.attention.local.generation import LocalState, init_local_state
+from brl_jax.attention.local.patterns import (
+    BlockDiagonal,
     Bucketed,
     Dilated,
-    Fixed,
-    GlobalWindow,
+    Neighbourhood,
     Pattern,
     SlidingWindow,
-    Strided,
     SurroundedBlocks,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
@@ -236,7 +240,6 @@ __all__ = [
     "cosformer_attention",
     "delta_rule",
     "diag_attention",
-    "diag_attention_step",
     "doubling_block_sizes",
     "flowformer_attention",
     "full_attention",
@@ -268,7 +271,6 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "local_attention",
-    "local_attention_step",
     "long_short_attention",
     "luna_attention",
     "mixed_chunk_attention",

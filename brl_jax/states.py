@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.declared import argument_checks
-from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
-from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
+from brl_jax.attention.dense.diag import DiagState, diag_attention, init_diag_state
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.generation import LocalState, init_local_state
 from brl_jax.attention.low_rank.long_short import (
     LongShortState,
     init_long_short_state,
@@ -161,7 +162,7 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
         out, state = linear.step(query, key, value, state)     # a token
 
     Args:
-      name: "local" (settings: window), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
+      name: "local" (local_window_size), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
         (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
         "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay), "flowformer"
         (num_heads), "luna" (packed), "gau" (length), "flash" (`mixed_chunk_attention`: chunk_size), "bsbr" (length,
@@ -226,8 +227,8 @@ _DECAYED = dict.fromkeys(
     ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
 )
 _MECHANISMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "local": (init_local_state, local_attention_step),
-    "diag": (init_diag_state, diag_attention_step),
+    "local": (init_local_state, local_attention),
+    "diag": (init_diag_state, diag_attention),
     "linear": (init_linear_state, linear_attention),
     "norm": (_init_norm_state, norm_attention),
     "cosformer": (init_cosformer_state, cosformer_attention),

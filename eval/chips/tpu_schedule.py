@@ -179,7 +179,11 @@ def _biased(
     numbers_shape, make = _BIASES[bias]
     mesh = jax.sharding.Mesh(np.asarray(list(shape.sharding.device_set)), ("device",)).abstract_mesh
     window_call = PatternCall(
-        SlidingWindow(window - 1, 0), True, options.head_dim**-0.5, options.length, options.length, 0, 0
+        pattern=SlidingWindow(window - 1, 0),
+        is_causal=True,
+        scale=options.head_dim**-0.5,
+        num_queries=options.length,
+        num_keys=options.length,
     )
     static: dict[str, Any] = {"scale": options.head_dim**-0.5, "cap": None, "return_residual": False}
 

@@ -116,7 +116,7 @@ def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
     empty = jax.eval_shape(functools.partial(model.init_cache, 1, tokens + options.window))
 
     def count(num_tokens: int, window_index: int) -> float:
-        places = {"num_tokens": np.int32(num_tokens), "window_index": np.int32(window_index)}
+        places = {"length": np.int32(num_tokens), "window_index": np.int32(window_index)}
 
         def place(path: Any, leaf: Any) -> Any:
             return places.get(jax.tree_util.keystr(path[-1:], simple=True), leaf)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, local_attention
-from brl_jax.attention.local.patterns import Strided
+from brl_jax.attention.local.far_patterns import Strided
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 LENGTHS = np.array([20, 13], np.int32)
@@ -172,7 +172,7 @@ def test_sinks_and_soft_cap_are_in_the_residual(function, options):
 def test_cudnn_refuses_the_residual(function):
     query, key, value, *_ = _arrays(True, jnp.bfloat16)
     options = {} if function is full_attention else {"local_window_size": (3, 0)}
-    with pytest.raises(ValueError, match=r"cudnn' serves .* only with no return_residual"):
+    with pytest.raises(NotImplementedError, match=r"cudnn' supports .* only with no return_residual"):
         function(query, key, value, implementation="cudnn", return_residual=True, **options)
 
 

@@ -17,10 +17,11 @@ PACKED = jax.random.normal(jax.random.key(7), (3, K, H))
 FURTHER = jax.random.normal(jax.random.key(6), (2, B, T, N, H))
 RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
 LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
+WINDOW = {"local_window_size": (3, 0), "is_causal": True}
 # Settings, what else each token has, and the function at once.
 CASES = {
     "local": (
-        {"window": 3},
+        {"local_window_size": (3, 0)},
         {},
         lambda q, k, v: brl_jax.local_attention(q, k, v, local_window_size=(3, 0), is_causal=True),
     ),
@@ -126,8 +127,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
         state_functions("lokal")
     for name, settings, error, message in (
-        ("local", {"window": 3, "windw": 3}, TypeError, "got 'windw'; did you mean 'window'?"),
-        ("local", {}, TypeError, r"state_functions\('local'\) needs window"),
+        ("local", {"local_window_sise": 4}, TypeError, "did you mean 'local_window_size'?"),
+        ("local", {}, TypeError, r"state_functions\('local'\) needs local_window_size"),
         (
             "linear",
             {"feature_map": "rlu"},
@@ -140,11 +141,11 @@ def test_bad_input():
     ):
         with pytest.raises(error, match=message):
             state_functions(name, **settings)
-    state = state_functions("local", window=3).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     with pytest.raises(
         ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
     ):
-        brl_jax.local_attention_step(*(x[:1] for x in _inputs("local")), state)
+        brl_jax.local_attention(*(x[:1] for x in _inputs("local")), **WINDOW, state=state)
     long_short = state_functions("long_short", length=T)
     with pytest.raises(
         ValueError,
@@ -155,36 +156,59 @@ def test_bad_input():
         ValueError, match="state must be a LongShortState from init_long_short_state, got tuple"
     ):
         long_short.extend(*_inputs("long_short"), (), projection=DECAY[..., :3])
-    with pytest.raises(ValueError, match="state must be a LocalState, made by init_local_state, got tuple"):
-        brl_jax.local_attention_step(*_inputs("local"), (1, 2, 3))
+    with pytest.raises(ValueError, match="state must be a LocalState from init_local_state, got tuple"):
+        brl_jax.local_attention(*_inputs("local"), **WINDOW, state=(1, 2, 3))
+
+
+def test_a_window_can_start_without_a_state():
+    query, key, value = _inputs("local")
+    expected = brl_jax.local_attention(query, key, value, **WINDOW)
+    outs, state = [], None
+    for part in (slice(0, 2), slice(2, 9), slice(9, T)):
+        out, state = brl_jax.local_attention(
+            *(x[:, part] for x in (query, key, value)), **WINDOW, state=state, return_state=True
+        )
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=1e-5, atol=1e-6)
+    for changes in (
+        {"is_causal": False},
+        {"local_window_size": None, "pattern": brl_jax.BlockDiagonal(4)},
+        {"segment_ids": jnp.zeros((B, T), jnp.int32)},
+        {"key_offset": 1},
+        {"return_residual": True},
+    ):
+        with pytest.raises(ValueError, match="state and return_state must be given with is_causal=True"):
+            brl_jax.local_attention(query, key, value, **WINDOW | changes, return_state=True)
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_one_token_of_a_window_is_checked_as_several_are(length):
     query, key, value = (x[:, :length] for x in _inputs("local"))
-    state = state_functions("local", window=3).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     for changes, message in (
         ({"implementation": "palas"}, "implementation must be .*, got 'palas'"),
         ({"value": value[..., :4]}, r"value must have key's shape \(2, .*, 8\), got \(2, .*, 4\)"),
         ({"value": value.astype(jnp.bfloat16)}, "value must have query's dtype float32, got bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
-            brl_jax.local_attention_step(
-                **{"query": query, "key": key, "value": value, "state": state} | changes
+            brl_jax.local_attention(
+                **{"query": query, "key": key, "value": value, "state": state} | WINDOW | changes
             )
     with pytest.raises(NotImplementedError, match="implementation='pallas' runs on the platform 'tpu' alone"):
-        brl_jax.local_attention_step(query, key, value, state, implementation="pallas")
+        brl_jax.local_attention(query, key, value, **WINDOW, state=state, implementation="pallas")
 
 
 def test_one_token_of_a_window_takes_the_kernel_that_it_asks_for():
     query, key, value = _inputs("local")
-    state = state_functions("local", window=3).init(B, K, H)
+    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     outs = {"xla": [], "pallas_interpret": []}
     for implementation, out in outs.items():
         own = state
         for t in range(6):
             part = (x[:, t : t + 1] for x in (query, key, value))
-            y, own = brl_jax.local_attention_step(*part, own, implementation=implementation)
+            y, own = brl_jax.local_attention(
+                *part, **WINDOW, state=own, return_state=True, implementation=implementation
+            )
             out.append(y)
     np.testing.assert_allclose(*(jnp.concatenate(out, 1) for out in outs.values()), rtol=1e-5, atol=1e-6)
 

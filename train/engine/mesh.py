@@ -56,7 +56,7 @@ def open_mesh(
             raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
         for mechanism in model.mechanisms:
             try:
-                mechanism.check_stretches(length, sequence)
+                mechanism.check_shards(length, sequence)
             except ValueError as error:
                 raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
     tensor = mesh.shape["tensor"]

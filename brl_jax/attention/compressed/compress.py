@@ -1,4 +1,4 @@
-"""Compression of a history into a few tokens: differential cross-attention.
+"""Compression of a history into a few tokens, by differential cross-attention.
 
 BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), equations 11 and 12.
 """
@@ -36,14 +36,14 @@ from brl_jax.attention.core.scores import (
 )
 from brl_jax.attention.core.varying import vary_like
 
-# Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time, but on GPUs.
+# Longer histories are read in pieces, except on GPUs, so that the (M, S) logits never all exist at once.
 _WHOLE = 4096
 
 
 def check_readers(
     query: Any, key: Array, contrast_key: Array | None, value: Array, gamma: Any, score: Score
 ) -> None:
-    """Raises ValueError where compressed tokens (B, M, N, H), or their ShapeDtypeStruct, do not fit what they read."""
+    """Raises ValueError unless compressed tokens (B, M, N, H), or their ShapeDtypeStruct, fit what they read."""
     check_qkv(query, key, value)
     check_floating(query=query, key=key, value=value)
     check_score(score)
@@ -84,9 +84,9 @@ def compress(
         out = compress(query, key, contrast_key, value, gamma=0.1)
 
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
-    (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
-    keys are read in pieces whose softmaxes are merged, up to the longest of `key_value_seq_lengths`. On GPUs that the
-    kernel does not serve they are read at once, with M S logits a head.
+    (`key`), K2 (`contrast_key`) and V from the history. Takes O(S M) time and O(S + M) memory: histories of more than
+    4096 keys are read in pieces, up to the longest of `key_value_seq_lengths`. On a GPU without the kernel they are
+    read at once, with M S logits for each head.
 
     Args:
       query: (B, M, N, H), float32, bfloat16 or float16 (float64 with jax_enable_x64).
@@ -98,21 +98,20 @@ def compress(
       bias: added to both logits; an array broadcastable to (B, N, M, S), or a `PositionBias` called with the
         compressed tokens' indices 0..M-1 and the keys' 0..S-1.
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
-      key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond them never reaches the result.
-      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are
-        sharded in equal parts: S counts this device's keys, while query and result are the same on all devices. The
-        softmaxes of the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a
-        `PositionBias` is called with positions in them; an array bias or mask covers this device's keys.
-      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
-        "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
+      key_value_seq_lengths: (B,), how many of the S keys exist; later ones are padding.
+      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis that shards histories in equal
+        parts. S counts this device's keys; query and result are the same on all devices, which merge their softmaxes
+        (one pmax and two psums). Lengths and the positions for a `PositionBias` refer to whole histories; an array bias
+        or mask covers this device's keys.
+      implementation: None picks by platform when the call is lowered; "xla" works everywhere; "pallas" is a TPU kernel,
+        "triton" a GPU kernel, and "pallas_interpret" and "triton_interpret" interpret them.
 
     Returns:
-      (B, M, N, V) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
+      (B, M, N, V) in query's dtype, summed in float32. Rows that see no key give 0.
 
     Raises:
-      ValueError: on shapes that do not match, an unknown score, or gamma given without contrast_key (or the reverse).
-      NotImplementedError: a kernel asked for by name cannot serve the request, or the call is then lowered for a
-        platform on which that kernel does not run.
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named kernel does not support the call or the platform.
     """
     check_readers(query, key, contrast_key, value, gamma, score)
     batch, num_queries, heads, _ = query.shape
@@ -151,21 +150,21 @@ def compress(
 
 
 def check_compress_scale(scale: float | None, query: Float[Array, "*B M N H"]) -> float:
-    """The given scale, by default the paper's, 1 / (m sqrt(h)); raises ValueError for one that is no finite number."""
+    """The scale, by default the paper's 1 / (m sqrt(h)); raises ValueError unless it is finite."""
     if scale is None:
         return 1.0 / (query.shape[-3] * math.sqrt(query.shape[-1]))
     return check_scale(scale, query.shape[-1])
 
 
 def per_head(gamma, query):
-    """A number or an array (N,) as an array (N,) in the dtype of sums."""
+    """Broadcasts a number or an array (N,) to (N,), in the dtype of sums."""
     heads = query.shape[-2]
     gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
     require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
     return jnp.broadcast_to(gamma, (heads,))
 
 
-# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
@@ -178,7 +177,7 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
     if length > _WHOLE or static["axis_name"] is not None:
         piece = xla.piece_size(query.shape[1], length)
         plain = functools.partial(_long, {"piece": piece, **static})
-        # A GPU would wait for the launch of each piece's kernels. The (M, S) logits are still linear in S.
+        # With pieces, a GPU would wait for kernel launches. All (M, S) logits at once are still linear in S.
         at_once = _in_pieces(length, **static)
         forms = {"default": _in_pieces(piece, **static), "cuda": at_once, "rocm": at_once}
         kept = xla.kept_shapes(query, value, gamma is not None, static["score"])
@@ -202,7 +201,7 @@ def _short(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale
         exists = (places[None, :] < lengths[:, None])[:, None, None, :]
         mask = exists if mask is None else mask & exists
     if mask is not None:
-        # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
+        # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
         seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
         key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
         if contrast_key is not None:
@@ -212,7 +211,7 @@ def _short(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale
 
 
 def _long(options, query, key, contrast_key, value, gamma, bias, mask, lengths):
-    """The keys in pieces, by operations that JAX differentiates."""
+    """The keys in pieces, in operations that JAX differentiates."""
     outs = xla.plain_read(_for_pieces(query, key, contrast_key, value, bias, mask, lengths), **options)
     return difference(outs, gamma, query.dtype)
 
@@ -223,7 +222,7 @@ def _for_pieces(query, key, contrast_key, value, bias, mask, lengths) -> xla.Ope
 
 
 def difference(outs, gamma, dtype):
-    """The first attention's output less gamma times the second's; of shape (..., N, V)."""
+    """The first attention's output minus gamma times the second's, (..., N, V)."""
     if gamma is None:
         return outs[0].astype(dtype)
     each_head = gamma.reshape((1,) * (outs[1].ndim - 2) + (-1, 1))
@@ -241,7 +240,7 @@ def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None)
     def gradient(operands, result, kept, d_out):
         query, key, contrast_key, value, gamma, bias, mask, lengths = operands
         x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
-        # Each device computes a part of the gradient of a query that all share; the parts are summed.
+        # All devices share the query, and each computes a part of its gradient; the parts are summed.
         _, shared = jax.vjp(lambda *shared: vary_like(shared, x), query, bias)
         outs, log_sums = kept
         _, pull = jax.vjp(lambda outs, gamma: difference(outs, gamma, query.dtype), outs, gamma)
@@ -265,9 +264,9 @@ def compress_weights(
     bias: Float[Array, "#B #N #M #S"] | None = None,
     mask: Bool[Array, "#B #N #M #S"] | None = None,
 ) -> Float[Array, "B N M S"]:
-    """The weights S1 - gamma S2 that `compress` gives to the values, (B, N, M, S), for inspection; see eq. 12.
+    """The weights S1 - gamma S2 that `compress` gives to the values, (B, N, M, S), for inspection (eq. 12).
 
-    Arguments as for `compress`; all logits exist at once.
+    Arguments as for `compress`. All logits exist at once.
     """
     scale = check_compress_scale(scale, query)
     return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)

@@ -1,4 +1,4 @@
-"""`compress` for every block of a long sequence at once: memory per layer of BRL-Attention."""
+"""`compress` for all blocks of a long sequence at once: BRL-Attention with memory per layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compress_blocks(
     bias: Float[Array, "N M R"] | PositionBias | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B C M N V"]:
-    """`compress` for C consecutive blocks at once, each reading the history before it (BRL's memory per layer).
+    """`compress` for C consecutive blocks at once, each of which reads the history before it.
 
     (B, C, M, N, H), (B, S, N, H) x 2, (B, S, N, V) -> (B, C, M, N, V)::
 
@@ -53,8 +53,8 @@ def compress_blocks(
             query, key, contrast_key, value, gamma=0.1, block_size=64, history_size=64
         )
 
-    Block c reads the keys [c * block_size, c * block_size + history_size). If the first history_size keys are those
-    that precede block 0, these are the history_size tokens before block c. The cost is linear in C.
+    Block c reads the keys [c * block_size, c * block_size + history_size). Put the history of block 0 in front, and
+    these are the history_size tokens before block c. The cost is linear in C.
 
     Args:
       query: (B, C, M, N, H), the compressed tokens of each block.
@@ -62,17 +62,15 @@ def compress_blocks(
       value: (B, S, N, V).
       gamma, scale, score, implementation: as in `compress`.
       block_size, history_size: in tokens, at least 1.
-      history_lengths: (C,) or (B, C), how many of the history_size keys of each block exist, counted from the end; all
-        by default. A block without any gets 0.
+      history_lengths: (C,) or (B, C), how many of each block's history_size keys exist, counted from the end; all by
+        default. A block without history gives 0.
       bias: (N, M, history_size), or a `PositionBias` called with 0..M-1 and 0..history_size-1.
 
     Returns:
-      (B, C, M, N, V) in the dtype of query.
+      (B, C, M, N, V) in query's dtype.
 
     Raises:
-      ValueError: on shapes that do not match, lengths that are no ints, an unknown score, or gamma given without
-        contrast_key (or the reverse).
-      NotImplementedError: as `compress`.
+      ValueError, NotImplementedError: as `compress`.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     check_sizes(block_size=block_size, history_size=history_size)
@@ -93,7 +91,7 @@ def compress_blocks(
             f"history_lengths must be ints of shape ({blocks},) or {(batch, blocks)}, got {history_lengths.dtype} "
             f"of shape {history_lengths.shape}",
         )
-        history_lengths = history_lengths.astype(jnp.int32)  # 8 bits do not hold the history's places
+        history_lengths = history_lengths.astype(jnp.int32)  # an int8 could not index the history
     if gamma is not None:
         gamma = per_head(gamma, query)
     scale = check_compress_scale(scale, query)
@@ -123,10 +121,10 @@ def compress_blocks_weights(
     score: Score = "softmax",
     bias: Float[Array, "N M R"] | None = None,
 ) -> Float[Array, "B C N M R"]:
-    """The weights S1 - gamma S2 that `compress_blocks` gives to the values, (B, C, N, M, R) with R the history_size,
-    for inspection. Key r of block c is number c * block_size + r of the arguments' S keys.
+    """The weights S1 - gamma S2 that `compress_blocks` gives to the values, (B, C, N, M, R), for inspection.
 
-    Arguments as for `compress_blocks`; all logits exist at once.
+    R is history_size, and key r of block c is key c * block_size + r of the S keys. Arguments as for `compress_blocks`.
+    All logits exist at once.
     """
     batch, blocks = query.shape[:2]
     windows = functools.partial(
@@ -146,7 +144,7 @@ def compress_blocks_weights(
 
 
 def _history_mask(lengths, batch, blocks, history_size):
-    """Which keys of each block's history exist, (B C, 1, 1, history_size); None for all."""
+    """Which keys of each block's history exist, (B C, 1, 1, history_size), or None for all."""
     if lengths is None:
         return None
     lengths = jnp.broadcast_to(lengths, (batch, blocks))
@@ -208,7 +206,7 @@ def _groups(all_at_once: bool, **static: Any) -> Form:
 def _compress_windows(
     query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
 ):
-    """The same with the history of every block as a batch entry of its own, for derivatives of every kind."""
+    """The same, with each block's history as a separate row of the batch: JAX differentiates it in every mode."""
     batch, blocks = query.shape[:2]
     windows = functools.partial(
         block_windows, blocks=blocks, block_size=block_size, history_size=history_size

@@ -1,4 +1,4 @@
-"""Compression and propagation on the GPU kernels: what they cannot serve, and the calls."""
+"""Compression and propagation on the GPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.dispatch import Backend, bias_unsupported
 from brl_jax.attention.core.triton import triton_backend
 
-# Triton is imported where it is needed: it costs import time.
+# Triton is imported inside the functions, because it is slow to import.
 
 
 def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:
@@ -54,7 +54,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
         sizes = {"blocks": blocks, "block_size": block_size, "history_size": history_size}
 
         def windows(x: Array) -> Array:
-            # Backwards: the kernel counts the keys that exist from the first, and their order does not matter.
+            # Reversed, because the kernel counts existing keys from the first one. Their order does not matter.
             return block_windows(x, **sizes)[:, ::-1]
 
         if lengths is not None:

@@ -1,4 +1,4 @@
-"""Propagation of compressed tokens back to all tokens: cross-attention on M keys.
+"""Propagation of compressed tokens back to all tokens, by cross-attention on M keys.
 
 BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), equations 8 and 9.
 """
@@ -45,15 +45,14 @@ def propagate(
     bias: Float[Array, "#B #N #T #M"] | PositionBias | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """T tokens read M compressed tokens: out = lambda sigma(c z_Q z_K^T + b) z_V.
+    """Lets T tokens read M compressed tokens: out = lambda sigma(c z_Q z_K^T + b) z_V.
 
     (B, T, N, H), (B, M, N, H), (B, M, N, V) -> (B, T, N, V)::
 
         out = propagate(query, key, value, strength=0.5)
 
-    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 9.
-
-    Time and memory are O(T M); the weights are recomputed in the backward pass.
+    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 9. Time and memory are O(T M). The backward pass recomputes
+    the weights.
 
     Args:
       query: (B, T, N, H), z_Q = phi(x), float32, bfloat16 or float16 (float64 with jax_enable_x64).
@@ -63,16 +62,15 @@ def propagate(
       score: "softmax", "relu2" or "laplace".
       bias: added to the logits; an array broadcastable to (B, N, T, M), or a `PositionBias` called with 0..T-1 and
         the compressed tokens' indices 0..M-1.
-      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
-        "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
+      implementation: None picks by platform when the call is lowered; "xla" works everywhere; "pallas" is a TPU kernel,
+        "triton" a GPU kernel, and "pallas_interpret" and "triton_interpret" interpret them.
 
     Returns:
-      (B, T, N, V) in the dtype of query.
+      (B, T, N, V) in query's dtype.
 
     Raises:
-      ValueError: on shapes that do not match or an unknown score.
-      NotImplementedError: a kernel asked for by name cannot serve the request, or the call is then lowered for a
-        platform on which that kernel does not run.
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named kernel does not support the call or the platform.
     """
     check_qkv(query, key, value)
     check_floating(query=query, key=key, value=value)
@@ -94,7 +92,7 @@ def propagate(
     return _choose(*operands, scale=scale, score=score, implementation=implementation)
 
 
-# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
 def _choose(query, key, value, strength, bias, *, scale, score, implementation):
     rows = functools.partial(_rows, scale=scale, score=score)

@@ -1,4 +1,4 @@
-"""The plain meaning of compression and propagation: all logits at once, without masks and lengths."""
+"""Definitions of compression and propagation: all logits at once, without masks and lengths."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Compressed tokens of sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
 
 `compress_blocks` fetches the history of its blocks from neighbouring devices. `brl_jax.compress(..., axis_name=...)`
-merges the softmaxes of all devices instead, and `propagate` needs nothing: its keys are the compressed tokens, which
-every device has.
+merges the softmaxes of all devices instead. `propagate` needs neither, because every device has the compressed tokens.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ def compress_blocks(
 ) -> Float[Array, "B C M N V"]:
     """`brl_jax.compress_blocks` of sequences that are sharded over `axis_name`, C blocks per device.
 
-    Unlike there, key, contrast_key and value are the blocks' own tokens, T = C * block_size; the `history_size` tokens
-    before them come from the neighbours.
+    Unlike there, key, contrast_key and value belong to the blocks' own tokens, T = C * block_size; the `history_size`
+    tokens before them come from the neighbours.
 
     Args:
       query: of this device's blocks.
-      axis_name: the mesh axis, in whose order the stretches follow each other.
-      history_lengths: of this device's blocks, how many of their keys, the last ones, exist.
+      axis_name: the mesh axis; the shards of a sequence follow its order.
+      history_lengths: of this device's blocks.
       earlier_key, earlier_contrast_key, earlier_value: of the history_size tokens before the whole sequence, the same
         on all devices.
       block_size, history_size, options: as in `brl_jax.compress_blocks`.
 
     Returns:
-      (B, C, M, N, H) in the dtype of query.
+      (B, C, M, N, H) in query's dtype.
 
     Raises:
-      ValueError: where T is not C * block_size.
+      ValueError: T is not C * block_size.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     require(
@@ -63,10 +62,10 @@ def compress_blocks(
             return None
         history = tokens_before(x, history_size, axis_name)
         if first is not None:
-            # Where the sequence began less than history_size tokens ago, what precedes it is in reach as well.
-            room = jnp.pad(first, ((0, 0), (0, history_size), (0, 0), (0, 0)))
+            # If the sequence began fewer than history_size tokens ago, the earlier tokens fill the rest.
+            padded = jnp.pad(first, ((0, 0), (0, history_size), (0, 0), (0, 0)))
             place = jnp.minimum(lax.axis_index(axis_name) * x.shape[1], history_size)
-            history += lax.dynamic_slice_in_dim(room, place, history_size, axis=1)
+            history += lax.dynamic_slice_in_dim(padded, place, history_size, axis=1)
         return jnp.concatenate([history, x], axis=1)
 
     return of_one_device.compress_blocks(

@@ -1,4 +1,4 @@
-"""Compression and propagation on the TPU kernels: what they cannot serve, and the calls."""
+"""Compression and propagation on the TPU kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.dispatch import Backend
 
-# Pallas is imported where it is needed: it costs import time.
+# Pallas is imported inside the functions, because it is slow to import.
 
 
 def compress_backend(**static: Any) -> Backend:
@@ -23,7 +23,7 @@ def compress_backend(**static: Any) -> Backend:
         from pallas_kernels import tpu
 
         if mask is not None:
-            # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
+            # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
             seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
             key, contrast_key, value = (
                 None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype))

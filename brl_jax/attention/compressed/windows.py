@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 def block_windows(
     x: Float[Array, "B S N H"], *, blocks: int, block_size: int, history_size: int
 ) -> Float[Array, "BC history N H"]:
-    """The tokens [c * block_size, c * block_size + history_size) of block c, as a batch entry of its own."""
+    """The tokens [c * block_size, c * block_size + history_size) of each block c, as a separate row of the batch."""
     if blocks == 1:
         return x[:, :history_size]
     needed = history_size + (blocks - 1) * block_size
-    # Whole blocks, shifted: the windows overlap, and the backward pass of a strided gather would be a scatter.
+    # Concatenate shifted whole blocks: the windows overlap, and the gradient of a strided gather would be a scatter.
     shifts = -(-history_size // block_size)
     lead = shifts * block_size - history_size
     x = jnp.pad(x[:, :needed], ((0, 0), (lead, 0), (0, 0), (0, 0)))

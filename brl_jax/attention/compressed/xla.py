@@ -1,7 +1,7 @@
-"""Compression of a long history piece by piece, forward and backward: the logits of one piece exist at a time.
+"""Compression of a long history, one piece at a time, forward and backward. Only one piece's logits exist at once.
 
-Loops stop at the last key that exists, so that a half-empty cache costs half. The backward pass computes the logits
-anew, uses the saved log-sum-exp, and visits each piece once.
+Loops stop at the last key that exists, so that a half-empty cache costs half. The backward pass recomputes the logits,
+uses the saved log-sum-exp, and visits each piece once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from brl_jax.attention.core.varying import vary_like
 
 
 class Operands(NamedTuple):
-    """The arrays of a call: see `compress`. Bias and mask have 4 axes, each of its full size or 1."""
+    """The arrays of a call of `compress`. Bias and mask have 4 axes, each of full size or 1."""
 
     query: Float[Array, "B M N H"]
     keys: tuple[Float[Array, "B S N H"], ...]
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One piece of the keys, with heads before keys: a CPU multiplies matrices faster in the order of reading."""
+    """One piece of the keys, with heads before keys, the order in which a CPU multiplies matrices faster."""
 
     keys: list[Float[Array, "B N P H"]]
     value: Float[Array, "B N P H"]
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 
 
 def kept_shapes(query: Any, value: Any, two: bool, score: Score) -> Any:
-    """The shapes of what `forward` returns for one attention or two, of queries (..., M, N, H)."""
+    """The shapes that `forward` returns for queries (..., M, N, H) and one attention or two."""
     *leading, count, heads, _ = query.shape
     dtype = accumulation_dtype(query.dtype)
     out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[3]), dtype)
@@ -58,17 +58,17 @@ def kept_shapes(query: Any, value: Any, two: bool, score: Score) -> Any:
 
 
 def piece_size(num_queries: int, num_keys: int) -> int:
-    """Keys in a piece: more for fewer queries, so that the logits of a head stay in a core's cache."""
+    """Keys in a piece: as large as keeps a head's logits in a core's cache."""
     return min(num_keys, max(256, min(4096, 2**18 // num_queries // 128 * 128)))
 
 
 def plain_read(
     operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
 ) -> tuple[Float[Array, "B M N V"], ...]:
-    """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums, by operations that JAX differentiates any number
-    of times. They visit all pieces.
+    """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums. Visits all pieces, in operations that JAX
+    differentiates any number of times.
 
-    axis_name: the mesh axis over which the keys are sharded, inside `shard_map`; None if these are all keys.
+    axis_name: inside `shard_map`, the mesh axis that shards the keys.
     """
     operands = vary_like(operands, operands)
 
@@ -89,13 +89,13 @@ def _steps(x: Operands, piece: int) -> Any:
 
 def _until_last_key(x: Operands, piece: int, step: Any, start: Any) -> Any:
     if piece == x.value.shape[1]:
-        return step(jnp.int32(0), start)  # a GPU would wait for a loop's condition
+        return step(jnp.int32(0), start)  # a GPU would wait for the loop's condition
     return lax.fori_loop(jnp.int32(0), jnp.int32(_steps(x, piece)), step, start)
 
 
-def _start(room: int, step: Array, piece: int) -> Array:
-    """The start of a piece. The last one starts early if it would reach beyond the keys; what it repeats is hidden."""
-    return jnp.minimum(step * piece, room - piece).astype(jnp.int32)
+def _start(size: int, step: Array, piece: int) -> Array:
+    """The start of a piece. The last one starts early, to end at the last key; a mask hides what it repeats."""
+    return jnp.minimum(step * piece, size - piece).astype(jnp.int32)
 
 
 def _cut(x: Operands, step: Array, piece: int) -> _Piece:
@@ -107,7 +107,7 @@ def _cut(x: Operands, step: Array, piece: int) -> _Piece:
         mask = mask & (index[None] < x.lengths[:, None].astype(jnp.int32))[:, None, None]
     if x.mask is not None:
         mask = mask & (cut(x.mask, axis=3) if x.mask.shape[3] > 1 else x.mask)
-    # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
+    # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
     seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
 
     def rows(array):
@@ -125,7 +125,7 @@ def _logits(query: Array, key: Array, bias: Array | None, scale: float) -> Float
 
 
 def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Score) -> SoftmaxSums:
-    """The sums with those of one piece; a score that is not normalised uses `weighted` alone."""
+    """Adds one piece to the sums. A score that is not normalised uses only `weighted`."""
 
     def read(weights: Array) -> Array:
         kept = weights_dtype(value.dtype, score)
@@ -144,9 +144,9 @@ def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Sco
 def forward(
     x: Operands, piece: int, scale: float, score: Score, axis_name: str | None = None, loop: Any = None
 ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-    """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax).
+    """The results, and each row's log-sum-exp as `normalise` returns it (None unless the score is softmax).
 
-    loop: (step, start) -> the last carry; None for one that stops at the last key that exists.
+    loop: (step, start) -> the last carry; by default a loop that stops at the last key that exists.
     """
     batch, count, heads, _ = x.query.shape
     accumulate = accumulation_dtype(x.query.dtype)
@@ -182,18 +182,18 @@ def read_cache(
     *,
     scale: float,
 ) -> Float[Array, "B N M V"]:
-    """softmax(c Q K^T) V over the first `length` keys of a decoding cache, in the dtype of query; zeros for no keys.
+    """softmax(c Q K^T) V over the first `length` keys of a decoding cache, in query's dtype; zeros without keys.
 
-    As `read`, for arrays with the heads before the tokens, which a loop over slices of `jnp.swapaxes` would copy.
+    The cache has heads before tokens, so this loop slices it without copying it.
     """
-    room, accumulate = key.shape[2], accumulation_dtype(query.dtype)
-    piece = piece_size(query.shape[2], room)
+    size, accumulate = key.shape[2], accumulation_dtype(query.dtype)
+    piece = piece_size(query.shape[2], size)
 
     def step(i, sums):
-        start = _start(room, i, piece)
+        start = _start(size, i, piece)
         index = start + jnp.arange(piece, dtype=jnp.int32)
         seen = (index >= i * piece) & (index < length)
-        # What is not yet a token may contain anything, even NaN.
+        # The unused end of the cache may be NaN.
         key_rows, value_rows = (
             jnp.where(seen[:, None], lax.dynamic_slice_in_dim(a, start, piece, 2), jnp.zeros((), a.dtype))
             for a in (key, value)
@@ -215,18 +215,20 @@ def backward(
     scale: float,
     score: Score,
 ) -> Operands:
-    """The gradients of the operands, given what `forward` returned and the gradients of its results. With results over
-    all keys, the gradients of one device's keys do not depend on the others'."""
+    """The gradients of the operands, from what `forward` returned and the gradients of its results.
+
+    Since the results are over all keys, the gradients of one device's keys do not depend on other devices' keys.
+    """
     accumulate = accumulation_dtype(x.query.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=accumulate)
     query = jnp.swapaxes(x.query, 1, 2)
     grads = tuple(jnp.swapaxes(g, 1, 2) for g in grads)
-    # The derivative of the softmax needs each row's weighted mean of the changes: the output times its gradient.
+    # The softmax's derivative needs each row's weighted mean of the changes: the output times its gradient.
     means = [(g * jnp.swapaxes(out, 1, 2)).sum(-1) for g, out in zip(grads, outs)]
     narrow = [g.astype(weights_dtype(x.value.dtype, score)) for g in grads]
 
     def logits_gradient(logits, mask, change, log_sum, mean):
-        """Weights and the gradient of the logits."""
+        """The weights, and the gradient of the logits."""
         if score == "softmax":
             return softmax_gradient(jnp.where(mask, logits, MASKED), log_sum, change, mean)
         weights, pull = jax.vjp(lambda z: elementwise_weights(z, mask, score), logits)

@@ -1,7 +1,8 @@
-"""`compress_blocks` through XLA: a group of blocks at a time, of whose histories alone there are copies.
+"""`compress_blocks` through XLA, one group of blocks at a time.
 
-Histories overlap: block_size tokens further on, all but block_size of their tokens are the same. To copy all of them
-would multiply the keys by history_size / block_size, and on a CPU these copies took longer than the attention itself.
+The histories of two consecutive blocks share all but block_size tokens. Copying all histories would multiply the keys
+by history_size / block_size, and on a CPU these copies took longer than the attention itself. So only one group's
+histories are copied at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from brl_jax.attention.core.scores import Score
 from brl_jax.attention.core.softmax import MASKED
 from brl_jax.attention.core.varying import vary_like
 
-#: Logits of a step: fewer cost more to start than to compute, more do not stay in a core's cache.
+#: Logits in a step: enough to pay for starting it, few enough for a core's cache.
 _LOGITS = 2**18
 
 
 class Operands(NamedTuple):
-    """The arrays of a call: see `compress_blocks`. The bias has 4 axes, the lengths are of their full shape."""
+    """The arrays of a call of `compress_blocks`, with 4 axes of the bias and full shape of the lengths."""
 
     query: Float[Array, "B C M N H"]
     keys: tuple[Float[Array, "B S N H"], ...]
@@ -43,7 +44,7 @@ class _Options(NamedTuple):
 
 
 def form(x: Operands, *, all_at_once: bool, **options: Any) -> BlocksForm:
-    """How a platform computes sigma(c Q K^T + b) V of every block: all blocks at once, or as many as fit its cache."""
+    """How to compute sigma(c Q K^T + b) V of every block: all blocks at once, or a group that fits the cache."""
     batch, blocks, count, heads, _ = x.query.shape
     few = max(1, _LOGITS // (batch * heads * count * options["history_size"]))
     steps = 1 if all_at_once else -(-blocks // few)
@@ -51,17 +52,14 @@ def form(x: Operands, *, all_at_once: bool, **options: Any) -> BlocksForm:
 
 
 class BlocksForm(NamedTuple):
-    """The blocks of a call in `steps` groups.
-
-    Results of a group are (steps, B group, ...) inside, and (B, C, ...) outside.
-    """
+    """Computes the blocks of a call in `steps` groups. Inside, results are (steps, B group, ...)."""
 
     steps: int
     blocks: int
     options: _Options
 
     def forward(self, x: Operands) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        """The results for each set of keys, (B, C, M, N, V) in the dtype of sums; log-sum-exps (B, C, N, M)."""
+        """For each set of keys, the result (B, C, M, N, V) in the dtype of sums, and the log-sum-exp (B, C, N, M)."""
         x = self._padded(x)
         queries = _split(x.query, self.options.group)
 
@@ -74,11 +72,11 @@ class BlocksForm(NamedTuple):
         return jax.tree.map(lambda a: _join(a, self.options.group)[:, : self.blocks], every)
 
     def backward(self, x: Operands, outs: Any, log_sums: Any, d_outs: Any) -> Operands:
-        """The gradients of the operands, given what `forward` returned and the gradients of its results."""
+        """The gradients of the operands, from what `forward` returned and the gradients of its results."""
         o = self.options
         padded = self._padded(x)
         missing = padded.query.shape[1] - self.blocks
-        # A row without keys has weights exp(score - huge) = 0.
+        # In a row without keys, weights are exp(score - huge) = 0.
         log_sums = jax.tree.map(lambda a: _pad_blocks(a, missing, -MASKED), log_sums)
         outs, d_outs = jax.tree.map(lambda a: _pad_blocks(a, missing), (outs, d_outs))
         entries = jax.tree.map(lambda a: _split(a, o.group), (padded.query, outs, log_sums, d_outs))
@@ -109,14 +107,14 @@ class BlocksForm(NamedTuple):
         return _pad(x, self.steps * self.options.group - self.blocks, self.options)
 
     def _unpadded(self, total: Array, length: int) -> Array:
-        """The gradient of keys, which `_pad` has cut or filled, for `length` keys."""
+        """Undoes what `_pad` did to the keys, for their gradient: `length` keys."""
         total = total[:, :length]
         return _pad_blocks(total, length - total.shape[1])
 
 
 def _pad(x: Operands, missing: int, o: _Options) -> Operands:
-    """The operands with blocks at the end that read nothing, so that all groups are full. Had they a history, what it
-    contains could spoil the gradients, even with a weight of 0."""
+    """Adds blocks at the end, so that all groups are full. They read nothing: a NaN in a history would spoil gradients
+    even with a weight of 0."""
     if not missing:
         return x
 
@@ -131,12 +129,12 @@ def _pad(x: Operands, missing: int, o: _Options) -> Operands:
 
 
 def _pad_blocks(array: Array, size: int, fill: float = 0) -> Array:
-    """An array (B, C, ...) with `size` more entries along its second axis."""
+    """Adds `size` entries along the second axis of (B, C, ...)."""
     return jnp.pad(array, ((0, 0), (0, size)) + ((0, 0),) * (array.ndim - 2), constant_values=fill)
 
 
 def _split(array: Array, group: int) -> Array:
-    """(B, C, ...) by groups of blocks: (C / group, B group, ...)."""
+    """Turns (B, C, ...) into groups of blocks, (C / group, B group, ...)."""
     return rearrange(array, "b (s g) ... -> s (b g) ...", g=group)
 
 

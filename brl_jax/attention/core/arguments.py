@@ -1,4 +1,4 @@
-"""The arguments that softmax attention functions share: checks, and one form for each."""
+"""Checks for the arguments that attention functions share, and one normal form for each argument."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_int(x: Any) -> bool:
 
 
 def starts(*places: Any) -> tuple[Any, ...]:
-    """The start indices of a slice, all int32: with `jax_enable_x64` an int would be int64, and types must not mix."""
+    """Makes a slice's start indices all int32: with `jax_enable_x64` an int would be int64, and types must match."""
     return tuple(np.int32(p) if is_int(p) else p for p in places)
 
 
@@ -71,7 +71,7 @@ def check_sinks(sinks: Any, heads: int) -> Array | None:
 
 
 def check_bias(bias: Any, query: Array, key: Array) -> Any:
-    """An array bias is returned with shape (B or 1, N or 1, T or 1, S or 1)."""
+    """The bias; an array gets the shape (B or 1, N or 1, T or 1, S or 1)."""
     if bias is None:
         return bias
     if isinstance(bias, PositionBias):
@@ -95,7 +95,7 @@ def check_bias(bias: Any, query: Array, key: Array) -> Any:
 
 
 def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
-    """The mask with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
+    """The mask, with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
     if mask is None:
         return None
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -111,7 +111,7 @@ def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"
 
 
 def check_lengths(name: str, lengths: Any, batch: int, longest: int | None = None) -> Array | None:
-    """Lengths (B,) as int32; those beyond `longest` mean all tokens."""
+    """Lengths (B,) as int32, clipped to `longest`."""
     if lengths is None:
         return None
     lengths = jnp.asarray(lengths)
@@ -147,8 +147,7 @@ def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tu
 
 
 def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
-    """Raises ValueError unless the positions are an array (1, T) or (B, T), for queries and keys that are the same
-    tokens."""
+    """Raises ValueError unless positions are (1, T) or (B, T), and queries and keys are the same tokens."""
     batch, length = query.shape[:2]
     shape = getattr(positions, "shape", type(positions).__name__)
     require(
@@ -159,7 +158,7 @@ def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
 
 
 def zero_padding(x: Array, lengths: Array | None) -> Array:
-    """Zeros in x (B, T, ...) from each length on: a padded NaN times a weight of 0 would still be NaN."""
+    """Sets x (B, T, ...) to zero from each length on, because a NaN in the padding times a weight of 0 is still NaN."""
     if lengths is None:
         return x
     inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]

@@ -1,8 +1,8 @@
 """Position biases added to attention logits, computed from positions so that no (T, S) array is stored.
 
-A bias is a pytree (its arrays are differentiated, sharded and donated like any other). It is called with query
-positions (T,) and key positions (S,) and returns (N, T, S) in float32. Attention functions call it on the blocks that
-they work on. See Press et al. 2022 (ALiBi, arXiv:2108.12409) and Raffel et al. 2020 (T5, arXiv:1910.10683).
+A bias is a pytree, so its arrays can be differentiated, sharded and donated. Attention functions call it on one block
+at a time: with query positions (T,) and key positions (S,) it returns (N, T, S) in float32. See Press et al. 2022
+(ALiBi, arXiv:2108.12409) and Raffel et al. 2020 (T5, arXiv:1910.10683).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class PositionBias(Protocol):
 
 @runtime_checkable
 class DistanceBias(PositionBias, Protocol):
-    """A `PositionBias` that depends on the distance alone, the query's position minus the key's: kernels add it.
+    """A `PositionBias` that depends only on the distance, query position minus key position. Kernels can add it.
 
     Attributes:
-      farthest: distances from this one on, on either side, have the bias of this one; None if there is none.
+      farthest: beyond this distance, on either side, the bias no longer changes; None if it always does.
     """
 
     @property
     def farthest(self) -> int | None: ...
 
     def by_distance(self, distances: Int[Array, "D"]) -> Float[Array, "N D"]:
-        """The bias of each head at each distance, which may be negative, in float32."""
+        """The bias of each head at each distance, in float32. Distances may be negative."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ALiBi:
-    """Logits decrease linearly with the distance: -slope * |i - j|, with one slope per head.
+    """A bias that decreases linearly with the distance: -slope * |i - j|, with one slope per head.
 
     Attributes:
       slopes: (N,) float32; `alibi_slopes(N)` gives the published geometric sequence.
@@ -66,7 +66,7 @@ class ALiBi:
         return -self.checked_slopes()[:, None] * jnp.abs(distances).astype(jnp.float32)
 
     def checked_slopes(self) -> Float[Array, "N"]:
-        """The slopes; ValueError unless there is one for each head."""
+        """The slopes; raises ValueError unless they are a vector, one for each head."""
         if jnp.ndim(self.slopes) != 1:
             raise ValueError(
                 f"slopes of ALiBi must have shape (heads,), as alibi_slopes(heads) gives, got {self.slopes!r}"
@@ -75,7 +75,7 @@ class ALiBi:
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
-    """The slopes of the ALiBi paper: 2^(-8 i / N); if N is no power of two, the rest come from the next power."""
+    """The slopes of the ALiBi paper, 2^(-8 i / N). If N is not a power of two, the rest come from the next power."""
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     power = 2 ** math.floor(math.log2(num_heads))
@@ -91,8 +91,8 @@ class T5Bias:
 
     Attributes:
       table: (num_buckets, N) float, learned.
-      max_distance: distances from this one on share the last bucket.
-      bidirectional: whether half of the buckets are for keys after the query; otherwise these all fall into bucket 0.
+      max_distance: all distances from this one on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query; otherwise all such keys share bucket 0.
     """
 
     table: Float[Array, "buckets N"]
@@ -119,7 +119,7 @@ class T5Bias:
 class RotaryBias:
     """A learned function of the distance: the product of two vectors, rotated to the query's and the key's position.
 
-    This is the bias of gated attention units on long sequences (Hua et al. 2022, arXiv:2202.10447, appendix B).
+    Gated attention units use it on long sequences (Hua et al. 2022, arXiv:2202.10447, appendix B).
 
     Attributes:
       left, right: (N, H) float with H even, learned.
@@ -142,7 +142,7 @@ class RotaryBias:
     def by_distance(self, distances):
         far = jnp.abs(distances)[None]
         vectors = (self.left, self.right)
-        # The vector of the position that is farther right turns by the distance.
+        # Only the relative rotation matters, so turn the later position's vector by the distance.
         ahead, behind = (
             jnp.einsum("dnh,nh->nd", self.factor(a, far)[0], b.astype(jnp.float32), precision="highest")
             for a, b in (vectors, vectors[::-1])
@@ -150,7 +150,7 @@ class RotaryBias:
         return jnp.where(distances >= 0, ahead, behind)
 
     def factor(self, vector: Float[Array, "N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """`left` or `right`, rotated to each position, in float32: the bias is the product of both."""
+        """`left` or `right`, rotated to each position, in float32. The bias is the product of the two."""
         rows = jnp.broadcast_to(vector.astype(jnp.float32), (*positions.shape, *vector.shape))
         return rotate(rows, positions, self.theta)
 
@@ -158,7 +158,7 @@ class RotaryBias:
 def t5_bucket(
     relative: Int[Array, "*shape"], num_buckets: int, max_distance: int, bidirectional: bool
 ) -> Int[Array, "*shape"]:
-    """Bucket of a relative position (key minus query): exact when near, logarithmic up to max_distance."""
+    """The bucket of a relative position (key minus query): exact when near, logarithmic up to max_distance."""
     if num_buckets < 4 or max_distance <= num_buckets // 2:
         raise ValueError(
             f"T5 buckets need num_buckets >= 4 and max_distance > num_buckets / 2, "

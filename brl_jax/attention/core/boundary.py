@@ -1,4 +1,4 @@
-"""What public functions do before they look at arguments: absent batch axes, symbolic batch sizes, explicit meshes."""
+"""Decorators of public functions, for absent batch axes, symbolic batch sizes and explicit meshes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ R = TypeVar("R")
 
 
 def attention_function(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, for symbolic batch sizes and for arrays that are sharded over an explicit mesh as well.
+    """Makes a function accept symbolic batch sizes, and arrays that are sharded over an explicit mesh.
 
-    Symbolic batch sizes (`jax.export`): loops and tiles are planned for sizes that are known, so each sequence is
-    planned for by itself, and `jax.vmap` adds the batch. Such calls go through XLA unless another implementation is
-    asked for.
+    Symbolic batch sizes (`jax.export`): loops and tiles need known sizes, so the function is planned for one sequence
+    and `jax.vmap` adds the batch. Such calls go through XLA unless they name another implementation.
 
-    Explicit meshes: heads are split, merged and padded on the way, which JAX refuses to do with a sharded axis whose
-    result has no unambiguous sharding. Inside, the compiler divides the work, as with an automatic mesh. The output
-    is sharded as the query is, and states and residuals by batch only.
+    Explicit meshes: functions split, merge and pad heads, which JAX refuses for a sharded axis if the sharding of the
+    result is ambiguous. So the function runs under an automatic mesh, where the compiler divides the work. The output
+    is sharded like the query; states and residuals only by batch.
 
     The first argument must be the queries, the values or the tokens, with the batch as first axis.
     """
@@ -65,10 +64,10 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, for query, key and value without a batch axis as well, as in `jax.nn.dot_product_attention`.
+    """Makes a function accept query, key and value without a batch axis, like `jax.nn.dot_product_attention`.
 
-    Where all three have three axes, they get a batch of 1, as do segment ids and lengths (those of shape (1,), which
-    `jax.nn` takes, have it already); bias and mask broadcast as they are. The results lose it again.
+    If all three have three axes, they get a batch of 1, and so do segment ids and scalar lengths. Bias and mask
+    broadcast as they are. The results lose the axis again.
     """
     signature = inspect.signature(function)
 
@@ -81,6 +80,10 @@ def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
         names = ("query", "key", "value")
         if any(getattr(given[name], "ndim", None) != 3 for name in names):
             return function(*args, **kwargs)
+        require(
+            not given.get("return_state") and given.get("state") is None,
+            "query, key and value must have a batch axis with state and return_state",
+        )
         for name in (*names, "segment_ids"):
             if given.get(name) is not None:
                 given[name] = jax.tree.map(lambda x: x[None], given[name])
@@ -101,7 +104,7 @@ def _one_by_one(function: Callable[..., Any], arrays: list) -> Any:
         )
         require(known, f"only the batch, the first axis, may have a symbolic size, got shape {x.shape}")
     outs = jax.vmap(lambda *rows: function(*(row[None] for row in rows)))(*arrays)
-    # A number that the sequences share, such as that of the tokens in a state, has no batch axis.
+    # A number that all sequences share, such as the length of a state, has no batch axis.
     return jax.tree.map(lambda x: x[:, 0] if x.ndim > 1 else x[0], outs)
 
 

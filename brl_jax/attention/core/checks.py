@@ -1,4 +1,4 @@
-"""Argument checks shared by the attention functions: each error names the argument, its value and what is expected."""
+"""Checks whose errors name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require(condition: bool, message: str) -> None:
 
 def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value")) -> None:
     """Checks (B, T, N, H), (B, S, K, H), (B, S, K, H) with N a multiple of K and nothing empty."""
-    # Without `require`, whose messages would be made for each call that passes.
+    # Not with `require`, which would format its message in every call.
     for array, name in zip((query, key, value), names):
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise ValueError(f"{name} must be an array, got {type(array).__name__}")
@@ -39,19 +39,19 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
         raise ValueError(f"{k} must have {q}'s head_dim {query.shape[3]}, got {key.shape[3]}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(
-            f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}"
+            f"the heads of {q} must be a multiple of the heads of {k}, got {query.shape[2]} and {key.shape[2]}"
         )
 
 
 def check_bias_shape(bias: Any, shape: tuple[int, ...], axes: str) -> None:
-    """Raises ValueError unless a bias has 4 axes, each of its full size or 1; `axes` names them in the message."""
+    """Raises ValueError unless a bias has 4 axes, each of full size or 1; `axes` names them in the message."""
     require(bias.ndim == 4, f"bias must have 4 axes {axes}, got shape {bias.shape}")
     fits = all(size in (1, full) for size, full in zip(bias.shape, shape))
     require(fits, f"bias must broadcast to {axes} = {shape}, got shape {bias.shape}")
 
 
 def check_floating(**arrays) -> None:
-    """Raises ValueError unless all arrays are floating point, of the first one's dtype."""
+    """Raises ValueError unless all arrays are floating point and have the first one's dtype."""
     first, dtype = next((name, array.dtype) for name, array in arrays.items())
     for name, array in arrays.items():
         require(array.dtype == dtype, f"{name} must have {first}'s dtype {dtype}, got {array.dtype}")
@@ -68,7 +68,7 @@ def check_at_least(owner: object, *names: str, least: int = 1) -> None:
 
 
 def check_counts(owner: object, *names: str) -> None:
-    """Raises ValueError unless each of these attributes of a configuration can be counted to in int32."""
+    """Raises ValueError unless each of these attributes of a configuration fits in int32."""
     most = int(np.iinfo(np.int32).max)
     for name in names:
         value = getattr(owner, name)
@@ -83,7 +83,7 @@ def check_finite(owner: object, *names: str) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ValueError, with the nearest choice, unless value is one of them."""
+    """Raises ValueError, suggesting the nearest choice, unless value is one of them."""
     if value in choices:
         return
     near = difflib.get_close_matches(str(value), choices, n=1)
@@ -92,7 +92,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def concrete_values(array: Any) -> np.ndarray | None:
-    """The values of an array, or None where they are not known: traced, or on devices of another process."""
+    """The values of an array; None if it is traced, or partly on devices of another process."""
     if array is None or isinstance(array, jax.core.Tracer):
         return None
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""Whether cuDNN's attention can be part of a program."""
+"""Whether a program can use cuDNN's attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 
 
 def cudnn_unsupported(with_cudnn: Callable[..., Any], *arguments: Any) -> str | None:
-    """Why a function of cuDNN cannot be lowered for the GPU that is compiled for; None if it can."""
+    """Why a function that calls cuDNN cannot be compiled for the target GPU, or None."""
     from pallas_kernels import triton
 
     capability = triton.target_capability()
     if capability < triton.LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
-    # Without cuDNN, and for what its version does not know, JAX refuses to trace the call, whatever the platform.
+    # JAX refuses to trace the call, on any platform, if cuDNN is missing or its version does not support the call.
     try:
         jax.eval_shape(with_cudnn, *arguments)
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Tokens of neighbouring devices, where sequences are sharded over a mesh axis inside `jax.shard_map`."""
+"""Fetches tokens from neighbouring devices, for sequences sharded over a mesh axis inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from jaxtyping import Array, Float
 
 
 def tokens_before(x: Float[Array, "B T ..."], count: int, axis_name: str) -> Float[Array, "B count ..."]:
-    """The `count` tokens that precede this device's, in order; zeros before the first of the sequence."""
+    """The `count` tokens before this device's, in order; zeros before the start of the sequence."""
     return _neighbours(x, count, axis_name, after=False)
 
 
 def tokens_after(x: Float[Array, "B T ..."], count: int, axis_name: str) -> Float[Array, "B count ..."]:
-    """The `count` tokens that follow this device's, in order; zeros after the last of the sequence."""
+    """The `count` tokens after this device's, in order; zeros after the end of the sequence."""
     return _neighbours(x, count, axis_name, after=True)
 
 
 def with_halo(x: Float[Array, "B T ..."], before: int, after: int, axis_name: str) -> Float[Array, "B S ..."]:
-    """This device's tokens with `before` tokens that precede and `after` tokens that follow them."""
+    """This device's tokens, with `before` tokens in front and `after` tokens behind."""
     parts = [tokens_before(x, before, axis_name)] if before else []
     parts += [x, *([tokens_after(x, after, axis_name)] if after else [])]
     return jnp.concatenate(parts, axis=1)
@@ -27,8 +27,7 @@ def with_halo(x: Float[Array, "B T ..."], before: int, after: int, axis_name: st
 def _neighbours(x: Array, count: int, axis_name: str, after: bool) -> Array:
     size, shards = x.shape[1], lax.axis_size(axis_name)
     pieces = []
-    # The neighbour `hop` devices away sends the tokens nearest to this device: all of its own, or a part if it is the
-    # farthest one.
+    # The neighbour `hop` devices away sends the tokens nearest to this device; all but the farthest send everything.
     for hop in range(1, min(-(-count // size), shards - 1) + 1):
         part = min(size, count - (hop - 1) * size)
         piece = (

@@ -1,4 +1,4 @@
-"""The attention matrix of any mechanism, explicit or implied, for inspection."""
+"""The attention matrix of any mechanism, even if it never computes one, for inspection."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from jaxtyping import Array, Float
 def implied_weights(
     attend: Callable[[Float[Array, "B S K H"]], Float[Array, "B T N H"]], value: Float[Array, "B S K H"]
 ) -> Float[Array, "B N T S"]:
-    """The matrix P by which an attention function maps values to outputs: out_i = sum_j p_ij v_j for each head.
+    """The matrix P that an attention function multiplies values by: out_i = sum_j p_ij v_j for each head.
 
-    Exact for every function that is linear in the values, whatever it computes from queries and keys: the weights of a
-    softmax, phi(q_i) . phi(k_j) / sum_k phi(q_i) . phi(k_k) of linear attention (TransNormer, arXiv:2210.10340, eqs. 4
-    and 6), the products of a delta rule. The matrix is read off the outputs for values that are columns of the
-    identity, H at a time, so that masks, patterns and padding are those of the function itself. This takes S / H calls
-    and O(T S) memory.
+    It is exact for every function that is linear in the values: a softmax, linear attention with the weights
+    phi(q_i) . phi(k_j) / sum_k phi(q_i) . phi(k_k) (TransNormer, arXiv:2210.10340, eqs. 4 and 6), a delta rule. The
+    function runs on columns of the identity as values, H at a time, so its own masks, patterns and padding apply. This
+    takes S / H calls and O(T S) memory.
 
     Args:
       attend: values -> outputs, at fixed queries and keys.
-      value: (B, S, K, H), for its shape and dtype only; K divides N.
+      value: (B, S, K, H), only for its shape and dtype; K divides N.
 
     Returns:
       (B, N, T, S) in the dtype of the outputs. Entries may be negative, and rows need not sum to 1.

@@ -1,4 +1,4 @@
-"""Writing new tokens into an array of all tokens, such as a decoding cache, without a copy of the array."""
+"""Writes new tokens into a decoding cache without copying it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from brl_jax.attention.core.by_platform import branches
 def write_places(
     array: Float[Array, "*S"], new: Float[Array, "*T"], places: Int[Array, "*#B T"], *, axis: int = 1
 ) -> Float[Array, "*S"]:
-    """`array` with `new` at `places` along `axis`; places at or beyond the array's end are written nowhere.
+    """`array` with `new` written at `places` along `axis`. Places at or beyond the end are ignored.
 
-    XLA turns a write to one place into an update slice, which its CPU compiler then computes twice: once for the new
-    array and once more inside the product that reads it. Neither can happen in place, so that both copy the array. A
-    write to two places, of which the second does not exist, stays what it is and happens in place.
+    XLA turns a write to one place into an update slice. Its CPU compiler computes that twice, for the new array and
+    inside the product that reads it, so neither can happen in place and both copy the array. A write to two places
+    stays a scatter, which happens in place; so on a CPU a single write gets a second place, beyond the end.
 
     Args:
-      array: any floats or integers, of which `axis` counts tokens.
-      new: an array like it with T tokens along `axis`.
-      places: (T,) ints for all rows, or (B, T) for each row of the first axis, with axis=1.
+      array: floats or integers, with tokens along `axis`.
+      new: an array like it, with T tokens along `axis`.
+      places: (T,) ints for all rows; or (B, T), one list for each row, with axis=1.
     """
-    room = array.shape[axis]
+    size = array.shape[axis]
 
     def write(array: Array, new: Array, places: Array) -> Array:
         if places.ndim == 1:
@@ -31,7 +31,7 @@ def write_places(
         return array.at[rows, places].set(new, mode="drop")
 
     def write_with_another(array: Array, new: Array, places: Array) -> Array:
-        places = jnp.concatenate([places, jnp.full_like(places, room)], axis=-1)
+        places = jnp.concatenate([places, jnp.full_like(places, size)], axis=-1)
         return write(array, jnp.concatenate([new, new], axis=axis), places)
 
     new = new.astype(array.dtype)

@@ -1,4 +1,4 @@
-"""Matrix products of attention over heads that are split into key heads and groups."""
+"""Matrix products of attention, over heads split into key heads and groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-#: Bytes of scores that one step of a loop on a CPU computes: about what stays in a core's second-level cache.
+#: Bytes of scores for one step of a loop on a CPU: about what fits in a core's second-level cache.
 CACHE_BYTES = 2**21
 
 
@@ -23,21 +23,21 @@ def merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
 
 @runtime_checkable
 class Product(Protocol):
-    """A product of two arrays whose axes are named as in einsum, accumulated in float32."""
+    """An einsum of two arrays, accumulated in float32."""
 
     def __call__(self, subscripts: str, x: Array, y: Array, /) -> Array: ...
 
 
 def product(subscripts: str, x: Array, y: Array, /) -> Array:
-    """Keeps all axes apart, because they may be sharded."""
+    """Keeps all axes separate, because they may be sharded."""
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
 
 def merged_product(subscripts: str, x: Array, y: Array, /) -> Array:
-    """First merges the axes b and k into one, and g and t into one.
+    """Merges the axes b and k into one, and g and t into one, before the product.
 
-    XLA's CPU backend passes products with a single batch axis to its library as they are. With more batch axes it first
-    writes a transposed copy of the right factor, which takes a quarter of the whole time.
+    XLA's CPU backend passes products with one batch axis straight to its library. With more batch axes it first writes
+    a transposed copy of the right factor, which takes a quarter of the whole time.
     """
     operands, result = subscripts.split("->")
     left, right = operands.split(",")

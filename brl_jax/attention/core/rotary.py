@@ -1,4 +1,4 @@
-"""Rotary positions: vectors rotated by their position, so that their products depend on distances."""
+"""Rotary positions: vectors are rotated by their positions, so that their products depend on distances."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Slower rotary frequencies, by which a network reads longer sequences than it was trained on.
+    """Slower rotary frequencies, so that a network can read longer sequences than it was trained on.
 
-    "linear"  all are divided by `factor`, as if positions were interpolated (Chen et al. 2023, arXiv:2306.15595);
-    "llama3"  those of long wavelengths are (Llama 3, arXiv:2407.21783; the rule is that of its published code);
-    "yarn"    the same with another transition, and scaled queries and keys (Peng et al. 2023, arXiv:2309.00071).
+    "linear"  divides all frequencies by `factor`, which interpolates positions (Chen et al. 2023, arXiv:2306.15595);
+    "llama3"  divides only low frequencies (Llama 3, arXiv:2407.21783, following its published code);
+    "yarn"    does the same with another transition, and scales queries and keys (Peng et al. 2023, arXiv:2309.00071).
 
     Raises:
       ValueError: an unknown kind, or numbers out of range.
     """
 
     kind: RopeScalingKind = "none"
-    """Which frequencies are divided; "none" leaves all as they are."""
+    """Which frequencies to divide; "none" leaves all unchanged."""
     factor: float = 1.0
-    """What they are divided by."""
+    """The divisor."""
     original_length: int = 8192
-    """Tokens of the sequences that the network was trained on; for "llama3" and "yarn"."""
+    """Length of the sequences that the network was trained on; for "llama3" and "yarn"."""
     slow_turns: float = 1.0
     """Frequencies with fewer turns than this over `original_length` are divided by the whole factor."""
     fast_turns: float = 4.0
-    """Frequencies with more turns than this stay as they are; those between have a mixture."""
+    """Frequencies with more turns than this stay unchanged; between the two, the divisor grows gradually."""
     query_key_factor: float = 1.0
     """Multiplies rotated queries and keys ("yarn")."""
     truncate: bool = True
@@ -62,7 +62,7 @@ class RopeScaling:
             turns = self.original_length * plain / (2 * math.pi)
             kept = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
         else:
-            # The pair that makes a number of turns, as a real number; the transition is linear in the pair's number.
+            # The index, a real number, of the pair with this many turns; the transition is linear in the index.
             first, last = (
                 head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
                 for turns in (self.fast_turns, self.slow_turns)
@@ -84,17 +84,18 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
-    The angle position * frequency is the sum of the angles of the position's low and high part, and the step of the
-    high part is reduced modulo 2 pi beforehand, so that float32 angles are accurate to 1e-3 at positions of millions.
+    Each position is split into a low and a high part, and the high part's angle is reduced modulo 2 pi in advance. That
+    keeps float32 angles accurate to 1e-3 at positions in the millions.
 
     Args:
-      x: (B, T, N, H) with H even; positions: (B, T) or (1, T), not negative.
+      x: (B, T, N, H) with H even.
+      positions: (B, T) or (1, T), not negative.
       theta: base of the frequencies theta^(-2 i / H).
-      scaling: changes some of them; None for none.
+      scaling: changes the frequencies.
       rotary_dim: how many features of a head, from the first, are rotated; None for all H.
 
     Raises:
-      ValueError: if the number of rotated features is odd.
+      ValueError: the number of rotated features is odd.
     """
     if rotary_dim is not None:
         turned = rotate(x[..., :rotary_dim], positions, theta, scaling)

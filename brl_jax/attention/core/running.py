@@ -1,8 +1,7 @@
-"""Sums over the tokens up to each one, of rows that the devices along a mesh axis may share.
+"""Cumulative sums over the tokens of rows that may be sharded over a mesh axis.
 
-Inside `jax.shard_map` a device has a stretch of each row, and `axis_name` names the axis in whose order the stretches
-follow each other. Devices exchange the totals of their stretches, as large as one token each. Without an axis the
-arrays have all tokens.
+Inside `jax.shard_map`, with `axis_name`, each device has one shard of each row, in the order of the axis. Devices
+exchange only the totals of their shards, each as large as one token. Without `axis_name` the arrays have all tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 
 def running_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B T *F"]:
-    """The sum over the tokens up to each one."""
+    """For each token, the sum up to and including it."""
     within = lax.cumsum(x, axis=1)
     if axis_name is None:
         return within
@@ -22,7 +21,7 @@ def running_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Floa
 
 
 def running_log_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B T *F"]:
-    """The logarithm of the sum of the exponentials over the tokens up to each one."""
+    """For each token, the log of the sum of exponentials up to and including it."""
     within = lax.associative_scan(jnp.logaddexp, x, axis=1)
     if axis_name is None:
         return within
@@ -32,13 +31,13 @@ def running_log_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> 
 
 
 def token_numbers(length: int, axis_name: str | None = None) -> Int[Array, " T"]:
-    """The places in their rows of the `length` tokens that a device has."""
+    """The positions, in whole rows, of this device's `length` tokens."""
     first = 0 if axis_name is None else lax.axis_index(axis_name) * jnp.int32(length)
     return first + jnp.arange(length, dtype=jnp.int32)
 
 
 def last_token(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B *F"]:
-    """That of the last token of each row, on every device."""
+    """The entry of each row's last token, on every device."""
     own = x[:, -1]
     if axis_name is None:
         return own
@@ -47,7 +46,7 @@ def last_token(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float
 
 
 def _earlier(own: Array, axis_name: str, otherwise: float) -> Array:
-    """Those of the devices before this one, and `otherwise` in place of the others: (devices, ...)."""
+    """Every device's `own`, (devices, ...), with `otherwise` instead for this device and the later ones."""
     every = lax.all_gather(own, axis_name)
     before = jnp.arange(every.shape[0], dtype=jnp.int32) < lax.axis_index(axis_name)
     return jnp.where(before.reshape(-1, *[1] * own.ndim), every, jnp.asarray(otherwise, own.dtype))

@@ -1,7 +1,7 @@
 """Score functions sigma that turn logits into attention weights (BRL-Attention, section 2.3).
 
 `softmax` normalises over the keys. `relu2` (squared ReLU, Primer) and `laplace` (Ma et al. 2022, arXiv:2209.10655) do
-not: every weight stands alone, so keys can be added in any order and masked keys weigh 0.
+not: no weight depends on the other keys, so keys can be added in any order, and masked keys weigh 0.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pallas_kernels.scores import Score, check_score
 
 
 def accumulation_dtype(dtype):
-    """float32 for the 16-bit types, else the type itself: what sums over keys are kept in."""
+    """The dtype for sums over keys: float32 for 16-bit types, else the type itself."""
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
 def weights_dtype(dtype, score: str):
-    """The dtype in which weights multiply values of a dtype: its own, or float32 for float16 under a score that is not
-    normalised, whose weights may exceed float16's 65,504 where outputs do not."""
+    """The dtype in which weights multiply values: the values' own, except for float16 with a score that is not
+    normalised. There it is float32, because weights may exceed float16's maximum of 65,504 even if outputs do not."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and score != "softmax" else jnp.dtype(dtype)
 
 
 def soft_cap(logits, cap: float):
-    """cap tanh(logits / cap): close to the logits where they are small, never beyond +-cap (arXiv:2408.00118, 2)."""
+    """cap tanh(logits / cap): close to small logits, and never beyond +-cap (arXiv:2408.00118, section 2)."""
     return cap * jnp.tanh(logits * (1.0 / cap))
 
 
@@ -41,13 +41,13 @@ def elementwise_weights(logits, mask, score: Score):
 
 
 def seen_with_bias(bias):
-    """Where a bias does not hide its key: -inf does, and so does the lowest finite float32 or bfloat16, beside which
-    the score of a masked key would be the larger one."""
+    """False where a bias hides its key: it is -inf, or the lowest finite float32 or bfloat16, which is below the score
+    of a masked key."""
     return ~(bias <= MASKED / 2)
 
 
 def hide_infinite_bias(bias, mask):
-    """The mask, in which a bias of -inf hides a key too, so that rows with no other keys give 0 and not NaN."""
+    """The mask, extended to hide keys with a bias of -inf, so that rows without other keys give 0 instead of NaN."""
     if bias is None:
         return mask
     finite = seen_with_bias(bias)

@@ -8,13 +8,13 @@ from jaxtyping import Array, Int
 
 
 def run_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The number of each token's sequence, counted from 0 along the row. A sequence is a run of equal ids."""
+    """Numbers the sequences of each row from 0. A sequence is a run of equal ids."""
     changes = jnp.cumsum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1, dtype=jnp.int32)
     return jnp.zeros(segment_ids.shape, jnp.int32).at[:, 1:].set(changes)
 
 
 def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of the first token of each token's sequence. A sequence is a run of equal ids."""
+    """For each token, the index of the first token of its sequence. A sequence is a run of equal ids."""
     places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     begins = jnp.concatenate(
         [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
@@ -23,5 +23,5 @@ def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def places_in_sequences(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of each token in its sequence, from 0 on. A sequence is a run of equal ids."""
+    """For each token, its index in its sequence. A sequence is a run of equal ids."""
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None] - first_tokens(segment_ids)

@@ -1,10 +1,10 @@
-"""One softmax over keys that are visited a block at a time: the block, the merge of several and the gradient.
+"""One softmax over keys that are visited a block at a time: sums over a block, their merge, and the gradient.
 
-A block yields three sums for each row of scores: the largest score, the sum of the exponentials relative to it, and the
-values weighted by these exponentials. Sums of several blocks merge without loss, whatever the size of the scores,
-because only differences of largest scores are ever exponentiated (the online softmax, Milakov and Gimelshein 2018,
-arXiv:1805.02867). The backward pass needs the output and each row's log-sum-exp alone, from which it computes the
-weights anew (FlashAttention, Dao et al. 2022, arXiv:2205.14135, appendix B).
+A block yields three numbers for each row of scores: the largest score, the sum of the exponentials relative to it, and
+the values weighted by these exponentials. Blocks merge without loss, however large the scores, because only differences
+of maxima are exponentiated (the online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867). The backward pass
+recomputes the weights from the output and each row's log-sum-exp (FlashAttention, Dao et al. 2022, arXiv:2205.14135,
+appendix B).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-#: The score of a key that a query does not see. It is finite, so that the difference of two of them is not NaN.
+#: The score of a key that a query does not see. It is finite, so that the difference of two is not NaN.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
 @jax.custom_jvp
 def rounded(scores: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """The scores, each of them rounded to its dtype before anything is subtracted from it.
+    """The scores, rounded to their dtype before anything is subtracted.
 
-    Under jit, a compiler turns products * scale - maximum into one multiply-add, which subtracts the rounded
-    maximum from the exact product. For scores near 1e9 the difference is off by 32: its exponential overflows or, at
-    the maximum itself, is 0. No compiler looks through a maximum.
+    A compiler may turn products * scale - maximum into one multiply-add, which subtracts the rounded maximum from the
+    exact product. For scores near 1e9 the difference is off by 32, so its exponential overflows or, at the maximum, is
+    0. No compiler looks through a maximum, so we take one.
     """
     return jnp.maximum(scores, jnp.asarray(MASKED, scores.dtype))
 
@@ -47,7 +47,7 @@ def softmax_weights(
 
 
 class SoftmaxSums(NamedTuple):
-    """What is known of each row's softmax after some of its keys.
+    """The state of each row's softmax after some of its keys.
 
     Attributes:
       maximum: the largest score; MASKED while no key has been seen.
@@ -61,14 +61,14 @@ class SoftmaxSums(NamedTuple):
 
 
 def empty_sums(rows: tuple[int, ...], value_dim: int, dtype: Any = jnp.float32) -> SoftmaxSums:
-    """The sums of rows that have seen no key."""
+    """The sums before any key."""
     return SoftmaxSums(
         jnp.full(rows, MASKED, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value_dim), dtype)
     )
 
 
 def finite_maximum(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """What to subtract from scores before the exponential: 0 for rows without a visible key, whose weights become 0."""
+    """What to subtract from scores before the exponential; 0 for rows without a visible key, so that weights are 0."""
     return jnp.where(maximum > MASKED / 2, maximum, jnp.zeros((), maximum.dtype))
 
 
@@ -78,19 +78,19 @@ def block_sums(
     """The sums over one block of keys.
 
     Args:
-      scores: MASKED (or -inf) for keys that a query does not see.
+      scores: MASKED or -inf for keys that a query does not see.
       read: multiplies weights by the block's values.
     """
     scores = rounded(scores)
-    # Results do not depend on what is subtracted, so neither do gradients. That of a maximum divides by the number of
-    # scores that equal it, which is 0 if a compiler computes the scores again with other roundings.
+    # Results do not depend on what is subtracted, so gradients need not either. A maximum's gradient would divide by
+    # the number of scores that equal it, which is 0 if a compiler recomputes the scores with other roundings.
     maximum = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1), MASKED))
     weights = jnp.exp(scores - finite_maximum(maximum)[..., None])
     return SoftmaxSums(maximum, jnp.sum(weights, -1), read(weights))
 
 
 def merge_sums(*parts: SoftmaxSums) -> SoftmaxSums:
-    """The sums over the keys of all parts, which share none."""
+    """The sums over the keys of all parts, which must be disjoint."""
     if len(parts) == 1:
         return parts[0]
     maximum = lax.stop_gradient(functools.reduce(jnp.maximum, (part.maximum for part in parts)))
@@ -127,7 +127,7 @@ def normalise(sums: SoftmaxSums) -> tuple[Float[Array, "*rows V"], Float[Array, 
 def residual(
     log_sum_exp: Float[Array, "*rows"], sinks: Float[Array, " N"] | None = None
 ) -> Float[Array, "*rows"]:
-    """The log-sum-exp that users see: -inf, or the sink, for rows that see no key, which `normalise` gives -MASKED."""
+    """The public log-sum-exp: -inf, or the sink, for rows that see no key, where `normalise` returns -MASKED."""
     nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sum_exp.shape)
     return jnp.where(jnp.abs(log_sum_exp) < -MASKED, log_sum_exp, nothing)
 
@@ -135,11 +135,10 @@ def residual(
 def sums_of_normalised(
     out: Float[Array, "*rows V"], log_sum_exp: Float[Array, "*rows"], dtype: Any = jnp.float32
 ) -> SoftmaxSums:
-    """The sums of a softmax of which only output and log-sum-exp are at hand.
+    """The sums of a softmax, from its output and log-sum-exp.
 
-    Rows that see no key have a log-sum-exp of -MASKED, as from `normalise`, or of -inf, as from the kernels.
-    A float32 log-sum-exp is exact to 1e-7 of its size, and so is the share that a merge gives to such a part: keep the
-    sums where scores are large.
+    Rows that see no key have a log-sum-exp of -MASKED, as from `normalise`, or -inf, as from the kernels. A float32
+    log-sum-exp has a relative error of 1e-7, which limits the accuracy of a merge: for large scores, keep the sums.
     """
     sees = jnp.abs(log_sum_exp) < -MASKED
     return SoftmaxSums(jnp.where(sees, log_sum_exp, MASKED), sees.astype(dtype), out.astype(dtype))
@@ -148,12 +147,11 @@ def sums_of_normalised(
 def add_sinks(
     log_sum_exp: Float[Array, "*rows"], sinks: Float[Array, "*rows"]
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """What a sink, a logit without a value, does to each row's softmax: the factor of its output, and the log-sum-exp
-    with the sink in it.
+    """Adds a sink, a logit without a value, to each row's softmax: returns the factor of the output and the new
+    log-sum-exp.
 
     Args:
-      log_sum_exp: over the keys, as `normalise` returns it. Rows that see no key keep theirs, which is larger than any
-        sink.
+      log_sum_exp: over the keys, as `normalise` returns it. For rows that see no key it stays as it is.
       sinks: broadcasts against it.
     """
     together = jnp.logaddexp(log_sum_exp, sinks)
@@ -161,7 +159,7 @@ def add_sinks(
 
 
 def sink_sums(sinks: Float[Array, "*rows"], value_dim: int) -> SoftmaxSums:
-    """The sums of rows that have seen a sink alone."""
+    """The sums of rows that have seen only a sink."""
     values = jnp.zeros((*sinks.shape, value_dim), sinks.dtype)
     return SoftmaxSums(sinks, jnp.ones(sinks.shape, sinks.dtype), values)
 
@@ -178,8 +176,8 @@ def softmax_gradient(
       scores: as given to `block_sums`.
       log_sum_exp: over all keys, as `normalise` returns it.
       d_weights: the product of the output's gradient and the block's values.
-      delta: the product of the output's gradient and the output, which is the weighted mean of d_weights over all keys.
+      delta: the product of the output's gradient and the output: the weighted mean of d_weights over all keys.
     """
-    # At most 1, whatever the rounding of a large log-sum-exp.
+    # Rounding of a large log-sum-exp must not make a weight exceed 1.
     weights = jnp.exp(jnp.minimum(scores - log_sum_exp[..., None], 0))
     return weights, weights * (d_weights - delta[..., None])

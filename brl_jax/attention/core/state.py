@@ -1,4 +1,4 @@
-"""What functions with a state share: all tokens so far as keys and values, and the check of a given state."""
+"""What functions with a state share: a cache of all keys and values, and checks of a given state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ State = TypeVar("State", bound=tuple)
 class KeyValueCache(NamedTuple):
     """Keys and values of all tokens so far, each at its position, with capacity for later ones.
 
-    Heads come before tokens, the order in which a product with a new token's query reads them. Otherwise the compiler
-    would transpose the whole cache at every token.
+    Heads come before tokens, because a product with a new token's query reads them in this order. In the other order,
+    the compiler would transpose the whole cache at every token.
 
     Attributes:
       keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
@@ -79,15 +79,15 @@ def write_tokens(
     Raises:
       ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
     """
-    room, length = array.shape[axis], new.shape[axis]
+    capacity, length = array.shape[axis], new.shape[axis]
     present = 0 if isinstance(start, jax.core.Tracer) else int(start)
     require(
-        count is not None or present + length <= room,
-        f"cache: has room for {room} tokens, got {length} after {present}; "
+        count is not None or present + length <= capacity,
+        f"cache: has room for {capacity} tokens, got {length} after {present}; "
         "init_cache(batch, length) with a larger length makes more",
     )
     numbers = jnp.arange(length, dtype=jnp.int32)
-    places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, room)
+    places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, capacity)
     return write_places(array, new, places, axis=axis)
 
 

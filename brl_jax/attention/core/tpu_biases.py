@@ -1,4 +1,4 @@
-"""Position biases in the form that the TPU kernels for windows and for lists of blocks take: by distance."""
+"""Converts position biases to the form that the TPU kernels take: a number for each distance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pallas_kernels import tpu
 
 
 class Distances(NamedTuple):
-    """The distances of a launch, the position of a query minus that of a key, in steps.
+    """The range of distances in a launch, query position minus key position, in steps.
 
     Attributes:
-      least, most: those between which all visible pairs lie.
-      step: the distance of two tokens that the kernel has beside each other.
+      least, most: the bounds for all visible pairs.
+      step: the distance between the original positions of two adjacent tokens in the kernel.
     """
 
     least: int
@@ -24,7 +24,7 @@ class Distances(NamedTuple):
     step: int = 1
 
     def within(self, bias: DistanceBias) -> tuple[int, int]:
-        """The first distance for which the bias needs a number of its own, and how many there are."""
+        """The first distance that needs its own number, and how many distances do."""
         least, most = self.least, self.most
         if bias.farthest is not None:
             far = -(-bias.farthest // self.step)
@@ -33,7 +33,7 @@ class Distances(NamedTuple):
 
 
 def unsupported(bias: Any) -> str | None:
-    """Why the kernel cannot add a bias; None if it can."""
+    """Why the kernels do not support a bias, or None."""
     if bias is None or isinstance(bias, DistanceBias):
         return None
     given = type(bias).__name__ if callable(bias) else "an array"
@@ -41,7 +41,7 @@ def unsupported(bias: Any) -> str | None:
 
 
 def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
-    """What `tpu.window_unsupported` and `tpu.block_unsupported` take of a bias."""
+    """The bias as `tpu.window_unsupported` and `tpu.block_unsupported` take it."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):
@@ -51,7 +51,7 @@ def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
 
 
 def for_kernel(bias: Any, heads: int, distances: Distances) -> tpu.Slopes | tpu.DistanceTable | None:
-    """What `tpu.window_attention` and `tpu.block_attention` take of a bias; differentiable."""
+    """The bias as `tpu.window_attention` and `tpu.block_attention` take it; differentiable."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):

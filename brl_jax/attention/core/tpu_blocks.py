@@ -1,17 +1,17 @@
-"""The lists that the TPU kernel for blocks takes for patterns that have no empty blocks but after the queries."""
+"""Lists for the TPU's block kernel that contain all blocks, except those after the queries of a causal call."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Rows in a block. The lists name (T / 512) (S / 512) / 2 pairs where a call is causal: 4 KiB for 16,384 tokens and
-#: 257 KiB for 131,072, of a scalar memory of 1 MiB.
+#: Rows in a block. The lists of a causal call name (T / 512) (S / 512) / 2 pairs: 4 KiB for 16,384 tokens and 257 KiB
+#: for 131,072, out of 1 MiB of scalar memory.
 _BLOCK = 512
 
 
 def all_blocks(queries: int, keys: int, is_causal: bool, offset: Any) -> dict[str, Any]:
-    """Options of the kernel: its blocks, without those of keys after the queries where the call is causal at a known
-    offset (None for an unknown one)."""
+    """The kernel's options: all pairs of blocks. If the call is causal and its offset is static (not None), blocks of
+    keys after the queries are left out."""
     block_q, block_k = (min(_BLOCK, -(-length // 128) * 128) for length in (queries, keys))
     lists = []
     for row in range(-(-queries // block_q)):

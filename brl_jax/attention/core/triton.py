@@ -1,4 +1,4 @@
-"""The backends of Triton kernels."""
+"""Backends that are Triton kernels."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def triton_backend(
 ) -> Backend:
     """The backend of a Triton kernel.
 
-    Triton's interpreter is chosen for a whole process, by TRITON_INTERPRET=1. In such a process only a request by name
-    takes the kernel: one who debugs a kernel of their own has not asked for these.
+    TRITON_INTERPRET=1 switches a whole process to Triton's interpreter. In such a process only a request by name takes
+    the kernel, because the user is probably debugging another one.
 
     Args:
-      run: `run(*operands)`, the kernel; compiled or interpreted, as the process has chosen.
-      unsupported, unsuited: those of `Backend`.
-      gradient: likewise, without `interpret`.
+      run: `run(*operands)` launches the kernel, compiled or interpreted as the process has chosen.
+      unsupported, unsuited: as in `Backend`.
+      gradient: as in `Backend`, without `interpret`.
     """
 
     def checked(*operands: Any, interpret: bool) -> Any:
-        # Imported where it is needed: the kernels' modules cost import time.
+        # Imported here because the kernels' modules are slow to import.
         from pallas_kernels import triton
 
         triton.check_interpretation(interpret)

@@ -1,4 +1,4 @@
-"""Loops under `jax.shard_map`."""
+"""Types of loop carries under `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ T = TypeVar("T")
 
 
 def vary_like(tree: T, others: Any, *, but: str | None = None) -> T:
-    """The arrays of a pytree, as arrays that vary over the mesh axes that any array of `others` varies over.
+    """Makes the arrays of a pytree vary over every mesh axis that an array of `others` varies over, except `but`.
 
-    Under `shard_map` the carry of a loop must have one type from start to end: an initial value of zeros does not vary
-    over the mesh axes that the sums in it come to vary over.
-
-    Args:
-      but: an axis that is left as it is.
+    Under `shard_map` a loop's carry must keep its type. Zeros vary over no mesh axis, but the sums that replace them
+    do.
     """
     axes: frozenset[Any] = frozenset()
     for x in jax.tree.leaves(others):

@@ -1,4 +1,4 @@
-"""Functions that need whole rows, on devices along a mesh axis that share them: each device takes some of the heads."""
+"""Functions that need whole rows, for rows that are sharded over a mesh axis: each device takes some of the heads."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def by_heads(
     rows: Sequence[Array | None] = (),
     whole: Sequence[Array] = (),
 ) -> Float[Array, "B T N V"]:
-    """function(*arrays, *rows, *whole), which treats heads separately, of rows that the devices of a mesh may share.
+    """function(*arrays, *rows, *whole), for a function that treats heads separately and rows that may be sharded.
 
-    The devices exchange stretches of all heads for rows of some heads (`all_to_all`), and the outputs back (DeepSpeed
-    Ulysses, Jacobs et al. 2023, arXiv:2309.14509). With n devices and a number of heads whose greatest common divisor
-    with n is g, n / g devices compute the same heads. Without a mesh it is a plain call.
+    The devices exchange shards of all heads for whole rows of some heads (`all_to_all`), and then exchange the outputs
+    back (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv:2309.14509). If n devices and the number of heads have the
+    greatest common divisor g, each head is computed by n / g devices. Without a mesh it is a plain call.
 
     Args:
-      arrays: (B, T, heads, features); the numbers of heads may differ, where each divides the first or is a multiple
-        of it, and heads stay with those that they are grouped with.
+      arrays: (B, T, heads, features). Numbers of heads may differ if each divides the first or is a multiple of it;
+        grouped heads stay together.
       rows: arrays (B, ...) or None.
-      whole: arrays of no row and head.
+      whole: arrays without rows and heads.
     """
     axis = sequence_axis(arrays[0].shape[1])
     if axis is None:
         return function(*arrays, *rows, *whole)
 
-    def stretch(*operands: Array) -> Array:
+    def on_shards(*operands: Array) -> Array:
         size = lax.axis_size(axis)
         parts = math.gcd(size, *(x.shape[2] for x in operands[: len(arrays)]))
         # Neighbours exchange heads; then those that have the same heads exchange their tokens.
@@ -60,4 +60,4 @@ def by_heads(
     names: list[Names] = [tokens] * len(arrays)
     names += [() if x is None else ("batch", *[None] * (x.ndim - 1)) for x in rows]
     names += [(None,) * x.ndim for x in whole]
-    return shard_call(stretch, (*arrays, *rows, *whole), names, tokens)
+    return shard_call(on_shards, (*arrays, *rows, *whole), names, tokens)

@@ -1,10 +1,10 @@
-"""DiagAttention: attention inside blocks of the sequence that do not see each other (TransNormer, arXiv:2210.10340)."""
+"""DiagAttention: attention inside blocks of the sequence (TransNormer, arXiv:2210.10340)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,53 @@ from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.state import check_state
 
 DiagScore = Literal["softmax", "relu"]
+
+
+class DiagState(NamedTuple):
+    """What `diag_attention` keeps of the tokens so far.
+
+    Attributes:
+      key, value: (B, block_size, K, H), the current block's tokens so far, then zeros.
+      length: () int32, the number of tokens so far.
+    """
+
+    key: Float[Array, "B block K H"]
+    value: Float[Array, "B block K H"]
+    length: Int[Array, ""]
+
+
+def init_diag_state(
+    batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
+) -> DiagState:
+    """The state of `diag_attention` before the first token.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+    shape = (batch, block_size, num_kv_heads, head_dim)
+    return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+@overload
+def diag_attention(
+    query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
+    implementation: Implementation | None = None, return_state: Literal[False] = False,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def diag_attention(
+    query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
+    implementation: Implementation | None = None, return_state: Literal[True],
+) -> tuple[Array, DiagState]: ...  # fmt: skip
 
 
 @attention_function
@@ -38,132 +83,102 @@ def diag_attention(
     *,
     block_size: int = 64,
     score: DiagScore = "softmax",
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
+    state: DiagState | None = None,
+    count: Int[Array, ""] | int | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
-    """Each token attends to the tokens of its own block, i // block_size; O(T block_size) time and memory.
+    return_state: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], DiagState]:
+    """Attention of each token to the tokens of its block, i // block_size; O(T block_size) time and memory.
 
     (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H)::
 
         out = diag_attention(query, key, value, block_size=64, is_causal=True)
 
-    out_i = sum_j p_ij v_j over the block (up to i where causal). The weights p are softmax(scale q k^T) with "softmax"
+    out_i = sum_j p_ij v_j over the block (up to i if causal). The weights p are softmax(scale q k^T) with "softmax"
     (TransNormer T2, arXiv:2210.10340, section 4.3) or ReLU(scale q k^T) with "relu" (its T1, which is ReLA, Zhang et
-    al. 2021, arXiv:2104.07012; the norm that ReLA applies to the merged heads is left to the caller).
-    `reference.diag_attention` is the plain form.
+    al. 2021, arXiv:2104.07012; ReLA's norm of the merged heads is left to the caller). `reference.diag_attention` is
+    the definition.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H) of the same dtype; K divides N.
-      block_size: the number of tokens of a block; the last block may be shorter.
-      score: "softmax" or "relu". The weights of "relu" are not normalised.
-      is_causal: query i sees keys up to i only.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
-        may contain anything and reaches no result; padded rows give 0.
+      key, value: (B, T, K, H) in query's dtype; K divides N.
+      block_size: the number of tokens in a block; the last block may be shorter.
+      score: "softmax", or "relu", whose weights are not normalised.
+      is_causal: query i sees only keys up to i.
+      scale: multiplies the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
+      state: the tokens of earlier calls, from `init_diag_state` or such a call; needs is_causal=True and no lengths.
+        Any number of tokens may follow, such as one.
+      count: with state or return_state, how many of the T tokens exist, from the first one; None for all. The outputs
+        of the others are undefined.
       implementation: None or "xla"; products of whole blocks need no kernel.
+      return_state: also return the `DiagState` after these tokens.
 
     Returns:
-      (B, T, N, H) in the dtype of the query; scores and sums are float32.
+      (B, T, N, H) in query's dtype; scores and sums are float32. With return_state, also a `DiagState`.
 
     Raises:
-      ValueError: shapes, dtypes, a score or an implementation that do not fit, naming the argument.
+      ValueError: arguments do not fit together.
     """
     _check(query, key, value, block_size, score, implementation)
-    batch, length = query.shape[:2]
+    batch = query.shape[0]
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    if state is not None or return_state:
+        require(
+            is_causal and query_lengths is None and key_lengths is None,
+            "state and return_state must be given with is_causal=True and without lengths",
+        )
+        if state is None:
+            state = init_diag_state(batch, *key.shape[2:], block_size=block_size, dtype=key.dtype)
+        rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=True)
+        out, state = _continue_from(state, int(block_size), rule, query, key, value, count)
+        return (out, state) if return_state else out
+    require(count is None, "count must be None without state and return_state")
+    rule = _Rule(score, check_scale(scale, query.shape[3]), bool(is_causal))
+    return _whole_blocks(rule, block_size, query, key, value, query_lengths, key_lengths)
+
+
+def _whole_blocks(
+    rule: _Rule,
+    block_size: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of tokens that start at the beginning of a block."""
+    batch, length = query.shape[:2]
     block = min(int(block_size), length)
     blocks = -(-length // block)
 
     def cut(x: Array, lengths: Array | None) -> Array:
-        room = ((0, 0), (0, blocks * block - length), (0, 0), (0, 0))
-        return jnp.pad(zero_padding(x, lengths), room).reshape(batch, blocks, block, *x.shape[2:])
+        padding = ((0, 0), (0, blocks * block - length), (0, 0), (0, 0))
+        return jnp.pad(zero_padding(x, lengths), padding).reshape(batch, blocks, block, *x.shape[2:])
 
     ends = jnp.full((1,), length, jnp.int32) if key_lengths is None else jnp.minimum(key_lengths, length)
     inside = jnp.arange(blocks * block).reshape(1, blocks, block) < ends[:, None, None]
-    rule = _Rule(score, check_scale(scale, query.shape[3]), bool(is_causal))
     out = _attend(rule, cut(query, query_lengths), cut(key, key_lengths), cut(value, key_lengths), inside)
     return zero_padding(out.reshape(batch, -1, *query.shape[2:])[:, :length], query_lengths)
 
 
-class DiagState(NamedTuple):
-    """The state of `diag_attention_step`.
-
-    Attributes:
-      key, value: (B, block_size, K, H), those of the tokens of the current block so far, then zeros.
-      tokens: () int32, the number of tokens so far.
-    """
-
-    key: Float[Array, "B block K H"]
-    value: Float[Array, "B block K H"]
-    tokens: Int[Array, ""]
-
-
-def init_diag_state(
-    batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
-) -> DiagState:
-    """The state of `diag_attention_step` before the first token.
-
-    Raises:
-      ValueError: a size below 1.
-    """
-    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-    shape = (batch, block_size, num_kv_heads, head_dim)
-    return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
-
-
-@attention_function
-def diag_attention_step(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
-    state: DiagState,
-    *,
-    score: DiagScore = "softmax",
-    scale: float | None = None,
-    count: Int[Array, ""] | int | None = None,
-    implementation: Implementation | None = None,
+def _continue_from(
+    state: DiagState, block: int, rule: _Rule, query: Array, key: Array, value: Array, count: Any
 ) -> tuple[Float[Array, "B T N H"], DiagState]:
-    """Causal `diag_attention` of the next T tokens after those in the state; T is any number.
-
-    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H) and the new state::
-
-        state = init_diag_state(batch, num_kv_heads, head_dim, block_size=64)
-        out, state = diag_attention_step(query, key, value, state)
-
-    Args:
-      query, key, value, score, scale, implementation: as for `diag_attention`.
-      state: from `init_diag_state`, which also says the block's size, or from the step before.
-      count: how many of the T tokens exist, the first ones (None: all). The rest get no defined output and leave
-        no trace in the state.
-
-    Returns:
-      (B, T, N, H) and the state after these tokens.
-
-    Raises:
-      ValueError: as `diag_attention`, and a state of other sizes or of another mechanism.
-    """
-    require(
-        isinstance(state, DiagState),
-        f"state must be a DiagState, made by init_diag_state, got {type(state).__name__}",
+    fresh = functools.partial(
+        init_diag_state, key.shape[0], *key.shape[2:], block_size=block, dtype=key.dtype
     )
-    block = state.key.shape[1]
-    _check(query, key, value, block, score, implementation)
-    expected = (key.shape[0], block, *key.shape[2:])
-    for name, old in (("key", state.key), ("value", state.value)):
-        require(
-            old.shape == expected and old.dtype == key.dtype,
-            f"state.{name} must be {key.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
-        )
+    check_state(state, jax.eval_shape(fresh), "init_diag_state")
     length = query.shape[1]
-    place = state.tokens % block
-    # int32 whatever the count is, as the state's number of tokens must stay.
+    place = state.length % block
+    # int32 whatever count's dtype is, because the state's length must keep its type.
     end = place + jnp.asarray(length if count is None else count, jnp.int32)
-    # A number of whole blocks that contains the new tokens wherever in the first block they begin.
+    # Enough whole blocks for the new tokens, wherever in the first block they start.
     size = -(-(block - 1 + length) // block) * block
 
     def extend(old: Array, new: Array) -> Array:
@@ -173,33 +188,34 @@ def diag_attention_step(
 
     keys, values = extend(state.key, key), extend(state.value, value)
     if length == 1:
-        rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=False)
         seen = (jnp.arange(block) <= place)[None, None]
-        out = _attend(rule, query[:, None], keys[:, None], values[:, None], seen)[:, 0]
+        out = _attend(rule._replace(is_causal=False), query[:, None], keys[:, None], values[:, None], seen)[
+            :, 0
+        ]
     else:
         rows = jnp.zeros((query.shape[0], size, *query.shape[2:]), query.dtype)
         rows = lax.dynamic_update_slice_in_dim(rows, query, place, axis=1)
-        out = diag_attention(rows, keys, values, block_size=block, score=score, is_causal=True, scale=scale)
+        out = _whole_blocks(rule, block, rows, keys, values)
         out = lax.dynamic_slice_in_dim(out, place, length, axis=1)
 
     def current(extended: Array) -> Array:
         return lax.dynamic_slice_in_dim(extended, end // block * block, block, axis=1)
 
     left = jnp.broadcast_to(end % block, (key.shape[0],))
-    # Where the tokens complete the last block, the slice is that block, all of which is set to zero.
-    tokens = state.tokens + (end - place)
-    return out, DiagState(zero_padding(current(keys), left), zero_padding(current(values), left), tokens)
+    # If the tokens complete the last block, `current` returns that block, and all of it is set to zero.
+    total = state.length + (end - place)
+    return out, DiagState(zero_padding(current(keys), left), zero_padding(current(values), left), total)
 
 
 class _Rule(NamedTuple):
-    """How the weights inside a block are computed from the scores."""
+    """How to compute the weights inside a block from the scores."""
 
     score: DiagScore
     scale: float
     is_causal: bool
 
 
-# Compiled on its own, so that a call outside jit is traced once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(
     rule: _Rule,
@@ -208,7 +224,7 @@ def _attend(
     value: Float[Array, "B C s K H"],
     inside: Bool[Array, "#B C s"],
 ) -> Float[Array, "B C t N H"]:
-    """Attention within each of C blocks to its keys `inside`; the backward pass computes the scores anew."""
+    """Attention within each of C blocks to its keys `inside`. The backward pass recomputes the scores."""
     return by_platform(
         lambda platform, *_: _form(rule, _few_at_a_time if platform == "cpu" else _all_at_once),
         query,
@@ -236,26 +252,23 @@ def _all_at_once(function: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
-    """function(*arrays), which treats each block (axis 1) by itself, for as many blocks at a time as keep their scores
-    in a CPU's cache. That is twice as fast at 32k tokens as all blocks at once."""
+    """function(*arrays) on groups of blocks (axis 1) whose scores fit into a CPU's cache: at 32k tokens, twice as
+    fast as all blocks at once."""
     query, key = arrays[:2]
     batch, blocks, rows, heads = query.shape[:4]
     groups = -(-blocks // max(1, CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
     size = -(-blocks // groups)
 
-    def in_groups(*arrays: Array) -> Any:
-        room = (0, groups * size - blocks)
-        padded = [jnp.pad(a, [(0, 0), room] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
+    padding = (0, groups * size - blocks)
+    padded = [jnp.pad(a, [(0, 0), padding] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
 
-        def group(i: Array) -> Any:
-            return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))
+    def group(i: Array) -> Any:
+        return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))
 
-        def join(x: Array) -> Array:
-            return jnp.moveaxis(x, 0, 1).reshape(batch, groups * size, *x.shape[3:])[:, :blocks]
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, groups * size, *x.shape[3:])[:, :blocks]
 
-        return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
-
-    return in_groups(*arrays)
+    return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
 
 
 def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Full softmax attention of every query to every key: by the kernel on a TPU, by cuDNN, or by XLA."""
+"""Full softmax attention: the kernel on a TPU, cuDNN on a GPU, or XLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
 
-#: The number of queries and of keys from which a TPU takes the kernel. The scores of fewer are a few MB a head.
+#: A TPU takes the kernel from this number of queries and keys on. Below it, scores take only a few MB per head.
 MANY_TOKENS = 1024
 
 
@@ -78,54 +78,41 @@ def full_attention(
 
         out = full_attention(query, key, value, is_causal=True)
 
-    Memory is O(T + S) except through XLA on a GPU, or with a bias or mask that is itself an array of all pairs.
+    Memory is O(T + S), except through XLA on a GPU or with an array of all pairs as bias or mask.
 
-    It differs from `jax.nn.dot_product_attention` in special cases: a query that sees no key gives 0 and zero gradients
-    instead of the mean of all values, padding may contain NaN, the residual has gradients, and queries may be at an
-    offset, as in generation with a cache. `reference.full_attention` is the plain form.
-
-    As there, query, key and value may all lack the batch axis: (T, N, H), (S, K, H) and (S, K, V). Then bias and mask
-    broadcast to (N, T, S), segment ids are (T,), or (T,) and (S,), lengths have the shape () or (1,), and the results
-    lack the axis too.
+    Arguments follow `jax.nn.dot_product_attention`. Unlike it, a query that sees no key gives 0 and zero gradients,
+    padding may be NaN, the residual is differentiable, and queries may be at an offset, as when decoding with a cache.
+    `reference.full_attention` is the definition.
 
     Args:
-      query: (B, T, N, H), float32, bfloat16 or float16.
-      key: (B, S, K, H) of the same dtype; K divides N.
-      value: (B, S, K, V) of the same dtype.
-      bias: added to the scaled scores: a `PositionBias` (called on all positions: an (N, T, S) array) or an
-        array that broadcasts to (B, N, T, S). Both receive gradients. A query does not see a key with a bias of -inf,
-        or below -1.2e38, as the lowest finite float32 and bfloat16 are.
+      query: (B, T, N, H), float32, bfloat16 or float16. The batch axis may be absent from all arrays.
+      key: (B, S, K, H) in query's dtype; K divides N.
+      value: (B, S, K, V) in query's dtype.
+      bias: added to the scaled scores, and differentiable: an array that broadcasts to (B, N, T, S), or a
+        `PositionBias`, called with all positions. A bias of -inf, or below -1.2e38, hides its key.
       mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True.
-      scale: the scale of the scores; 1 / sqrt(H) by default.
-      is_causal: query i sees keys up to index i + query_offset only.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are
-        padding. Padded rows give 0.
-      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
-      query_offset: query i has the position of key i + query_offset; an int or a traced int scalar.
-      sinks: for each query head a logit that takes part in the softmax and has no value, so that the weights of the
-        keys add up to less than 1: p_ij = exp(score_ij) / (exp(sink) + sum_j exp(score_ij)), as in gpt-oss
-        (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
-      logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
-        in Gemma 2 (arXiv:2408.00118, section 2).
-      implementation: None selects the kernel when lowered for a TPU, if the kernel supports the call and both T and S
-        are at least 1,024; cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call; and XLA
-        otherwise. "xla" works everywhere; "cudnn" and "pallas" raise if they do not support the call;
-        "pallas_interpret" interprets the kernel on any platform. The kernel takes float32 and bfloat16, heads of up to
-        256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and masks of keys alone,
-        (B or 1, 1, 1, S). The compiler cannot share a kernel among the devices of a mesh: use
-        `jax.shard_map` there, or "xla".
-      return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. cuDNN
-        does not serve it.
+      scale: multiplies the scores; 1 / sqrt(H) by default.
+      is_causal: query i sees only keys up to index i + query_offset.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
+      segment_ids: int (B, T) if T = S, or a pair (B, T) and (B, S); a query sees only keys with its own id.
+      query_offset: query i is at key index i + query_offset; an int or a traced scalar.
+      sinks: (N,) logits that join the softmax without a value (gpt-oss, arXiv:2508.10925): p_ij = exp(score_ij) /
+        (exp(sink) + sum_j exp(score_ij)). They are neither scaled nor capped.
+      logits_soft_cap: a positive number c; scores become c tanh(score / c) before bias and mask (Gemma 2,
+        arXiv:2408.00118).
+      implementation: None picks by platform: "pallas" on a TPU if T and S are at least 1,024; "cudnn" on an NVIDIA
+        GPU if it supports the call; else "xla". "pallas_interpret" interprets the TPU kernel, which takes float32 and
+        bfloat16, heads of up to 256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and
+        masks of keys, (B or 1, 1, 1, S). The compiler cannot divide a kernel over a mesh: use `jax.shard_map` or "xla".
+      return_residual: also return the log-sum-exp of each query's scores; not with "cudnn".
 
     Returns:
-      (B, T, N, V) in the dtype of the query. The softmax is computed in float32. With return_residual a pair of it and
-      the log-sum-exp, (B, T, N) in the dtype of the query, -inf or its sink for a query that sees no key.
+      (B, T, N, V) in query's dtype; softmax runs in float32. With return_residual, also (B, T, N) in query's dtype:
+      -inf, or the sink, for a query that sees no key.
 
     Raises:
-      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument, and "cudnn" for a call that
-        it does not support.
-      NotImplementedError: implementation="pallas" where the kernel does not support the call, or where the call is
-        lowered for another platform than a TPU.
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named implementation does not support the call or the platform.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -168,10 +155,10 @@ def attend(
     cap: float | None,
     return_residual: bool,
 ) -> Any:
-    """`full_attention` of checked arguments, with the residual in float32.
+    """`full_attention` for checked arguments, with a float32 residual.
 
     Args:
-      arrays: query, key, value, bias, mask, the lengths of queries and of keys, and a pair of segment ids.
+      arrays: query, key, value, bias, mask, query lengths, key lengths, and a pair of segment ids.
     """
     query, key, value, bias, mask, _, _, segments = arrays
     missing = _missing_for_cudnn(
@@ -182,9 +169,10 @@ def attend(
     arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
     through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
-        require(
-            not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
-        )
+        if missing:
+            raise NotImplementedError(
+                f"implementation='cudnn' supports full attention only with {'; with '.join(missing)}"
+            )
         return through_cudnn(everywhere=True)
     many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     if implementation in ("pallas", "pallas_interpret") or many:
@@ -197,8 +185,8 @@ def attend(
 
 
 def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str, Form]:
-    """By XLA, where the scores of all pairs are many: on a CPU or TPU they never exist all at once. A CPU is faster so,
-    in its caches. A GPU computes all at once, but keeps no scores for the backward pass."""
+    """The XLA forms for many pairs. A CPU and a TPU compute a block of queries at a time, which is also faster in a
+    CPU's caches. A GPU computes all scores at once, but keeps none for the backward pass."""
     in_blocks = functools.partial(attend_in_blocks, known_offset=known_offset, **static)
     return {
         "cpu": without_kept(functools.partial(in_blocks, sums_by_product=True)),
@@ -213,7 +201,7 @@ def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str
     static_argnames=("offset", "implementation", "missing", "scale", "is_causal", "cap", "return_residual"),
 )
 def _by_platform(arguments, *, offset, implementation, missing, **static):
-    """The kernel on a TPU, cuDNN on a GPU unless something is `missing` for it, XLA elsewhere."""
+    """The kernel on a TPU, cuDNN on a GPU unless its requirements are `missing`, XLA elsewhere."""
 
     def tpu_unsupported(query, key, value, bias, mask, *_) -> str | None:
         from brl_jax.attention.dense import full_tpu
@@ -231,7 +219,7 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
         return _with_cudnn(*arguments, **of_cudnn)
 
     backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported)]}
-    # Without a reason in the log: which calls go to cuDNN is documented, and XLA is its equal for the others.
+    # If cuDNN cannot take the call, no warning is due: XLA has the same cost.
     if not missing and _cudnn_unsupported(*arguments, **of_cudnn) is None:
         backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
     return dispatch(
@@ -252,17 +240,17 @@ def _results(query: Array, value: Array, return_residual: bool) -> Any:
 
 
 def _cudnn_unsupported(*arguments, scale, is_causal) -> str | None:
-    """What keeps a call from cuDNN, beside `_missing_for_cudnn`, that does not ask for it by name."""
-    # It is not specified what cuDNN writes to rows without a visible key.
+    """Why the automatic choice must not take cuDNN, apart from `_missing_for_cudnn`; None if it may."""
+    # cuDNN's output for rows without a visible key is unspecified.
     if arguments[5] is not None or arguments[6] is not None:
         return "it has lengths"
     return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
 
 
-# Compiled on its own, so that gradients outside jit are traced once and not every time.
+# Compiled on its own, so that gradients outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
 def _through_cudnn(*arguments, scale, is_causal, everywhere):
-    """By cuDNN, on a GPU or `everywhere`: a call without sinks, soft cap and residual (`_missing_for_cudnn`)."""
+    """cuDNN on a GPU, or `everywhere`, for a call that meets `_missing_for_cudnn`'s requirements."""
     with_cudnn = without_kept(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal))
     plain = functools.partial(
         attend_at_once, scale=scale, is_causal=is_causal, cap=None, return_residual=False
@@ -289,16 +277,17 @@ def _missing_for_cudnn(
     cap: float | None,
     return_residual: bool,
 ) -> list[str]:
-    """The requirements of cuDNN that this call does not meet."""
+    """cuDNN's requirements that the call does not meet."""
     head_dim = query.shape[3]
     needs = {
         f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
         f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
-        f"value's head_dim that of query (got {value.shape[3]} and {head_dim})": value.shape[3] == head_dim,
+        f"equal head_dims of value and query (got {value.shape[3]} and {head_dim})": value.shape[3]
+        == head_dim,
         "no bias": bias is None,
         "no mask": mask is None,
         "no segment_ids": segments[0] is None,
-        f"query_offset=0 where is_causal (got {query_offset})": not is_causal
+        f"query_offset=0 if is_causal (got {query_offset})": not is_causal
         or (is_int(query_offset) and query_offset == 0),
         "no sinks": sinks is None,
         "no logits_soft_cap": cap is None,

@@ -1,4 +1,4 @@
-"""Full softmax attention on a TPU: the kernel for lists of blocks, whose lists have every pair that can be visible."""
+"""Full softmax attention on a TPU: the block kernel, with every pair of blocks that can be visible."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from brl_jax.attention.core.tpu_blocks import all_blocks
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 
-#: A distance that no two tokens have.
+#: Larger than any distance between two tokens.
 _ANY = 1 << 30
 
 
 def unsupported(
     query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, offset: Any
 ) -> str | None:
-    """Why the kernel cannot serve a call; None if it can. Traces nothing."""
+    """Why the kernel does not support a call, or None. Traces nothing."""
     if mask is not None and mask.shape[1:3] != (1, 1):
         return f"mask must be the same for all heads and queries, got shape {mask.shape}"
     if (why := tpu_biases.unsupported(bias)) is not None:
@@ -38,12 +38,12 @@ def unsupported(
 
 
 def _unbounded(bias: Any) -> bool:
-    """Whether a bias needs a number for every distance, which an offset that is known at run time decides."""
+    """Whether a bias needs a number for every distance; a traced offset makes their range unknown."""
     return bias.farthest is None and not isinstance(bias, ALiBi)
 
 
 def _distances(query: Array, key: Array, is_causal: bool, offset: int | None) -> tpu_biases.Distances:
-    """Those of all visible pairs; any within the number of tokens at an unknown offset."""
+    """The range of distances of all visible pairs; everything if the offset is traced."""
     if offset is None:
         return tpu_biases.Distances(0, _ANY)
     least = offset - (key.shape[1] - 1)
@@ -69,10 +69,7 @@ def attend(
     return_residual: bool,
     interpret: bool,
 ) -> Array | tuple[Array, Array]:
-    """`full_attention` on the kernel, with the residual in float32 if the call returns it.
-
-    `offset` is the query offset where it is known, and None where it is known only at run time.
-    """
+    """`full_attention` on the kernel, with a float32 residual; `offset` is the query offset, None if traced."""
     if mask is not None:
         key, value, segments = _without_hidden_keys(query, key, value, mask, segments)
     query_dim, value_dim = query.shape[3], value.shape[3]
@@ -106,7 +103,7 @@ def attend(
 
 
 def _without_hidden_keys(query: Array, key: Array, value: Array, mask: Array, segments: tuple) -> tuple:
-    """Keys and values that are zero where a mask of keys hides them, and segment ids that hide them."""
+    """Zeroes the keys and values that a mask of keys hides, and hides them by segment ids."""
     seen = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], key.shape[1]))
     key, value = (jnp.where(seen[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (key, value))
     every = jnp.ones((1, query.shape[1]), bool)

@@ -1,4 +1,4 @@
-"""Full softmax attention through XLA: all queries at once, or a block of queries after the other."""
+"""Full softmax attention through XLA: all queries at once, or one block of queries at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.scores import seen_with_bias, soft_cap
 from brl_jax.attention.core.softmax import MASKED, rounded
 
-# Groups of causal queries, each with a program of its own.
+# Groups of causal queries. Each group has its own loop.
 _GROUPS = 4
 
 
@@ -39,20 +39,20 @@ def attend_at_once(
     return_residual,
     sums_by_product=False,
 ):
-    """`full_attention` of checked arguments, with the residual in float32.
+    """`full_attention` for checked arguments, with a float32 residual.
 
-    Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
+    It does not call `jax.nn.dot_product_attention`, whose bfloat16 gradient JAX 0.10 cannot lower under strict dtype
     promotion.
 
     Args:
-      sums_by_product: whether the product of weights and values also sums the weights, by a column of ones: a CPU takes
-        as long for a sum over a row, number by number, as for the product.
+      sums_by_product: whether to sum the weights by a column of ones in the values. On a CPU a separate sum would take
+        the time of the whole product.
     """
     query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     single = num_queries == 1
     if single:
-        # Heads before tokens, as decoding caches keep them: then neither product needs a copy of the keys or values.
+        # Decoding caches keep heads before tokens; in this order neither product copies the keys or values.
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         rows = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
         products = jnp.einsum("bkgh,bksh->bkgs", rows, key, preferred_element_type=jnp.float32)[:, :, :, None]
@@ -113,7 +113,7 @@ def attend_at_once(
 def _softmax(
     scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None
 ) -> Float[Array, "B K G T S"]:
-    """The weights of the keys in a softmax over them and, if there is one, their head's sink."""
+    """The weights of the keys in a softmax over the keys and, if given, the head's sink."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     top, at_sink = _top(scores, sinks)
@@ -124,7 +124,7 @@ def _softmax(
 def _top(
     scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None
 ) -> tuple[Float[Array, "B K G T 1"], Float[Array, "B K G T 1"]]:
-    """The largest score of each row, a constant for derivatives, and the sink's exponential relative to it, or 0."""
+    """Each row's largest score, as a constant for derivatives, and the sink's exponential relative to it, or 0."""
     top = jnp.max(scores, -1, keepdims=True)
     if sinks is None:
         return lax.stop_gradient(top), jnp.zeros_like(top)
@@ -149,7 +149,7 @@ def _visible(
     segments: tuple,
     is_causal: bool,
 ) -> list[Bool[Array, "#B #N #T #S"]]:
-    """The conditions for a query to see a key, all of which must hold."""
+    """The conditions that must all hold for a query to see a key."""
     keys = jnp.arange(num_keys, dtype=jnp.int32)
     conditions = [] if mask is None else [mask]
     if is_causal:
@@ -184,9 +184,9 @@ def attend_in_blocks(
 ):
     """`attend_at_once` on 256 queries at a time, in the backward pass too, so that memory is O(T + S).
 
-    An array with a row for each query, as bias or mask, is as large as the scores: then all queries go at once. Causal
-    queries at a `known_offset`, the value of `query_offset`, go in up to four groups, each with the keys up to its
-    last query: that leaves out 3/8 of the pairs of a square.
+    If bias or mask is an array with a row for each query, all queries run at once: such an array is as large as the
+    scores. Causal queries at a `known_offset` (the value of `query_offset`) run in up to four groups. Each group reads
+    only the keys up to its last query, which skips 3/8 of the pairs of a square.
     """
     if any(isinstance(x, jax.Array) and x.shape[2] > 1 for x in (bias, mask)):
         return attend_at_once(
@@ -225,7 +225,7 @@ def attend_in_blocks(
         return by_query_blocks(
             functools.partial(attend_to, num_keys), QUERY_BLOCK, query, segments[0], query_offset
         )
-    # At least two blocks in a group: the loop over them keeps no scores for the backward pass.
+    # A group needs at least two blocks, because only a loop over blocks drops the scores for the backward pass.
     blocks = -(-num_queries // QUERY_BLOCK)
     groups = max(min(_GROUPS, blocks // 2), 1)
     bounds = [*(blocks * i // groups * QUERY_BLOCK for i in range(groups)), num_queries]
@@ -246,5 +246,5 @@ def attend_in_blocks(
 
 
 def _first_keys(array: Any, end: int) -> Any:
-    """A bias or mask for the first keys; one that is the same for all keys, and a function of positions, as it is."""
+    """Cuts a bias or mask to the first keys, unless it is the same for all keys or a function of positions."""
     return array[..., :end] if isinstance(array, jax.Array) and array.shape[-1] > 1 else array

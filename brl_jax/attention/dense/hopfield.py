@@ -1,4 +1,4 @@
-"""Hopfield attention: queries move towards the stored keys, step by step, before they read the values."""
+"""Hopfield attention: queries move towards the stored keys in several steps before they read the values."""
 
 from __future__ import annotations
 
@@ -38,29 +38,27 @@ def hopfield_attention(
         out = hopfield_attention(query, key, value, steps=3)
 
     xi_0 = query, xi_t = softmax(scale xi_{t-1} K^T) K for t < steps, and the last step reads the values:
-    out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. O(steps T S) time and O(T + S) memory,
-    because only 256 queries at a time are scored against all keys, in the backward pass too.
-    `reference.hopfield_attention` is the plain form.
+    out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. Takes O(steps T S) time and O(T + S) memory:
+    only 256 queries at a time have scores, in the backward pass too. `reference.hopfield_attention` is the definition.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) of the same dtype; K divides N.
       steps: the number of softmaxes, at least 1.
       scale: the inverse temperature (beta in the paper); 1 / sqrt(H) by default.
-      is_causal: query i sees keys up to index i + query_offset only, in each step.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
-        may contain anything. Padded rows give 0.
-      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
-      query_offset: an int or a traced int scalar.
-      implementation: "xla" processes blocks of queries through XLA; None does so too, but takes the kernel for many
-        tokens when lowered for a TPU. "cudnn", "pallas" and "pallas_interpret" process all queries at once, where they
-        can (see `full_attention`).
+      is_causal: query i sees only keys up to index i + query_offset, in each step.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
+      segment_ids: int (B, T) if T = S, or a pair (B, T) and (B, S); a query sees only keys with its own id.
+      query_offset: an int or a traced scalar.
+      implementation: "xla" computes one block of queries at a time. None does the same, except for many tokens on a
+        TPU, which take the kernel. "cudnn", "pallas" and "pallas_interpret" compute all queries at once if they support
+        the call (see `full_attention`).
 
     Returns:
       (B, T, N, H) in the dtype of the query; a query that sees no key gives 0.
 
     Raises:
-      ValueError: shapes, dtypes, steps or an implementation that do not fit, naming the argument.
+      ValueError: arguments do not fit together.
       NotImplementedError: as `full_attention`.
     """
     check_qkv(query, key, value)

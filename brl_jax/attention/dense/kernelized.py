@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.varying import vary_like
@@ -26,7 +26,6 @@ def kernelized_attention(
     value: Float[Array, "B S K V"],
     *,
     scale: float | None = None,
-    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
@@ -37,34 +36,30 @@ def kernelized_attention(
 
         out = kernelized_attention(query, key, value)
 
-    With the queries and keys of the paper, which are multiplied by H^(-1/4), the weight is
-    exp(q . k - |q|^2 / 2 - |k|^2 / 2): Skyformer (Chen et al. 2021, arXiv:2111.00035), section 4.1. The weights are
-    not normalised, so that outputs grow with the number of keys that are near. The paper defines no causal form.
-    `reference.kernelized_attention` is the plain form.
+    Skyformer (Chen et al. 2021, arXiv:2111.00035), section 4.1: with its queries and keys, multiplied by H^(-1/4), the
+    weight is exp(q . k - |q|^2 / 2 - |k|^2 / 2). Weights are not normalised, so outputs grow with the number of nearby
+    keys. There is no causal form. `reference.kernelized_attention` is the definition.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
       scale: multiplies the squared distances; 1 / sqrt(H) by default.
-      is_causal: must be False.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
-        may contain anything. Padded rows give 0.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the dtype of the query, computed in float32.
+      (B, T, N, V) in query's dtype, computed in float32.
 
     Raises:
-      ValueError: is_causal=True; shapes, dtypes or an implementation that do not fit, naming the argument.
+      ValueError: arguments do not fit together.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
-    require(not is_causal, "is_causal must be False with kernelized attention, got True")
     scale = check_scale(scale, query.shape[3])
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
-    # Padding has finite weights and values of 0, and needs no mask.
+    # Padding needs no mask: its weights are finite and its values 0.
     key, value = (zero_padding(x, key_lengths).astype(jnp.float32) for x in (key, value))
 
     def attend(query: Array, *_: Any) -> Float[Array, "B T N V"]:
@@ -91,15 +86,15 @@ def gaussian_kernel(
 def half_square_distances(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
 ) -> Float[Array, "B K G T S"]:
-    """|q_i - k_j|^2 / 2, from the differences: |q|^2 / 2 + |k|^2 / 2 - q . k keeps no digit of two large vectors that
-    are close, and may be negative."""
+    """|q_i - k_j|^2 / 2, computed from the differences. For two large vectors that are close, |q|^2 / 2 + |k|^2 / 2 -
+    q . k would lose all digits and could be negative."""
 
     def one_feature(total: Array, features: tuple[Array, Array]) -> tuple[Array, None]:
         query, key = features
         return total + jnp.square(query[..., None] - key[:, :, None, None]), None
 
     def by_features(query: Array, key: Array) -> Array:
-        # A CPU adds whole rows of keys faster than the few features of each pair.
+        # A CPU is faster at adding whole rows of keys than at adding the few features of each pair.
         total = vary_like(jnp.zeros((*query.shape[:-1], key.shape[2]), query.dtype), (query, key))
         return lax.scan(one_feature, total, (jnp.moveaxis(query, -1, 0), jnp.moveaxis(key, -1, 0)))[0]
 

@@ -1,4 +1,4 @@
-"""Dense attention under the mesh of `brl_jax.sharding`, whose devices the compiler cannot share a kernel among."""
+"""Dense attention on the mesh of `brl_jax.sharding`. The compiler cannot divide a kernel among devices, so we do."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def dense_on_mesh(
     sinks: Any = None,
     **static: Any,
 ) -> Float[Array, "B T N V"]:
-    """function(...), computed by each device of a mesh for its own rows, heads and queries where there are many tokens.
+    """function(...), each device of a mesh computing its own rows, heads and queries if there are many tokens.
 
-    Where the devices share a row, keys go around them (`sharded`), and causal calls are balanced; with a bias, a mask
-    or an offset each device gathers all keys of its rows. The compiler shares calls with few tokens and those through
-    cuDNN. Without a mesh it is a plain call.
+    If rows are sharded, the keys travel around the devices (`sharded`), with causal work balanced. With a bias, a mask
+    or an offset, each device gathers all keys of its rows instead. The compiler divides calls with few tokens and calls
+    to cuDNN. Without a mesh it is a plain call.
 
     Args:
-      function: `full_attention`, or a function with these arguments of its.
-      around: the function of `sharded` that is `function` for sequences that devices share; for `full_attention` it is
-        known. Without one, each device gathers all keys of its rows.
+      function: `full_attention`, or a function with the same arguments.
+      around: the version of `function` in `sharded`; known for `full_attention`. If None, each device gathers all keys
+        of its rows.
       query, key, value, ...: as for `full_attention`; `static` has no arrays.
     """
     shared = implementation in ("pallas", "pallas_interpret") or (
@@ -80,7 +80,7 @@ def dense_on_mesh(
 
 
 def _goes_around(query: Array, key: Array, is_causal: bool, offset: Any, static: dict[str, Any]) -> bool:
-    """Whether the keys of a call may go around the devices along the sequence axis, which cuts the queries."""
+    """Whether the keys can travel around the devices along the sequence axis."""
     if not set(static) <= {"implementation", "scale", "logits_soft_cap"}:
         return False
     if not is_causal:

@@ -1,7 +1,6 @@
-"""The plain meaning of this family's functions: dense (T, S) weights.
+"""Definitions of this family's functions, with dense (T, S) weights in float32. The tests compare the two.
 
-These forms are slow and use O(T S) memory, and have no padding. They show what the functions of the same names compute,
-and the tests compare the two. Everything is computed in float32.
+They are slow, use O(T S) memory and do not support padding.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def full_attention(
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
 ) -> Float[Array, "B T N V"]:
-    """softmax(scale q k^T + bias) v over the visible keys (arXiv:1706.03762, eq. 1); 0 for a query without any."""
+    """softmax(scale q k^T + bias) v over the visible keys (arXiv:1706.03762, eq. 1); 0 for a query that sees none."""
     query, key, value = _float32_heads(query, key, value)
     scores = _scores(query, key, scale)
     if logits_soft_cap is not None:
@@ -87,8 +86,8 @@ def diag_attention(
     *,
     block_size: int = 64,
     score: str = "softmax",
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Softmax or ReLU attention among the tokens of the same block i // block_size (arXiv:2210.10340, section 4.3)."""
     block = jnp.arange(query.shape[1]) // block_size
@@ -118,7 +117,7 @@ def hopfield_attention(
 
 
 def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """float32 arrays in which each query head has a key head and a value head of its own."""
+    """float32 arrays with one key head and one value head for each query head."""
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
     return query.astype(jnp.float32), key, value
@@ -127,7 +126,7 @@ def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array
 def _scores(
     query: Float[Array, "B T N H"], key: Float[Array, "B S N H"], scale: float | None
 ) -> Float[Array, "B N T S"]:
-    """scale q k^T; the scale is 1 / sqrt(H) by default."""
+    """scale q k^T, with the scale 1 / sqrt(H) by default."""
     return jnp.einsum("btnh,bsnh->bnts", query, key) * (
         1 / math.sqrt(query.shape[3]) if scale is None else scale
     )

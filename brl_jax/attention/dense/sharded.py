@@ -1,14 +1,15 @@
 """Full and Hopfield attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
 
-Each device has one of n equal stretches of every sequence, in the order of the axis, and computes the results of its
-own queries while keys and values go around the devices (ring attention, Liu et al. 2023, arXiv:2310.01889). No device
-ever holds the keys of a whole sequence, in the backward pass either.
+Each device has one of n equal shards of every sequence, in the order of the axis. It computes its own queries while
+keys and values travel around the devices (ring attention, Liu et al. 2023, arXiv:2310.01889). No device ever holds the
+keys of a whole sequence, not even in the backward pass.
 
-Causal attention is balanced: a device whose tokens stand late would see far more keys than the first. So each stretch
-is halved, and the device i from the start and the device i from the end exchange their second halves; each then has a
-half that sees few keys and one that sees as many more. Of the four pairs of halves that meet in a later round exactly
-two are visible, all of their queries and keys, on every device (compare the zigzag order in Llama 3, Dubey et al. 2024,
-arXiv:2407.21783, section 3.3.2, and striped attention, Brandon et al. 2023, arXiv:2311.09431).
+Causal attention is balanced. Otherwise the device with the last tokens would see far more keys than the first. Each
+shard is cut into halves, and device i from the start exchanges its second half with device i from the end, so that each
+device has an early half, which sees few keys, and a late half, which sees many. Every later round pairs two halves of
+queries with two halves of keys, and exactly two of the four pairs are fully visible, on every device. Compare the
+zigzag order of Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2) and striped attention (Brandon et al. 2023,
+arXiv:2311.09431).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def full_attention(
     value: Float[Array, "B S K V"],
     *,
     axis_name: str,
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -60,23 +61,23 @@ def full_attention(
 ) -> Float[Array, "B T N V"]:
     """`brl_jax.full_attention` of sequences that are sharded over `axis_name`, T queries and S keys per device.
 
-    Memory is O(T + S) of this device's tokens. With n devices, each sends its keys and values n - 1 times, while it
-    computes, and twice as many with their gradients in the backward pass, which also computes the scores twice.
+    Memory is O(T + S) for this device's tokens. Each of n devices sends keys and values n - 1 times while it computes.
+    The backward pass computes the scores twice, and sends keys and values together with their gradients.
 
     Args:
-      query, key, value: this device's tokens; where is_causal, T = S and even.
-      axis_name: the mesh axis, in whose order the stretches follow each other.
+      query, key, value: this device's tokens; if is_causal, T = S and even.
+      axis_name: the mesh axis; the shards of a sequence follow its order.
       key_value_seq_lengths: (B,), of the whole sequences.
       segment_ids: of this device's tokens.
       sinks: (N,), of the heads of this device.
       is_causal, scale, logits_soft_cap: as in `brl_jax.full_attention`.
-      implementation: as there, but for "cudnn", which gives no log-sum-exp.
+      implementation: as there, except "cudnn", which returns no log-sum-exp.
 
     Returns:
-      (B, T, N, V) in the query's dtype, of this device's queries.
+      (B, T, N, V) in query's dtype, for this device's queries.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; is_causal with an odd number of tokens, or with T other than S.
+      ValueError: shapes or dtypes do not fit; or is_causal with an odd number of tokens, or T unequal to S.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -84,7 +85,7 @@ def full_attention(
     if is_causal:
         require(
             length == keys and length % 2 == 0,
-            "query and key must have the same even number of tokens per device where is_causal, "
+            "query and key must have the same even number of tokens per device if is_causal, "
             f"got {length} and {keys}",
         )
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
@@ -107,10 +108,9 @@ def hopfield_attention(
     steps: int = 1,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """`brl_jax.hopfield_attention` of sequences that are sharded: a `full_attention` of this module for each step.
+    """`brl_jax.hopfield_attention` of sharded sequences: this module's `full_attention`, once for each step.
 
-    Keys go around once a step. Arguments, result and errors are those of `full_attention` but for sinks and
-    logits_soft_cap, which it does not have; `steps` as in `brl_jax.hopfield_attention`.
+    Takes `steps` and the arguments of `full_attention`, except sinks and logits_soft_cap.
     """
     for _ in range(steps - 1):
         query = full_attention(query, key, key, **options)
@@ -129,23 +129,23 @@ def attend_around(
     """Outputs and log-sum-exp, in float32, of this device's queries over the keys of all devices.
 
     Args:
-      pair: the attention of two parts.
+      pair: the attention between two parts.
       ids: the segments of queries and of keys, or a pair of None.
       lengths: of the whole rows.
 
     Returns:
-      The parts of this device; `ring.collect` makes a stretch of them.
+      This device's parts; `ring.collect` joins them to a shard.
     """
     query, shard, query_ids, lengths = ring.parts(query, key, value, ids, lengths)
     return _attend(ring, pair, query, shard, query_ids, lengths)
 
 
 class Place(NamedTuple):
-    """Which parts of a row meet.
+    """Where two parts are that meet.
 
     Attributes:
-      same: whether it is a part and itself; a causal call masks the later keys there, and sees all keys elsewhere.
-      query, key: the place of the first token of each in the row.
+      same: whether queries and keys are the same part. A causal call masks later keys only then.
+      query, key: the index of each part's first token in the row.
     """
 
     same: bool
@@ -153,18 +153,18 @@ class Place(NamedTuple):
     key: Int[Array, ""]
 
 
-@runtime_checkable  # where the tests check signatures at every call
+@runtime_checkable  # the tests check types at every call
 class Pair(Protocol):
-    """The attention of one part of the queries to one part of the keys; it is static, so it has no arrays."""
+    """The attention of one part of the queries to one part of the keys. It is static, so it has no arrays."""
 
     def __call__(
         self, query: Array, key: Array, value: Array, ids: tuple, lengths: Any, is_causal: bool, place: Place
     ) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
-        """The output and the float32 log-sum-exp; `lengths` are those of the part of the keys."""
+        """The output and the float32 log-sum-exp; `lengths` count within the part of the keys."""
 
 
 class _FullPair(NamedTuple):
-    """That of `full_attention`."""
+    """The `Pair` of `full_attention`."""
 
     scale: float
     cap: float | None
@@ -194,7 +194,7 @@ class Shard(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What is static about a call. A causal call has two parts on each device, another one."""
+    """The static side of a call. A device has two parts in a causal call, and one otherwise."""
 
     axis: str
     is_causal: bool
@@ -202,39 +202,39 @@ class Ring(NamedTuple):
     def parts(
         self, query: Array, key: Array, value: Array, ids: tuple[Any, Any], lengths: Any = None
     ) -> tuple[Array, Shard, Array | None, Array | None]:
-        """The queries, keys and segments of this device's stretch as its parts, and the lengths of whole rows."""
+        """Spreads the queries, keys and segments of this device's shard into parts; lengths are of whole rows."""
         arrays = (query, key, value, *ids, lengths)
         query, key, value, *more, lengths = vary_like(arrays, (*arrays, lax.axis_index(self.axis)))
         query_ids, key_ids = (None if x is None else self.spread(x) for x in more)
         return self.spread(query), Shard(self.spread(key), self.spread(value), key_ids), query_ids, lengths
 
     def spread(self, x: Array) -> Array:
-        """An array (B, T, ...) of this device's stretch as its parts (P, B, T/P, ...)."""
+        """Turns an array (B, T, ...) of this device's shard into its parts (P, B, T/P, ...)."""
         if not self.is_causal:
             return x[None]
         half = x.shape[1] // 2
         return jnp.stack([x[:, :half], self._mirrored(x[:, half:])])
 
     def collect(self, x: Array) -> Array:
-        """The inverse of `spread`."""
+        """Undoes `spread`."""
         return jnp.concatenate([x[0], self._mirrored(x[1])], axis=1) if self.is_causal else x[0]
 
     def _mirrored(self, x: Array) -> Array:
-        """x of the device that is as far from the end of the axis as this one is from its start."""
+        """x from the mirrored device: device i from the end, for device i from the start."""
         last = lax.axis_size(self.axis) - 1
         return lax.ppermute(x, self.axis, [(i, last - i) for i in range(last + 1)])
 
     def pass_on(self, tree: Any) -> Any:
-        """The arrays of the device before this one."""
+        """Sends arrays to the next device, and returns the previous device's."""
         size = lax.axis_size(self.axis)
         return jax.tree.map(
             lambda x: lax.ppermute(x, self.axis, [(i, (i + 1) % size) for i in range(size)]), tree
         )
 
     def around(self, visit: Callable[[Any, Any, Any], Any], state: Any, shard: Shard) -> Any:
-        """state = visit(state, shard, round) for the shards of all devices, this one's in round 0."""
+        """Runs state = visit(state, shard, round) for the shards of all devices; this one's is in round 0."""
         size = lax.axis_size(self.axis)
-        # The next shard is on its way while one is at work.
+        # The next shard travels while this one is in use.
         state, shard = visit(state, shard, 0), self.pass_on(shard) if size > 1 else shard
         if size == 1:
             return state
@@ -251,13 +251,13 @@ class Ring(NamedTuple):
     ) -> tuple[Array, Shard]:
         """The gradients of this device's queries and keys, in their dtypes.
 
-        pulled(shard, part of queries, part of keys, round, whether they are the same) gives those of the queries, keys
-        and values of two parts that meet.
+        pulled(shard, part of queries, part of keys, round, whether they are the same) returns the gradients of the
+        queries, keys and values of two parts that meet.
         """
 
         def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
             d_query, *d_shard = state
-            # The gradients of keys and values go around with them.
+            # The gradients of keys and values travel with them.
             d_shard = d_shard if isinstance(number, int) else self.pass_on(d_shard)
             for own, other, same in self.pairs(number):
                 gradients = pulled(shard, own, other, number, same)
@@ -275,12 +275,12 @@ class Ring(NamedTuple):
         return d_query.astype(query.dtype), d_shard
 
     def pairs(self, number: Any) -> list[tuple[Any, Any, bool]]:
-        """(part of queries, part of keys, whether they are the same) of the pairs that meet in a round."""
+        """The pairs that meet in a round: (part of queries, part of keys, whether they are the same)."""
         if not self.is_causal:
             return [(0, 0, isinstance(number, int))]
         size, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
         there = lax.rem(here + size - number, jnp.int32(size))
-        # A device has the parts 2 i and 2 n - 1 - 2 i. The first sees the second of another where that stands earlier.
+        # Device i has the parts 2 i and 2 n - 1 - 2 i. A first part sees another's second part if that is earlier.
         second_sees = (here + there < size).astype(jnp.int32)
         across = (second_sees, 1 - second_sees, False)
         if isinstance(number, int):  # round 0
@@ -289,12 +289,12 @@ class Ring(NamedTuple):
         return [(same, same, False), across]
 
     def first_token(self, part: Any, number: Any, size: int) -> Array:
-        """The place of the first token of a part of `size` tokens, of the device from which it came in a round."""
+        """The index in the row of the first token of a part of `size` tokens that arrived in this round."""
         devices = lax.axis_size(self.axis)
         there = lax.rem(lax.axis_index(self.axis) + devices - number, jnp.int32(devices))
         if not self.is_causal:
             return there * size
-        # Where the halves are exchanged, device i has the parts 2 i and 2 n - 1 - 2 i of 2 n.
+        # After the exchange of halves, device i has the parts 2 i and 2 n - 1 - 2 i of 2 n.
         return jnp.where(part == 0, 2 * there, 2 * devices - 1 - 2 * there) * size
 
 
@@ -324,7 +324,7 @@ def _attend_forward(ring: Ring, pair: Pair, query: Array, shard: Shard, query_id
 def _attend_backward(ring: Ring, pair: Pair, residuals: Any, grads: tuple[Array, Array]):
     query, shard, query_ids, lengths, out, log_sums = residuals
     d_out, d_log_sums = grads
-    # What every key's weight is multiplied by, less the product of the output's gradient and its own value.
+    # The gradient of a key's score is its weight times (d_out . value - mean).
     mean = jnp.sum(d_out * out, -1) - d_log_sums
 
     def pulled(shard: Shard, own: Any, other: Any, number: Any, same: bool) -> tuple[Array, Array, Array]:
@@ -333,7 +333,7 @@ def _attend_backward(ring: Ring, pair: Pair, residuals: Any, grads: tuple[Array,
         share = jnp.exp(part_sums - log_sums[own])
         d_part = share[..., None] * d_out[own]
         d_part_sums = share * (jnp.sum(d_out[own] * part.astype(jnp.float32), -1) - mean[own])
-        # A part of which a query sees no key has -inf, which would multiply a gradient of 0.
+        # If a query sees no key of the part, its sum is -inf, and -inf times a gradient of 0 would be NaN.
         d_part_sums = jnp.where(jnp.isfinite(part_sums), d_part_sums, 0.0)
         return pull((d_part.astype(part.dtype), d_part_sums))
 
@@ -355,7 +355,7 @@ def _meeting(
     number: Any,
     same: bool,
 ) -> tuple[tuple[Array, Array, Array], Callable[..., tuple[Array, Array]]]:
-    """Queries, keys and values of two parts that meet, and the function that attends."""
+    """The queries, keys and values of two parts that meet, and the function that attends."""
     ids = (None, None) if shard.ids is None else (query_ids[own], shard.ids[other])
     size = shard.key.shape[2]
     first = ring.first_token(other, number, size)

@@ -1,4 +1,4 @@
-"""Synthesizer attention: weights from positions, or from the query's token alone, without products of token pairs."""
+"""Synthesizer attention: weights depend on positions, or only on the query's token, not on pairs of tokens."""
 
 from __future__ import annotations
 
@@ -29,34 +29,32 @@ def synthesizer_attention(
     query_offset: int | Int[Array, ""] = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """out_i = sum_j softmax_j(rows_i . columns_j + column_bias_j) v_j, where the columns belong to positions.
+    """out_i = sum_j softmax_j(rows_i . columns_j + column_bias_j) v_j, with one column for each position.
 
     (B, S, K, V), (B, T, N, R), (L, N, R) -> (B, T, N, V)::
 
         out = synthesizer_attention(value, rows, columns, is_causal=True)
 
-    Synthesizer (Tay et al. 2020, arXiv:2005.00743). With rows that belong to positions too it is the factorised random
-    form, softmax(R_1 R_2^T) V with k = R (section 3.1); with rows relu(W_1 x_i + b_1), columns W_2 and column_bias b_2
-    it is the dense form, softmax(W_2 relu(W_1 x_i + b_1) + b_2) V. O(T S (R + V)) time and O(T + S) memory, because
-    only 256 queries at a time have weights, in the backward pass too. A decoder masks later tokens, as in the paper's
-    language models. `reference.synthesizer_attention` is the plain form.
+    Synthesizer (Tay et al. 2020, arXiv:2005.00743). If rows also belong to positions, this is the factorised random
+    form, softmax(R_1 R_2^T) V with k = R (section 3.1). With rows relu(W_1 x_i + b_1), columns W_2 and column_bias b_2,
+    it is the dense form, softmax(W_2 relu(W_1 x_i + b_1) + b_2) V. Takes O(T S (R + V)) time and O(T + S) memory: only
+    256 queries at a time have weights, in the backward pass too. `reference.synthesizer_attention` is the definition.
 
     Args:
       value: (B, S, K, V), float32, bfloat16 or float16; K divides N.
-      rows: (B, T, N, R), one for each query, or (T, N, R) for all sequences, in the values' dtype.
-      columns: (L, N, R) in the values' dtype. L, the greatest length, is at least S; the first S are used.
-      column_bias: (L, N), added to the scores, in the values' dtype.
-      is_causal: query i sees values up to index i + query_offset only.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and values at and after the length are padding, which
-        may contain anything. Padded rows give 0.
-      query_offset: an int or a traced int scalar.
+      rows: (B, T, N, R), or (T, N, R) for all sequences, in value's dtype.
+      columns: (L, N, R) in value's dtype, with L at least S; the first S are used.
+      column_bias: (L, N) in value's dtype, added to the scores.
+      is_causal: query i sees only values up to index i + query_offset.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later rows and values are padding. Padded rows give 0.
+      query_offset: an int or a traced scalar.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the values' dtype, computed in float32; a query that sees no value gives 0.
+      (B, T, N, V) in value's dtype, computed in float32; a query that sees no value gives 0.
 
     Raises:
-      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument.
+      ValueError: arguments do not fit together.
     """
     _check(value, rows, columns, column_bias)
     check_implementation(implementation, None, "xla")
@@ -69,7 +67,7 @@ def synthesizer_attention(
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     shared = rows.ndim == 3
-    # Weights that all sequences share are computed once.
+    # Compute weights that all sequences share only once.
     rows = rows[None] if shared else zero_padding(rows, query_lengths)
     values = zero_padding(value, lengths).astype(jnp.float32)
     columns = columns[:num_values].astype(jnp.float32)
@@ -86,19 +84,19 @@ def synthesizer_attention(
             visible = visible & (keys[None] <= positions[:, None])[None, None]
         if lengths is not None:
             visible = visible & (keys[None] < lengths[:, None])[:, None, None]
-        # Where nothing is visible the softmax is uniform, and the second mask leaves zeros.
+        # If a query sees nothing, the softmax is uniform, and the second mask sets it to 0.
         weights = jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1), 0)
         weights = weights.reshape(weights.shape[0], kv_heads, heads // kv_heads, length, num_values)
         if weights.shape[0] == 1 and length > 1:
             out = jnp.einsum("kgts,bskv->btkgv", weights[0], values)
         else:
-            # Heads before tokens, as the decoding cache keeps them, and one axis of rows: else the values are copied.
+            # Keep heads before tokens, as in the decoding cache, and rows on one axis; otherwise values are copied.
             weights = jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
             grouped = weights.reshape(batch, kv_heads, -1, num_values)
             out = jnp.einsum("bkrs,bksv->bkrv", grouped, jnp.swapaxes(values, 1, 2))
             out = jnp.moveaxis(out.reshape(*weights.shape[:4], -1), 3, 1)
         out = out.reshape(batch, length, heads, value.shape[3])
-        # The blocks of rows without a batch are joined along the second axis, too.
+        # `by_query_blocks` joins blocks along the second axis, so shared rows need a batch axis, too.
         return jnp.swapaxes(out, 0, 1)[None] if shared else out
 
     out = by_query_blocks(attend, QUERY_BLOCK, rows, None, jnp.asarray(query_offset, jnp.int32))
@@ -133,7 +131,7 @@ def _check(value: Any, rows: Any, columns: Any, column_bias: Any) -> None:
     )
     require(
         heads % value.shape[2] == 0,
-        f"the heads of rows must be a multiple of those of value, got {heads} and {value.shape[2]}",
+        f"the heads of rows must be a multiple of the heads of value, got {heads} and {value.shape[2]}",
     )
     require(
         column_bias is None or column_bias.shape == columns.shape[:2],

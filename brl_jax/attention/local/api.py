@@ -1,13 +1,14 @@
 """Local attention: exact softmax attention over a sparse pattern, at linear cost and without a (T, S) array.
 
-`reference.py` gives the plain meaning. The fast forms divide the queries into blocks, each of which visits the stretch
-of keys that its pattern can reach (`parts.py`); a mask computed from positions hides the keys that a query does not
-see.
+`reference.py` is the definition. The fast forms cut the queries into blocks. Each block visits only the keys that its
+pattern can reach (`parts.py`), and a mask computed from positions hides those that a query does not see.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -32,13 +33,13 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
-    bias_unsupported,
     check_implementation,
     dispatch,
 )
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.generation import LocalState, continue_from
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
 #: The implementations that `local_attention` takes.
@@ -48,23 +49,37 @@ IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton",
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
-    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
-    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
-    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[False] = False,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[False] = False,
+    return_state: Literal[False] = False,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
-    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
-    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
-    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[True],
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[True],
+    return_state: Literal[False] = False,
 ) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def local_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, state: LocalState | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[False] = False,
+    return_state: Literal[True],
+) -> tuple[Array, LocalState]: ...  # fmt: skip
 
 
 @batch_optional
@@ -78,8 +93,8 @@ def local_attention(
     *,
     local_window_size: int | tuple[int, int] | None = None,
     pattern: Pattern | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
@@ -87,77 +102,61 @@ def local_attention(
     key_offset: int | Int[Array, ""] = 0,
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
+    state: LocalState | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
+    return_state: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | LocalState]:
+    """Softmax attention in which each query sees only nearby keys, or another sparse pattern; O(n w) time and memory.
 
     (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
 
         out = local_attention(query, key, value, local_window_size=(255, 0), is_causal=True)
 
-    out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij): BRL-Attention (Liu et
-    al., OpenReview Vpyg3fqXbl), eq. 1. A window as wide as the sequence is full attention. A query that sees no key
-    gives 0.
+    out_i = sum_j p_ij v_j, where p_i is the softmax of scale q_i . k_j + bias_ij over the visible keys j:
+    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 1. A window as wide as the sequence is full attention.
 
-    Window sizes count the keys on either side of the query's own, as in `jax.nn.dot_product_attention`:
-    local_window_size=(2, 1) lets query 4 see keys 2, 3, 4, 5 (x) and not the others (.)::
+    Arguments follow `jax.nn.dot_product_attention`. As there, a window size counts the keys on either side of the
+    query's own. local_window_size=(2, 1) lets query 4 see keys 2 to 5::
 
         key       0 1 2 3 4 5 6 7
         query 4   . . x x x x . .       with is_causal: . . x x x . . .
 
-    The "window w" of the papers is `SlidingWindow.of_width(w, is_causal)`.
-
-    As in `jax.nn.dot_product_attention`, query, key and value may all lack the batch axis: (T, N, H), (S, K, H) and
-    (S, K, H). Then bias and mask broadcast to (N, T, S), segment ids are (T,), or (T,) and (S,), lengths have the shape
-    () or (1,), and the results lack the axis too.
-
     Args:
-      query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, S, K, H) of the same dtype; K divides N, and query head n reads key head n // (N / K).
-      local_window_size: an int for both sides, or (left, right); exactly one of this and `pattern` is given.
-      pattern: which keys a query sees (`brl_jax.attention.local.patterns`).
-      is_causal: hides the keys after the query, including those that a window reaches to the right.
-      bias: added to the scaled scores: a `PositionBias`, which is called on the absolute positions of one block at a
-        time, or an array that broadcasts to (B, N, T, S). Both get gradients.
-      mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True. It is added to an array bias,
-        or to none, as -inf: kernels do not serve it, and a `PositionBias` has no place for it.
+      query: (B, T, N, H), float32, bfloat16 or float16. The batch axis may be absent from all arrays.
+      key, value: (B, S, K, H) in query's dtype; K divides N, and query head n reads key head n // (N / K).
+      bias: added to the scaled scores, and differentiable: an array that broadcasts to (B, N, T, S), or a
+        `PositionBias`, which computes the bias of one block at a time from absolute positions.
+      mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True. Not with a `PositionBias`.
+      local_window_size: an int for both sides, or (left, right). Give either this or `pattern`.
+      pattern: which keys a query sees, such as `Dilated`, `BigBird` or the papers' "window", `SlidingWindow.of_width`.
+      is_causal: hides the keys after the query, whatever the window or pattern.
       scale: multiplies the scores; 1 / sqrt(H) by default.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; queries and keys from there on are padding. Padding never
-        reaches the result, even if it is NaN; padded rows give 0.
-      segment_ids: any int32 of shape (B, T) if T = S, or a pair of shapes (B, T) and (B, S): a query sees only the
-        keys whose id equals its own.
-      query_offset: query i stands at key index i + query_offset (the keys are those of a window cache, then the new
-        ones).
-      key_offset: the absolute position of key 0, an int or a traced int scalar. Only patterns with absolute
-        boundaries and position biases depend on it. If it is traced, such a pattern visits every block within its
-        reach, or all keys if its reach is unbounded.
-      sinks: for each query head a logit that takes part in the softmax and has no value, so that the weights of the
-        keys add up to less than 1: p_ij = exp(score_ij) / (exp(sink) + sum_j exp(score_ij)), as in gpt-oss
-        (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
-      logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
-        in Gemma 2 (arXiv:2408.00118, section 2).
-      implementation: None picks by platform when lowering: the kernels on a TPU; on an NVIDIA GPU cuDNN, else the
-        Triton kernel (docs/gpu.md), else XLA; XLA elsewhere. "xla" works everywhere; "cudnn" needs a GPU, a sliding
-        window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every pattern and
-        offset, and biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`) with all patterns but
-        Fixed; "pallas_interpret" interprets these kernels on any platform; "triton" and
-        "triton_interpret" are the GPU kernel. A call of fewer than 128 queries on more keys, such as a decoding step,
-        goes to the kernels only when they are asked for. With None, a call that the kernels do not serve (an array
-        bias, on a GPU any bias) runs through XLA on a TPU or GPU too, at the same O(n w), and lowering it logs a
-        warning with the reason, once.
-      return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. It has
-        gradients, which that of `jax.nn.dot_product_attention` has not. cuDNN does not serve it.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding, which may be NaN.
+      segment_ids: int (B, T) if T = S, or a pair (B, T) and (B, S); a query sees only keys with its own id.
+      query_offset: query i is at key index i + query_offset, as when older keys come before the queries' own.
+      key_offset: the absolute position of key 0, possibly traced. Position biases and patterns with absolute boundaries
+        depend on it.
+      sinks: (N,) logits that join the softmax without a value (gpt-oss, arXiv:2508.10925): p_ij = exp(score_ij) /
+        (exp(sink) + sum_j exp(score_ij)). They are neither scaled nor capped.
+      logits_soft_cap: a positive number c; scores become c tanh(score / c) before bias and mask (Gemma 2,
+        arXiv:2408.00118).
+      state: the keys and values of earlier tokens, from `init_local_state` or an earlier call; for a causal window
+        without other positions, bias, mask, lengths and segments. Any number of tokens may follow, such as one.
+      implementation: None picks by platform: "pallas" on a TPU; "cudnn", else "triton", on an NVIDIA GPU; "xla"
+        elsewhere, for calls that the kernels do not support (with a warning), and for fewer than 128 queries on more
+        keys. docs/gpu.md and docs/results.md say what the kernels support; "pallas_interpret" and "triton_interpret"
+        interpret them.
+      return_residual: also return the log-sum-exp of each query's scores. Unlike jax.nn's, it is differentiable.
+      return_state: also return the `LocalState` after these tokens.
 
     Returns:
-      (B, T, N, H) in query's dtype. The softmax is computed in float32. With return_residual a pair of it and the
-      log-sum-exp, (B, T, N) in query's dtype, -inf or its sink for a query that sees no key.
+      (B, T, N, H) in query's dtype, 0 for a query that sees no key; softmax runs in float32. With return_residual, also
+      (B, T, N) in query's dtype: -inf, or the sink, for a query that sees no key.
 
     Raises:
-      ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
-        argument.
-      NotImplementedError: "pallas" or "triton" where the kernel cannot serve the call, or where the call is lowered for
-        a platform on which it does not run. ("cudnn" raises ValueError where it cannot serve the call.)
+      ValueError: arguments do not fit together.
+      NotImplementedError: the named implementation does not support the call or the platform.
     """
     check_qkv(query, key, value)
     if value.shape != key.shape:
@@ -176,16 +175,32 @@ def local_attention(
     soft_cap = check_soft_cap(logits_soft_cap)
 
     check_implementation(implementation, *IMPLEMENTATIONS)
+    if state is not None or return_state:
+        given = (bias, query_lengths, key_lengths, query_segments, traced_key_offset)
+        require(
+            is_causal and isinstance(pattern, SlidingWindow) and all(x is None for x in given)
+            and query_offset == static_key_offset == 0 and not return_residual,
+            "state and return_state must be given with is_causal=True and a window, without bias, mask, lengths, "
+            "segment_ids, offsets and return_residual",
+        )  # fmt: skip
+        options = {
+            "scale": scale,
+            "sinks": sinks,
+            "logits_soft_cap": soft_cap,
+            "implementation": implementation,
+        }
+        out, state = continue_from(state, pattern.left, local_attention, query, key, value, **options)
+        return (out, state) if return_state else out
     call = PatternCall(
-        pattern,
-        bool(is_causal),
-        scale,
-        query.shape[1],
-        key.shape[1],
-        int(query_offset),
-        static_key_offset,
-        soft_cap,
-        bool(return_residual),
+        pattern=pattern,
+        is_causal=bool(is_causal),
+        scale=scale,
+        num_queries=query.shape[1],
+        num_keys=key.shape[1],
+        query_offset=int(query_offset),
+        key_offset=static_key_offset,
+        logits_soft_cap=soft_cap,
+        return_residual=bool(return_residual),
     )
     arrays = CallArrays(
         query,
@@ -210,7 +225,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
     results = (x.query, residual) if call.return_residual else x.query
     plain = functools.partial(xla.plain, call)
-    if implementation == "cudnn":  # by name it takes more calls than by itself
+    if implementation == "cudnn":  # a request by name accepts more calls than the automatic choice
         cudnn.check(call, x)
         form = without_kept(functools.partial(cudnn.attend, call))
         return by_platform(lambda *_: form, x, results=results, plain=plain, needs_devices=True)
@@ -230,53 +245,35 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
 
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:
-    # Pallas and Triton cost import time, so they are imported when a call is lowered for their platform.
-    def tpu_unsupported(x: CallArrays) -> str | None:
-        from brl_jax.attention.local import tpu
-
-        return tpu.unsupported(call, x.query, x.key, x.bias)
-
-    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Any:
-        from brl_jax.attention.local import tpu
-
-        return tpu.attend(call, x, interpret=interpret)
-
-    def gradient_on_tpu(*given: Any, interpret: bool) -> Any:
-        from brl_jax.attention.local import tpu
-
-        return tpu.gradient(call, *given, interpret=interpret)
-
-    def gpu_unsupported(x: CallArrays) -> str | None:
-        from brl_jax.attention.local import gpu
-
-        return bias_unsupported(x.bias) or gpu.unsupported(call, x)
-
-    def run_on_gpu(x: CallArrays) -> Any:
-        from brl_jax.attention.local import gpu
-
-        return gpu.attend(call, x)
-
-    def gradient_on_gpu(*given: Any) -> Any:
-        from brl_jax.attention.local import gpu
-
-        return gpu.gradient(call, *given)
-
-    def run_cudnn(x: CallArrays, *, interpret: bool) -> Any:
-        return cudnn.attend(call, x)
-
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
+    tpu, gpu = (functools.partial(_imported, module, call) for module in ("tpu", "gpu"))
     return {
-        "tpu": [Backend("pallas", run_on_tpu, tpu_unsupported, few, gradient_on_tpu)],
+        "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],
         "cuda": [
-            Backend("cudnn", run_cudnn, functools.partial(cudnn.unsupported, call), few),
-            triton_backend(run_on_gpu, gpu_unsupported, few, gradient_on_gpu),
+            Backend(
+                "cudnn",
+                lambda x, interpret: cudnn.attend(call, x),
+                functools.partial(cudnn.unsupported, call),
+                few,
+            ),
+            triton_backend(gpu("attend"), gpu("unsupported"), few, gpu("gradient")),
         ],
     }
 
 
+def _imported(module: str, call: PatternCall, name: str) -> Callable[..., Any]:
+    """A backend's function, applied to a call. Its module is imported when needed: Pallas and Triton load slowly."""
+
+    def run(*operands: Any, **options: Any) -> Any:
+        function = getattr(importlib.import_module(f"brl_jax.attention.local.{module}"), name)
+        return function(call, *operands, **options)
+
+    return run
+
+
 def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:
-    """The bias that hides the keys where the mask is False, too."""
+    """Adds -inf to the bias where the mask is False."""
     if mask is None:
         return bias
     require(
@@ -294,18 +291,13 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
             + ("neither" if window is None else "both")
         )
     if window is not None:
-        sides = (window, window) if is_int(window) else window
-        require(
-            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
-            f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
-        )
-        return SlidingWindow(int(sides[0]), int(sides[1]))
+        return SlidingWindow.of_size(window)
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}")
     if is_causal and not pattern.causal_ok:
         raise ValueError(
             f"is_causal must be False with {type(pattern).__name__}: its global tokens see the whole sequence "
-            "and are seen by all of it, so that information would travel backwards through them"
+            "and every token sees them, so they would carry information backwards"
         )
     return pattern
 

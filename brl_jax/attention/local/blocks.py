@@ -1,7 +1,7 @@
-"""One block of queries on its stretch of keys: scores, softmax and gradients; how blocks are taken and joined.
+"""One block of queries and the keys that it visits: scores, softmax, gradients, and how blocks are cut and joined.
 
-Heads are split into (K, G): query (B, K, G, T, H), key and value (B, K, S, H). A step of the loop on a CPU takes some
-of B and K, one block of T, and the stretch of S that the block visits.
+Heads are split into (K, G): query (B, K, G, T, H), key and value (B, K, S, H). Each step of the loop on a CPU takes a
+slice of B and K and one block of T.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from brl_jax.attention.local.parts import Part
 
 
 class Block(NamedTuple):
-    """One block of queries with the stretch of keys that it visits; b and k may be parts of B and K."""
+    """One block of queries and the keys that it visits; b and k may be slices of B and K."""
 
     query_index: Array  # (t,)
     key_index: Array  # (s,)
@@ -50,7 +50,7 @@ def block_scores(
     block: Block,
     product: Product,
 ) -> tuple[Array, Array | None]:
-    """Scaled, capped, biased and masked scores (b, k, G, t, s) in float32, and the slope of the cap if there is one."""
+    """Scaled, capped, biased and masked scores (b, k, G, t, s) in float32, and the slope of the cap, if any."""
     scores = product("bkgtd,bksd->bkgts", block.query, block.key) * call.scale
     slope = None
     if call.logits_soft_cap is not None:
@@ -87,7 +87,7 @@ def call_bias(bias: PositionBias, positions: tuple[Array, Array], shape: tuple[i
 
 
 def softmax_block(scores: Array, value: Array, product: Product) -> SoftmaxSums:
-    """The sums over the block's keys for queries (b, k, G, t)."""
+    """The softmax sums of queries (b, k, G, t) over the block's keys."""
     return block_sums(
         scores, lambda weights: product("bkgts,bksd->bkgtd", weights.astype(value.dtype), value)
     )
@@ -96,10 +96,9 @@ def softmax_block(scores: Array, value: Array, product: Product) -> SoftmaxSums:
 def gradient_block(
     scores, slope, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product
 ):
-    """Gradients of one block: of its biased scores, query (b, k, G, t, H), key and value (b, k, H, s).
+    """Gradients of one block: of its biased scores, its query (b, k, G, t, H), and its key and value (b, k, H, s).
 
-    query_t and d_out_t are (b, k, H, G, t): with them, each product below reads both factors in the order in which
-    matrix products are fastest on a CPU (a transposed left factor takes twice the time).
+    query_t and d_out_t are (b, k, H, G, t), because a transposed left factor doubles the time of a product on a CPU.
     """
     dtype = block.key.dtype
     d_weights = product("bkgtd,bksd->bkgts", d_out, block.value)
@@ -113,7 +112,7 @@ def gradient_block(
 
 
 class Arranged(NamedTuple):
-    """The arrays of a call in the order of one part."""
+    """The arrays of a call, in the order of one part."""
 
     query: Array  # (B, K, G, T', H)
     key: Array  # (B, K, S', H)
@@ -125,12 +124,7 @@ class Arranged(NamedTuple):
 
 
 def arrange(part: Part, x: CallArrays, query: Array, key: Array, value: Array) -> Arranged:
-    """The arrays of a call in the part's order.
-
-    Args:
-      x: the call, of which the bias and the segments are used.
-      query, key, value: its queries (B, K, G, T, H) and keys and values (B, K, S, H).
-    """
+    """Puts query (B, K, G, T, H), key and value (B, K, S, H), and the bias and segments of x, into the part's order."""
     bias = x.bias if isinstance(x.bias, jax.Array) else None
     if bias is not None:
         heads = (key.shape[1], query.shape[2]) if bias.shape[1] > 1 else (1, 1)
@@ -152,7 +146,7 @@ def arrange(part: Part, x: CallArrays, query: Array, key: Array, value: Array) -
 
 @dataclasses.dataclass(frozen=True)
 class BlockLoop:
-    """The steps of the loop on a CPU, each on `batch` sequences, `heads` key heads and one block of queries."""
+    """The loop on a CPU. Each step takes `batch` sequences, `heads` key heads and one block of queries."""
 
     part: Part
     batch: int
@@ -174,7 +168,7 @@ class BlockLoop:
         return jnp.arange(self.batch_steps * self.head_steps * self.part.num_blocks, dtype=jnp.int32)
 
     def place(self, step) -> tuple[Any, Any, Any]:
-        """First sequence, first key head and block of queries of a step."""
+        """The step's first sequence, first key head and block of queries."""
         i = step % self.part.num_blocks
         rest = step // self.part.num_blocks
         return rest // self.head_steps * self.batch, rest % self.head_steps * self.heads, i
@@ -233,7 +227,7 @@ class BlockLoop:
 
 
 def blocks_at_once(part: Part, arranged: Arranged, num_keys: int) -> tuple[Block, Block]:
-    """All blocks, along a new axis of each array, and the number of that axis (for vmap)."""
+    """All blocks, stacked along a new axis of each array, and the numbers of these axes (for vmap)."""
     numbers = jnp.arange(part.num_blocks, dtype=jnp.int32)
     bias = None
     if arranged.bias is not None:

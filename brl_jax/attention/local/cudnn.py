@@ -1,6 +1,6 @@
-"""Local attention on an NVIDIA GPU: plain causal windows by cuDNN.
+"""Local attention on an NVIDIA GPU: plain causal windows on cuDNN.
 
-Every call passes is_causal=True: with the window (left, 0) alone, JAX lets cuDNN look ahead (jax#39576).
+Every call passes is_causal=True, because JAX lets cuDNN look ahead if it only gets the window (left, 0) (jax#39576).
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 
 
 def unsupported(call: PatternCall, x: CallArrays) -> str | None:
-    """Why a call does not go to cuDNN by itself; None if it does.
+    """Why the automatic choice must not take cuDNN for a call, or None.
 
-    Stricter than `attend`. It is not specified what cuDNN writes to rows without a visible key, which lengths can
-    cause; and a bias for cuDNN would be an array of all pairs of tokens.
+    `check` accepts more. Lengths can leave rows without a visible key, where cuDNN's output is unspecified. A bias
+    would be an array of all pairs of tokens.
     """
     head_dim = x.query.shape[3]
     if x.bias is not None or x.query_lengths is not None or x.key_lengths is not None:
@@ -38,22 +37,25 @@ def unsupported(call: PatternCall, x: CallArrays) -> str | None:
 
 
 def check(call: PatternCall, x: CallArrays) -> None:
-    """Raises ValueError, naming everything that cuDNN lacks for a call."""
+    """Raises NotImplementedError, naming everything that cuDNN needs and the call does not have."""
     missing = _missing(call, x)
-    require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
+    if missing:
+        raise NotImplementedError(
+            f"implementation='cudnn' supports local attention only with {'; with '.join(missing)}"
+        )
 
 
 def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    """`local_attention` by `jax.nn.dot_product_attention`."""
+    """`local_attention` through `jax.nn.dot_product_attention`."""
     assert isinstance(call.pattern, SlidingWindow)
-    # Padding may be NaN, and a weight of 0 times NaN is NaN.
+    # Padding may be NaN, and 0 times NaN is NaN.
     query = zero_padding(x.query, x.query_lengths)
     key, value = zero_padding(x.key, x.key_lengths), zero_padding(x.value, x.key_lengths)
     out = jax.nn.dot_product_attention(
         query, key, value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
         key_value_seq_lengths=x.key_lengths, local_window_size=(call.pattern.left, 0), implementation="cudnn",
     )  # fmt: skip
-    if x.key_lengths is not None:  # what cuDNN writes where nothing is seen is not specified
+    if x.key_lengths is not None:  # cuDNN's output for a row that sees nothing is unspecified
         first = jnp.maximum(jnp.arange(call.num_queries) - call.pattern.left, 0)
         seen = first[None] < x.key_lengths[:, None]
         out = jnp.where(seen[:, :, None, None], out, jnp.zeros((), out.dtype))
@@ -74,9 +76,9 @@ def _missing(call: PatternCall, x: CallArrays) -> list[str]:
             f"bfloat16 or float16 (got {dtype})": dtype == jnp.float32,
             "no segment_ids": x.query_segments is not None,
             f"query_offset=0 (got {call.query_offset})": call.query_offset != 0,
-            f"as many queries as keys (got {call.num_queries} and {call.num_keys})": call.num_queries
+            f"equal numbers of queries and keys (got {call.num_queries} and {call.num_keys})": call.num_queries
             != call.num_keys,
-            "a bias given as an array, or none": needs_array,
+            "a bias given as an array, or without a bias": needs_array,
             "no sinks": x.sinks is not None,
             "no logits_soft_cap": call.logits_soft_cap is not None,
             "no return_residual": call.return_residual,

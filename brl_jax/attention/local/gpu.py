@@ -1,4 +1,4 @@
-"""Local attention on GPUs: one launch of the Triton kernel for any pattern that touches few blocks of keys."""
+"""Local attention on GPUs: one launch of the Triton kernel, for patterns that touch few blocks of keys."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.dispatch import bias_unsupported
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.layouts import Axial
-from brl_jax.attention.local.patterns import Dilated, Fixed, SlidingWindow, Strided
+from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
+from brl_jax.attention.local.patterns import Dilated, SlidingWindow
 from pallas_kernels import triton
 
-# Queries for which one stretch of keys is listed: no more than a kernel's block, so that lists hold no needless pairs.
-_STRETCH = 32
+# Each run of this many queries lists the keys it can see; no more than a kernel's block, so that lists stay tight.
+_RUN = 32
 
 
 def unsupported(call: PatternCall, x: CallArrays) -> str | None:
-    """Why the kernel cannot serve a call without a bias; None if it can. Traces nothing."""
+    """Why the kernel does not support a call, or None. Traces nothing."""
+    if (reason := bias_unsupported(x.bias)) is not None:
+        return reason
     name = type(call.pattern).__name__
     if isinstance(call.pattern, (Strided, Fixed, Axial)):
         return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
     if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
-        return f"key_offset must be a static int with {name}, got it traced"
+        return f"key_offset must be a static int with {name}, got a traced one"
     return triton.local_unsupported(x.query, x.key, x.value)
 
 
 def attend(call: PatternCall, x: CallArrays) -> tuple[Any, Float[Array, "B N T"]]:
-    """`local_attention` without a bias on the kernel, with the residual in float32 if the call returns it; and the
-    log-sum-exp."""
+    """Returns the results of `local_attention`, with a float32 residual, and the log-sum-exp for `gradient`."""
     out, log_sums = _launch(call, x, return_log_sum_exp=True)
     return (out, log_sums) if call.return_residual else out, log_sums.swapaxes(1, 2)
 
@@ -40,7 +42,7 @@ def gradient(
     log_sums: Float[Array, "B N T"],
     d_results: Any,
 ) -> tuple[CallArrays]:
-    """The gradient of `attend`, from what it returned."""
+    """The gradient of `attend`."""
     out = results[0] if call.return_residual else results
     known = out, log_sums.swapaxes(1, 2)
 
@@ -68,22 +70,22 @@ def _launch(call: PatternCall, x: CallArrays, **options: Any) -> Any:
 
 
 def _listed(call: PatternCall) -> triton.Pattern:
-    """The pattern as the kernel's lists are made from it."""
+    """Describes the pattern to the kernel."""
     pattern = call.pattern
-    # Windows look at distances alone, so that it does not matter where key 0 stands.
+    # If key_offset is traced, the pattern depends only on distances, and any position of key 0 will do.
     key_position = call.key_offset or 0
     if pattern.lookback is not None and pattern.lookahead is not None:
         rectangles = tuple(
             (
                 first,
-                first + _STRETCH,
+                first + _RUN,
                 first + call.query_offset - pattern.lookback,
-                first + call.query_offset + _STRETCH + pattern.lookahead,
+                first + call.query_offset + _RUN + pattern.lookahead,
             )
-            for first in range(0, call.num_queries, _STRETCH)
+            for first in range(0, call.num_queries, _RUN)
         )
     else:
-        parts = pattern.parts(call, lambda width: _STRETCH)
+        parts = pattern.parts(call, lambda width: _RUN)
         rectangles = tuple(rectangle for part in parts for rectangle in part.rectangles())
     return triton.Pattern(
         rectangles,

@@ -1,4 +1,4 @@
-"""Local attention under the mesh of `brl_jax.sharding`, whose devices the compiler cannot share a kernel among."""
+"""Local attention on the mesh of `brl_jax.sharding`. The compiler cannot divide a kernel among devices, so we do."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ def local_attention_on_mesh(
     sinks: Any = None,
     **static: Any,
 ) -> jax.Array:
-    """`local_attention`, computed by each device of a mesh on its own rows and heads, and on its own tokens where the
-    pattern has a bounded reach. Without a mesh it is the plain function.
+    """`local_attention`, each device of a mesh computing its own rows and heads.
 
-    Args:
-      query, key, value, ...: as for `local_attention`.
+    If the pattern's reach is bounded, each device also computes only its own tokens. Without a mesh it is the plain
+    function. Arguments as for `local_attention`.
     """
     if not isinstance(segment_ids, (tuple, list)):
         segment_ids = (segment_ids, segment_ids)
     static |= {"pattern": pattern, "is_causal": is_causal}
     bounded = pattern.lookback is not None and (is_causal or pattern.lookahead is not None)
-    # Without an offset, queries and keys are the same tokens.
+    # Without an offset, queries and keys are the same tokens and can be cut alike.
     axis = sequence_axis(query.shape[1]) if bounded and key_offset is None else None
 
     def attend(query, key, value, lengths, query_segments, key_segments, key_offset, sinks):

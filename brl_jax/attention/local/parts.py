@@ -1,13 +1,13 @@
 """Parts of a pattern: which blocks of queries meet which keys, without an array of all pairs.
 
-A pattern is divided into *parts* that share no (query, key) pair. A part arranges the queries and the keys in some
-order, divides the queries into blocks of equal size, and assigns to each block a stretch of the arranged keys:
+A pattern is a list of *parts* that share no (query, key) pair. A part puts the queries and the keys into some order,
+cuts the queries into blocks of equal size, and says which of the ordered keys each block visits:
 
-- band: the stretch advances with the block (sliding windows; dilated windows have one band per phase);
+- band: a range of keys that advances with the block (sliding windows; dilated windows have one band per phase);
 - dense: all keys of the block's phase (block-diagonal attention, columns, global rows);
 - table: a static list of key blocks (random blocks, masks given block by block).
 
-The `rule` of a part then decides, from absolute positions, which pairs of block and stretch see each other.
+The part's `rule` then decides, from absolute positions, which query sees which of the visited keys.
 """
 
 from __future__ import annotations
@@ -21,16 +21,40 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from brl_jax.attention.local.call import PatternCall, QueryBlock
-
+#: From the number of other keys that a query sees to the number of queries in a block.
+QueryBlock = Callable[[int], int]
 Rule = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How many queries and keys a call has, and where they are.
+
+    Attributes:
+      is_causal: hides the keys after the query.
+      num_queries, num_keys: T and S.
+      query_offset: query i is at key index i + query_offset.
+      key_offset: the absolute position of key 0; None if it is traced.
+    """
+
+    is_causal: bool
+    num_queries: int
+    num_keys: int
+    query_offset: int = 0
+    key_offset: int | None = 0
+
+    @property
+    def first_position(self) -> int:
+        """The absolute position of query 0 (key_offset must be static)."""
+        assert self.key_offset is not None
+        return self.query_offset + self.key_offset
 
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
     """An order of a sequence: entry u of phase r is the token r * phase_step + u * stride + base.
 
-    Tokens outside the sequence are padding. If `listed` is given, it lists the tokens of a single phase instead.
+    Tokens outside the sequence are padding. `listed`, if given, lists the tokens of a single phase instead.
     """
 
     phases: int
@@ -45,7 +69,7 @@ class Arrangement:
         return self.phases * self.per_phase
 
     def index(self, phase, start, length: int) -> Int[Array, " length"]:
-        """The tokens at start .. start+length of a phase; start and phase may be traced."""
+        """The tokens at start .. start+length of a phase. Both start and phase may be traced."""
         if self.listed is not None:
             return lax.dynamic_slice_in_dim(jnp.asarray(self.listed, jnp.int32), start, length)
         u = start + jnp.arange(length, dtype=jnp.int32)
@@ -77,7 +101,7 @@ class Arrangement:
         return jnp.take(x, np.where(inside, tokens, size), axis=axis, mode="fill", fill_value=fill)
 
     def restore(self, x: Array, axis: int, size: int, fill: float | int = 0) -> Array:
-        """The inverse of `arrange` for a sequence of `size` tokens; tokens that are not in the order become `fill`."""
+        """Undoes `arrange` for a sequence of `size` tokens; tokens that the order leaves out become `fill`."""
         if self._contiguous:
             pad = [(0, 0, 0)] * x.ndim
             pad[axis] = (self.base, size - self.base - self.size, 0)
@@ -91,11 +115,12 @@ class Arrangement:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Queries in blocks, and the stretch of arranged keys that each block visits.
+    """Queries in blocks, and the arranged keys that each block visits.
 
-    Blocks are numbered phase by phase. `advance` is the distance between the stretches of two consecutive blocks of a
-    phase: the block size in a band, 0 in a dense part. With a `table` of shape (blocks, m), the stretch of block i
-    consists of the key blocks table[i], each of `length` / m keys; an entry equal to the number of key blocks is none.
+    Blocks are numbered phase by phase. Each visits `length` keys, starting `advance` keys after the start of the
+    previous block in the phase: the block size in a band, 0 in a dense part. With a `table` of shape (blocks, m), block
+    i visits the key blocks table[i] instead, of `length` / m keys each; an entry equal to their number is a placeholder
+    for no block.
     """
 
     queries: Arrangement
@@ -124,7 +149,7 @@ class Part:
         return self.queries.index(phase, j * self.block, self.block)
 
     def key_index(self, i, num_keys: int) -> Int[Array, " s"]:
-        """The tokens of block i's stretch; those outside 0 .. num_keys are padding."""
+        """The tokens that block i visits; those outside 0 .. num_keys are padding."""
         if self.table is None:
             phase, j = i // self._per_phase, i % self._per_phase
             return self.keys.index(phase, j * self.advance, self.length)
@@ -138,7 +163,10 @@ class Part:
         return (i // self._per_phase) * self.keys.per_phase + (i % self._per_phase) * self.advance
 
     def rectangles(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first query, stop, first key, stop) of each block's stretches; both orders must be the sequence's own."""
+        """Yields (first query, stop, first key, stop) for each block and each range of keys that it visits.
+
+        Queries and keys must be in the order of the sequence.
+        """
         for i in range(self.num_blocks):
             query = self.queries.base + i * self.block
             if self.queries.listed is not None:
@@ -152,7 +180,7 @@ class Part:
                 yield query, query + self.block, key, key + length
 
     def take(self, x: Array, i, axis: int) -> Array:
-        """Block i's stretch of arranged keys x (or of any array with one entry per key)."""
+        """The entries of x, one for each arranged key, that block i visits."""
         if self.table is None:
             return lax.dynamic_slice_in_dim(x, self._start(i), self.length, axis)
         row = jnp.asarray(self.table, jnp.int32)[i]
@@ -161,7 +189,7 @@ class Part:
         return taken.reshape(*x.shape[:axis], self.length, *x.shape[axis + 1 :])
 
     def add(self, total: Array, i, part: Array) -> Array:
-        """Adds block i's stretch `part` (..., length) into `total` (..., keys)."""
+        """`total` (..., keys) with `part` (..., length) added at the keys that block i visits."""
         if self.table is None:
             axis, start = total.ndim - 1, self._start(i)
             old = lax.dynamic_slice_in_dim(total, start, self.length, axis)
@@ -172,7 +200,7 @@ class Part:
         return blocks.at[..., row, :].add(pieces, mode="drop").reshape(total.shape)
 
     def take_all(self, x: Array, axis: int) -> Array:
-        """All stretches at once: the key axis becomes (blocks, length). A band needs only static slices."""
+        """`take` for all blocks: the key axis becomes (blocks, length). A band needs only static slices."""
         head, tail = x.shape[:axis], x.shape[axis + 1 :]
         if self.table is not None:
             blocks = x.reshape(*head, -1, self._key_block, *tail)
@@ -193,7 +221,7 @@ class Part:
         return taken.reshape(*head, self.num_blocks, self.length, *tail)
 
     def add_all(self, parts: Array) -> Array:
-        """The transpose of take_all: the sum of all stretches (..., blocks, length) as (..., keys)."""
+        """`add` for all blocks, the transpose of `take_all`: (..., blocks, length) becomes (..., keys)."""
         head = parts.shape[:-2]
         if self.table is not None:
             pieces = parts.reshape(*head, *self.table.shape, self._key_block)
@@ -212,7 +240,7 @@ class Part:
         return total.reshape(*head, self.keys.size)
 
     def split_queries(self, x: Array, axis: int) -> Array:
-        """Arranged queries with their axis split into (blocks, block)."""
+        """Splits the axis of the arranged queries into (blocks, block)."""
         return x.reshape(*x.shape[:axis], self.num_blocks, self.block, *x.shape[axis + 1 :])
 
 
@@ -221,17 +249,17 @@ def _block(query_block: QueryBlock, width: int, longest: int) -> int:
 
 
 def band(
-    call: PatternCall, query_block: QueryBlock, left: int, right: int, rule: Rule | None, dilation: int = 1
+    call: Extent, query_block: QueryBlock, left: int, right: int, rule: Rule | None, dilation: int = 1
 ) -> Part:
-    """Queries that see `left` keys before and `right` keys after their own, `dilation` apart, phase by phase."""
+    """Queries that see `left` keys before and `right` keys after their own position, `dilation` apart."""
     first = call.query_offset // dilation
     count = (call.query_offset + call.num_queries - 1) // dilation - first + 1
-    # A window need not reach beyond the keys.
+    # Cut off what lies beyond the keys.
     before = max(0, min(left, first + count - 1))
     after = 0 if call.is_causal else max(0, min(right, -(-call.num_keys // dilation) - 1 - first))
     block = _block(query_block, before + after, count)
     length = block + before + after
-    if length >= 64:  # whole vector registers
+    if length >= 64:  # fill whole vector registers
         before += -length % 16
         length += -length % 16
     blocks = -(-count // block)
@@ -241,9 +269,9 @@ def band(
 
 
 def aligned_bands(
-    call: PatternCall, query_block: QueryBlock, size: int, before: int, after: int, rule: Rule | None
+    call: Extent, query_block: QueryBlock, size: int, before: int, after: int, rule: Rule | None
 ) -> Part:
-    """Buckets of `size` at absolute boundaries: queries see their own bucket, and buckets before and after it."""
+    """Buckets of `size`, aligned to absolute positions: a query sees its own bucket and those before and after it."""
     shift = call.first_position % size
     after = 0 if call.is_causal else after
     together = max(1, min(query_block((before + after) * size), call.num_queries + shift) // size)
@@ -255,8 +283,8 @@ def aligned_bands(
     return Part(queries, keys, block, length, block, rule)
 
 
-def separate_blocks(call: PatternCall, query_block: QueryBlock, size: int, rule: Rule | None) -> Part:
-    """Blocks of `size` at absolute boundaries that see only themselves."""
+def separate_blocks(call: Extent, query_block: QueryBlock, size: int, rule: Rule | None) -> Part:
+    """Blocks of `size`, aligned to absolute positions, that see only themselves."""
     divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= query_block(size)]
     block = divisors[-1] if divisors else size
     if block < 32:
@@ -269,13 +297,13 @@ def separate_blocks(call: PatternCall, query_block: QueryBlock, size: int, rule:
 
 
 def dense(
-    call: PatternCall,
+    call: Extent,
     query_block: QueryBlock,
     queries: tuple[int, int],
     keys: tuple[int, int] | np.ndarray,
     rule: Rule | None,
 ) -> Part:
-    """The queries start .. stop, in blocks, on all keys start .. stop (or on the listed keys)."""
+    """Queries (start, stop), in blocks, that visit all keys (start, stop), or all listed keys."""
     start, stop = queries
     if isinstance(keys, np.ndarray):
         key_order = Arrangement(1, keys.size, listed=keys)
@@ -286,8 +314,8 @@ def dense(
     return Part(Arrangement(1, blocks * block, base=start), key_order, block, key_order.size, 0, rule)
 
 
-def columns(call: PatternCall, query_block: QueryBlock, stride: int, rule: Rule | None) -> Part:
-    """Query i on all keys a multiple of `stride` away: one dense rectangle per phase."""
+def columns(call: Extent, query_block: QueryBlock, stride: int, rule: Rule | None) -> Part:
+    """Queries that see all keys a multiple of `stride` away: one dense rectangle per phase."""
     first = call.query_offset // stride
     count = (call.query_offset + call.num_queries - 1) // stride - first + 1
     per_key_phase = -(-call.num_keys // stride)
@@ -298,11 +326,11 @@ def columns(call: PatternCall, query_block: QueryBlock, stride: int, rule: Rule 
     return Part(queries, keys, block, per_key_phase, 0, rule)
 
 
-def tables(call: PatternCall, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
-    """One part for each power of two of key blocks in a list, so that short lists do not cost as much as long ones.
+def tables(call: Extent, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
+    """Parts for lists of key blocks. Lists of similar length share a part, so that short ones stay cheap.
 
-    lists[i] holds the absolute key blocks that the i-th block of queries sees, counted from the block of query 0.
-    Blocks without keys are skipped: their rows remain zero.
+    lists[i] holds the absolute numbers of the key blocks that the i-th block of queries sees, where block 0 contains
+    query 0. Blocks of queries that see no key are left out: their rows remain zero.
     """
     assert call.key_offset is not None
     query_shift, key_shift = call.first_position % block, call.key_offset % block

@@ -1,10 +1,8 @@
-"""Which keys a query sees: sparse patterns for `local_attention`, as hashable descriptions of positions.
+"""Which keys a query sees: patterns for `local_attention`. Here are those with a bounded reach.
 
-A pattern is defined on absolute positions (key 0 stands at `key_offset`, query 0 at query_offset + key_offset). With
-`is_causal`, the keys after the query are hidden from any pattern. Sources: BRL-Attention (Liu et al., OpenReview
-Vpyg3fqXbl), eq. 1 (F_gen over a pattern); sliding and dilated windows and global tokens, Beltagy et al. 2020
-(Longformer, arXiv:2004.05150); strided and fixed patterns, Child et al. 2019 (arXiv:1904.10509); window, global and
-random blocks, Zaheer et al. 2020 (BigBird, arXiv:2007.14062).
+A pattern is defined on absolute positions: key 0 is at `key_offset`, query 0 at query_offset + key_offset. `is_causal`
+hides the keys after the query, whatever the pattern. Sources: BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 1
+(F_gen over a pattern); sliding and dilated windows, Beltagy et al. 2020 (Longformer, arXiv:2004.05150).
 """
 
 from __future__ import annotations
@@ -12,44 +10,30 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.local.call import PatternCall, QueryBlock
 from brl_jax.attention.local.parts import (
+    Extent,
     Part,
+    QueryBlock,
     aligned_bands,
     band,
-    columns,
     dense,
     separate_blocks,
-    tables,
 )
+from brl_jax.fields import Checked, Count, Natural
 from pallas_kernels.positions import floor_divide, remainder
 
 
-def at_least(pattern: object, lowest: int, *names: str) -> None:
-    """Raises ValueError unless fields of a pattern are ints of at least `lowest`."""
-    for name in names:
-        number = getattr(pattern, name)
-        is_int = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        if not (is_int and number >= lowest):
-            raise ValueError(
-                f"{name} of {type(pattern).__name__} must be an int of at least {lowest}, got {number!r}"
-            )
-
-
-class Pattern:
+class Pattern(Checked):
     """What `local_attention` accepts as `pattern`. Subclasses are frozen dataclasses, hence hashable.
 
     Attributes:
-      causal_ok: whether is_causal=True makes sense with it.
-      lookback: the distance from a query to the farthest key before it that it can see; None if unbounded.
-      lookahead: the same for keys after it.
-      granule: None if `visible` computes visibility from positions. Otherwise visibility has to be looked up, and this
-        is the number of positions in a block whose members all see, and are seen by, the same positions.
+      causal_ok: whether is_causal=True makes sense.
+      lookback: how far before itself a query can see; None if unbounded.
+      lookahead: how far after itself a query can see; None if unbounded.
+      granule: None if `visible` computes visibility from positions. Otherwise visibility comes from a table of blocks,
+        and this is the number of positions in a block.
     """
 
     causal_ok: ClassVar[bool] = True
@@ -67,37 +51,30 @@ class Pattern:
         return None
 
     def visible(self, query_positions: Any, key_positions: Any, num_positions: int | None = None) -> Any:
-        """Whether each query position sees each key position (before any causal cut), by broadcasting.
+        """Whether each query position sees each key position, apart from is_causal: bools of the broadcast shape.
 
         Args:
-          query_positions, key_positions: ints, NumPy or (traced) JAX arrays that broadcast together.
-          num_positions: one more than the last absolute key position; only BigBird's random blocks need it.
-
-        Returns:
-          bool array of the broadcast shape.
+          query_positions, key_positions: ints, NumPy arrays or (traced) JAX arrays that broadcast together.
+          num_positions: the length of the whole sequence; only BigBird needs it.
         """
         raise NotImplementedError
 
-    def parts(self, call: PatternCall, query_block: QueryBlock) -> list[Part]:
-        """The pattern, divided into parts that share no (query, key) pair.
-
-        Args:
-          query_block: chooses the number of queries in a block.
-        """
+    def parts(self, call: Extent, query_block: QueryBlock) -> list[Part]:
+        """Divides the pattern into parts that share no (query, key) pair."""
         if call.key_offset is not None:
             return self._static_parts(call, query_block)
-        # Boundaries are known only at run time: visit every key that the pattern could reach, and mask by position.
+        # Positions are known only at run time: visit every key that the pattern could reach, and mask by position.
         if self.lookback is None or self.lookahead is None:
             return [dense(call, query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
         return [band(call, query_block, self.lookback, self.lookahead, self.visible)]
 
-    def _static_parts(self, call: PatternCall, query_block: QueryBlock) -> list[Part]:
+    def _static_parts(self, call: Extent, query_block: QueryBlock) -> list[Part]:
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Pattern):
-    """Position i sees i - left .. i + right; neither side counts i itself, as in `jax.nn.dot_product_attention`.
+    """Position i sees i - left .. i + right. Neither side counts i itself, as in `jax.nn.dot_product_attention`.
 
     left = 2, right = 1::
 
@@ -110,17 +87,24 @@ class SlidingWindow(Pattern):
         query 5  . . . x x x
     """
 
-    left: int
-    right: int
+    left: Natural
+    right: Natural
 
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
+    @classmethod
+    def of_size(cls, local_window_size: Any) -> SlidingWindow:
+        """The window of `local_window_size`: an int for both sides, or (left, right)."""
+        sides = (local_window_size,) * 2 if is_int(local_window_size) else local_window_size
+        require(
+            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
+            "local_window_size must be an int of at least 0 or a pair of them (left, right), "
+            f"got {local_window_size!r}",
+        )
+        return cls(int(sides[0]), int(sides[1]))
 
     @classmethod
     def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
-        """The window w of the papers: w keys up to the query's own, included, if causal; else w // 2 on each side."""
-        if not (isinstance(width, (int, np.integer)) and width >= 1):
-            raise ValueError(f"width must be an int of at least 1, got {width!r}")
+        """The "window w" of the papers: if causal, w keys that end with the query's own; else w // 2 on each side."""
+        check_sizes(width=width)
         return cls(int(width) - 1, 0) if is_causal else cls(int(width) // 2, int(width) // 2)
 
     @property
@@ -143,13 +127,9 @@ class SlidingWindow(Pattern):
 class Dilated(Pattern):
     """Position i sees i + dilation * d for d in -left .. right (Longformer, section 3.1)."""
 
-    left: int
-    right: int
-    dilation: int
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
-        at_least(self, 1, "dilation")
+    left: Natural
+    right: Natural
+    dilation: Count
 
     @property
     def lookback(self) -> int:
@@ -170,12 +150,9 @@ class Dilated(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class BlockDiagonal(Pattern):
-    """Position i sees the positions of its own block, i // block (DiagAttention, arXiv:2210.10340)."""
+    """Position i sees its own block, i // block (DiagAttention, arXiv:2210.10340)."""
 
-    block: int
-
-    def __post_init__(self):
-        at_least(self, 1, "block")
+    block: Count
 
     @property
     def lookback(self) -> int:
@@ -194,19 +171,15 @@ class BlockDiagonal(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Bucketed(Pattern):
-    """Position i sees its bucket i // size, and `before` buckets before and `after` buckets after it.
+    """Position i sees its bucket i // size, the `before` buckets before it and the `after` buckets after it.
 
-    This is the pattern of the local-attention package, which the experiments of BRL-Attention (Liu et al., OpenReview
-    Vpyg3fqXbl) used. With is_causal the buckets before and the query's own up to the query remain.
+    The local-attention package has this pattern, and BRL-Attention's experiments used it (Liu et al., OpenReview
+    Vpyg3fqXbl).
     """
 
-    size: int
-    before: int = 1
-    after: int = 1
-
-    def __post_init__(self):
-        at_least(self, 1, "size")
-        at_least(self, 0, "before", "after")
+    size: Count
+    before: Natural = 1
+    after: Natural = 1
 
     @property
     def lookback(self) -> int:
@@ -226,17 +199,13 @@ class Bucketed(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class SurroundedBlocks(Pattern):
-    """Position i sees its block i // size, and `reach` positions before and after that block.
+    """Position i sees its block i // size and `reach` positions before and after that block.
 
-    The windows of the Long-Short Transformer (Zhu et al. 2021, arXiv:2107.02192, section 3.1), whose reach is size / 2.
+    The Long-Short Transformer (Zhu et al. 2021, arXiv:2107.02192, section 3.1) uses reach = size / 2.
     """
 
-    size: int
-    reach: int
-
-    def __post_init__(self):
-        at_least(self, 1, "size")
-        at_least(self, 0, "reach")
+    size: Count
+    reach: Natural
 
     @property
     def lookback(self) -> int:
@@ -251,247 +220,39 @@ class SurroundedBlocks(Pattern):
         return (ahead >= -self.reach) & (ahead < self.size + self.reach)
 
     def _static_parts(self, call, query_block):
-        beside = -(-self.reach // self.size)
-        return [aligned_bands(call, query_block, self.size, beside, beside, self.visible)]
+        side = -(-self.reach // self.size)
+        return [aligned_bands(call, query_block, self.size, side, side, self.visible)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Strided(Pattern):
-    """Position i sees `stride` positions on each side and all positions a multiple of `stride` away.
+class Neighbourhood(Pattern):
+    """A window in two dimensions: position i sees up to `rows` rows and `columns` columns away, within the grid.
 
-    This is the union of the two heads of Child et al. 2019, section 4.2; cost O(n (stride + n / stride)).
+    The grid (an image) is stored row by row, `width` positions in each. The cost is O(n rows width), because the keys
+    between two rows of the window are visited and masked. On a CPU, small windows with heads of up to 32 features cost
+    O(n rows columns).
     """
 
-    stride: int
-
-    def __post_init__(self):
-        at_least(self, 1, "stride")
-
-    def _near(self, query_positions, key_positions, num_positions=None):
-        return abs(key_positions - query_positions) <= self.stride
-
-    def _far(self, query_positions, key_positions, num_positions=None):
-        return (abs(key_positions - query_positions) > self.stride) & self._in_step(
-            query_positions, key_positions
-        )
-
-    def _in_step(self, query_positions, key_positions):
-        return remainder(key_positions, self.stride) == remainder(query_positions, self.stride)
-
-    def visible(self, query_positions, key_positions, num_positions=None):
-        return self._near(query_positions, key_positions) | self._in_step(query_positions, key_positions)
-
-    def parts(self, call, query_block):
-        near = band(call, query_block, self.stride, self.stride, self._near)
-        return [near, columns(call, query_block, self.stride, self._far)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed(Pattern):
-    """Position i sees its block i // stride and the last `summary` positions of every block.
-
-    This is the union of the two heads of Child et al. 2019, section 4.2 (their c is `summary`).
-    """
-
-    stride: int
-    summary: int = 1
-
-    def __post_init__(self):
-        at_least(self, 1, "stride", "summary")
-        require(
-            self.summary <= self.stride,
-            f"summary of Fixed must be at most its stride {self.stride}, got {self.summary}",
-        )
-
-    def _near(self, query_positions, key_positions, num_positions=None):
-        return floor_divide(query_positions, self.stride) == floor_divide(key_positions, self.stride)
-
-    def _is_summary(self, positions):
-        return remainder(positions, self.stride) >= self.stride - self.summary
-
-    def _far(self, query_positions, key_positions, num_positions=None):
-        return ~self._near(query_positions, key_positions) & self._is_summary(key_positions)
-
-    def visible(self, query_positions, key_positions, num_positions=None):
-        return self._near(query_positions, key_positions) | self._is_summary(key_positions)
-
-    def _static_parts(self, call, query_block):
-        parts = [separate_blocks(call, query_block, self.stride, self._near)]
-        summaries = np.flatnonzero(self._is_summary(np.arange(call.num_keys) + call.key_offset))
-        if summaries.size:
-            parts.append(dense(call, query_block, (0, call.num_queries), summaries, self._far))
-        return parts
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalWindow(Pattern):
-    """A sliding window; in addition, the first `num_global` positions see and are seen by all (Longformer)."""
-
-    left: int
-    right: int
-    num_global: int
-
-    causal_ok: ClassVar[bool] = False
-
-    def __post_init__(self):
-        at_least(self, 0, "left", "right")
-        at_least(self, 1, "num_global")
-
-    def _near(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        local = (query_positions >= self.num_global) & (key_positions >= self.num_global)
-        return local & (ahead >= -self.left) & (ahead <= self.right)
-
-    def visible(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        near = (ahead >= -self.left) & (ahead <= self.right)
-        return near | (query_positions < self.num_global) | (key_positions < self.num_global)
-
-    def _static_parts(self, call, query_block):
-        near = band(call, query_block, self.left, self.right, self._near)
-        return [near, *_global_parts(call, query_block, self.num_global)]
-
-
-def _global_parts(call: PatternCall, query_block: QueryBlock, num_global: int) -> list[Part]:
-    """The first positions on all keys, and all other queries on the first positions."""
-    assert call.key_offset is not None
-    rows = min(max(num_global - call.first_position, 0), call.num_queries)
-    cols = min(max(num_global - call.key_offset, 0), call.num_keys)
-    parts = []
-    if rows:
-        parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), None))
-    if cols and rows < call.num_queries:
-        parts.append(dense(call, query_block, (rows, call.num_queries), (0, cols), None))
-    return parts
-
-
-@dataclasses.dataclass(frozen=True)
-class BigBird(Pattern):
-    """Blocks of positions: a window of blocks, global blocks and random blocks (Zaheer et al. 2020, section 2).
-
-    Block b sees the `window_blocks` blocks centred on itself (an odd number), the first `global_blocks` blocks see and
-    are seen by all, and every other block sees `random_blocks` more blocks. These are drawn from `seed`, and depend on
-    the number of blocks in the sequence.
-    """
-
-    block: int
-    window_blocks: int = 3
-    global_blocks: int = 1
-    random_blocks: int = 1
-    seed: int = 0
-
-    causal_ok: ClassVar[bool] = False
-
-    def __post_init__(self):
-        at_least(self, 1, "block", "window_blocks")
-        at_least(self, 0, "global_blocks", "random_blocks", "seed")
-        require(
-            self.window_blocks % 2 == 1, f"window_blocks of BigBird must be odd, got {self.window_blocks}"
-        )
+    width: Count
+    rows: Natural
+    columns: Natural
 
     @property
-    def granule(self) -> int:
-        return self.block
-
-    def random_lists(self, num_blocks: int) -> list[np.ndarray]:
-        """The random key blocks of each block, drawn from those that it does not see otherwise."""
-        side, lists = self.window_blocks // 2, []
-        for b in range(num_blocks):
-            others = np.arange(self.global_blocks, num_blocks)
-            others = others[abs(others - b) > side]
-            generator = np.random.default_rng((self.seed, num_blocks, b))
-            count = min(self.random_blocks, others.size) if b >= self.global_blocks else 0
-            lists.append(np.sort(generator.choice(others, count, replace=False)))
-        return lists
-
-    def _near(self, query_positions, key_positions, num_positions=None):
-        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
-        local = (query_block >= self.global_blocks) & (key_block >= self.global_blocks)
-        return local & (abs(query_block - key_block) <= self.window_blocks // 2)
-
-    def visible(self, query_positions, key_positions, num_positions=None):
-        require(num_positions is not None, "BigBird's random blocks need num_positions, got None")
-        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
-        lists = self.random_lists(-(-num_positions // self.block))
-        table = np.zeros((len(lists), len(lists)), bool)
-        for b, row in enumerate(lists):
-            table[b, row] = True
-        seen = abs(query_block - key_block) <= self.window_blocks // 2
-        seen |= (query_block < self.global_blocks) | (key_block < self.global_blocks)
-        return seen | table[query_block, key_block]
-
-    def parts(self, call, query_block):
-        require(
-            call.key_offset is not None,
-            "key_offset must be a static int with BigBird, whose random blocks depend on it; got it traced",
-        )
-        side = self.window_blocks // 2
-        parts = [aligned_bands(call, query_block, self.block, side, side, self._near)]
-        parts += _global_parts(call, query_block, self.global_blocks * self.block)
-        last = max(call.key_offset + call.num_keys, call.first_position + call.num_queries)
-        lists = self.random_lists(-(-last // self.block))
-        first, stop = (
-            call.first_position // self.block,
-            -(-(call.first_position + call.num_queries) // self.block),
-        )
-        return parts + tables(call, self.block, lists[first:stop], None)
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockMask(Pattern):
-    """Any mask over blocks of positions: block a sees block b iff `mask[a][b]`.
-
-    Attributes:
-      block: positions in a block.
-      mask: one row of bools for each query block, all of one length; `BlockMask.of` takes an array.
-    """
-
-    block: int
-    mask: tuple[tuple[bool, ...], ...]
-
-    def __post_init__(self):
-        at_least(self, 1, "block")
-        rows = self.mask
-        require(
-            isinstance(rows, tuple) and len(rows) > 0 and all(isinstance(r, tuple) and r for r in rows),
-            "mask of BlockMask must be a tuple of tuples of bool (see BlockMask.of), "
-            f"got {type(rows).__name__}",
-        )
-        require(len({len(r) for r in rows}) == 1, "mask of BlockMask must have rows of one length")
+    def _reach(self) -> int:
+        return self.rows * self.width + min(self.columns, self.width - 1)
 
     @property
-    def granule(self) -> int:
-        return self.block
+    def lookback(self) -> int:
+        return self._reach
 
-    @classmethod
-    def of(cls, block: int, mask: Any) -> BlockMask:
-        """From a bool array (query blocks, key blocks)."""
-        array = np.asarray(mask)
-        require(
-            array.ndim == 2 and array.dtype == bool and array.size > 0,
-            f"mask must be a bool array (query blocks, key blocks), got {array.dtype} of shape {array.shape}",
-        )
-        return cls(block, tuple(tuple(row) for row in array.tolist()))
+    @property
+    def lookahead(self) -> int:
+        return self._reach
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
-        table = np.asarray(self.mask)
-        rows, cols = table.shape
-        inside = (query_block >= 0) & (query_block < rows) & (key_block >= 0) & (key_block < cols)
-        query_block, key_block = query_block.clip(0, rows - 1), key_block.clip(0, cols - 1)
-        return (
-            inside & (jnp.asarray(table) if isinstance(inside, jax.Array) else table)[query_block, key_block]
-        )
+        below = floor_divide(key_positions, self.width) - floor_divide(query_positions, self.width)
+        right = remainder(key_positions, self.width) - remainder(query_positions, self.width)
+        return (abs(below) <= self.rows) & (abs(right) <= self.columns)
 
     def _static_parts(self, call, query_block):
-        first, last = (
-            call.first_position // self.block,
-            (call.first_position + call.num_queries - 1) // self.block,
-        )
-        require(
-            first >= 0 and last < len(self.mask),
-            f"mask of BlockMask covers query positions 0 to {len(self.mask) * self.block - 1}, "
-            f"got queries at {call.first_position} to {call.first_position + call.num_queries - 1}",
-        )
-        lists = [np.flatnonzero(row) for row in self.mask[first : last + 1]]
-        return tables(call, self.block, lists, None)
+        return [band(call, query_block, self._reach, self._reach, self.visible)]

@@ -1,4 +1,4 @@
-"""The plain meaning of local attention: one softmax over a dense (T, S) mask. Slow, and O(T S) memory."""
+"""The definition of local attention: one softmax under a dense (T, S) mask. Slow, and O(T S) memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def local_attention(
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """out_i = sum_j p_ij v_j, with p_i the softmax of scale q_i . k_j + bias_ij over the keys j that query i sees.
+    """out_i = sum_j p_ij v_j, where p_i is the softmax of scale q_i . k_j + bias_ij over the visible keys j.
 
-    A soft cap c makes it c tanh(scale q_i . k_j / c) + bias_ij.
-
-    A query that sees no key gives 0. Arguments as in `brl_jax.local_attention`.
+    With a soft cap c the scores are c tanh(scale q_i . k_j / c) + bias_ij. A query that sees no key gives 0. Arguments
+    as in `brl_jax.local_attention`.
     """
     _, num_keys, kv_heads, head_dim = key.shape
     num_queries, heads = query.shape[1:3]
@@ -40,7 +39,7 @@ def local_attention(
     query_positions = jnp.arange(num_queries) + query_offset + key_offset
     last = max(key_offset + num_keys, query_offset + key_offset + num_queries)
     rows, columns = query_positions[:, None], key_positions[None, :]
-    if pattern.granule is not None:  # looked up, which takes NumPy's positions
+    if pattern.granule is not None:  # its table is looked up with NumPy positions
         rows, columns = jax.device_get((rows, columns))
     visible = jnp.asarray(pattern.visible(rows, columns, last))[None]
     if is_causal:
@@ -55,7 +54,7 @@ def local_attention(
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     scores = scores if bias is None else scores + bias
     visible = jnp.broadcast_to(visible[:, None], scores.shape)
-    if sinks is not None:  # one more key, which no value belongs to
+    if sinks is not None:  # one more key, without a value
         extra = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, extra], axis=3)
         visible = jnp.concatenate([visible, jnp.ones_like(extra, bool)], axis=3)

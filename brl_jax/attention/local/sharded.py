@@ -1,9 +1,8 @@
 """Local attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
 
-Each device has one of n equal stretches of every sequence, in the order of the axis, and computes the results of its
-own queries. The keys and values that its pattern reaches beyond them, the halo, come from neighbouring devices by
-`ppermute`, which is differentiable. No device ever holds the keys of a whole sequence, unless the pattern reaches over
-all of it.
+Each device has one of n equal shards of every sequence, in the order of the axis, and computes its own queries. The
+keys and values within reach beyond its shard, the halo, come from neighbouring devices by `ppermute`, which is
+differentiable. A device holds the keys of a whole sequence only if the pattern reaches over all of it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def local_attention(
     *,
     axis_name: str,
     pattern: Pattern,
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -38,23 +37,23 @@ def local_attention(
 ) -> Float[Array, "B T N H"]:
     """`brl_jax.local_attention` of sequences that are sharded over `axis_name`, T tokens per device.
 
-    Keys and values (and segment ids) travel as far as the pattern reaches: each device receives lookback + lookahead
-    tokens, from as many neighbours as have them.
+    Keys, values and segment ids travel as far as the pattern reaches: each device receives lookback + lookahead tokens,
+    from one neighbour or several.
 
     Args:
       query, key, value: this device's tokens.
-      axis_name: the mesh axis, in whose order the stretches follow each other.
-      pattern: one whose lookback and (unless causal) lookahead are bounded.
+      axis_name: the mesh axis; the shards of a sequence follow its order.
+      pattern: its lookback and, unless causal, its lookahead must be bounded.
       key_value_seq_lengths: (B,), of the whole sequences.
       sinks: (N,), of the heads of this device.
       is_causal, scale, segment_ids, logits_soft_cap, implementation: as in `brl_jax.local_attention`; segment ids are
         this device's.
 
     Returns:
-      (B, T, N, H) in query's dtype, of this device's queries.
+      (B, T, N, H) in query's dtype, for this device's queries.
 
     Raises:
-      ValueError: a pattern without bounds, and whatever `brl_jax.local_attention` refuses.
+      ValueError: the pattern is unbounded, or `brl_jax.local_attention` refuses the arguments.
     """
     check_qkv(query, key, value)
     require(
@@ -63,7 +62,7 @@ def local_attention(
     before, after = pattern.lookback, 0 if is_causal else pattern.lookahead
     require(
         before is not None and after is not None,
-        f"pattern must see a bounded stretch where the sequence is cut over a mesh axis, got {pattern!r}",
+        f"pattern must have a bounded reach if the sequence is sharded over a mesh axis, got {pattern!r}",
     )
     assert before is not None
     assert after is not None
@@ -84,8 +83,8 @@ def local_attention(
     key_exists = (places >= 0)[None] & (places[None] < stop[:, None])
 
     query_offset, query_exists = before, jnp.ones((1, size), bool)
-    # Kernels for windows want as many queries as keys. Where the halo is short, absent queries before and after cost
-    # less than the kernels for any pattern do.
+    # Window kernels need equal numbers of queries and keys. If the halo is short, padding the queries costs less than
+    # taking the kernels for arbitrary patterns.
     padded = before + after <= size
     if padded:
         query_offset = 0
@@ -93,7 +92,7 @@ def local_attention(
         query_exists = jnp.pad(query_exists, ((0, 0), (before, after)))
         query_ids = None if query_ids is None else jnp.pad(query_ids, ((0, 0), (before, after)))
     query_ids, key_ids = mark_absent(query_ids, key_ids, query_exists, key_exists, batch)
-    # Only boundaries at absolute places ask where the keys stand.
+    # Windows do not depend on absolute positions.
     moves = isinstance(pattern, (SlidingWindow, Dilated))
     out = api.local_attention(
         query,

@@ -1,9 +1,8 @@
 """Local attention on TPU: how each pattern becomes one or two launches of the Pallas kernels.
 
-Sliding windows have a kernel of their own. Other patterns are listed: for each block of queries the blocks of keys that
-its parts (`Pattern.parts`) reach, with masks computed from positions inside. Where a pattern sees every d-th key, the
-tokens are first rearranged so that the visible keys lie together. Where two launches share the work, their softmaxes
-are merged by their log-sum-exp.
+Sliding windows use the window kernel. Other patterns use the block kernel, which gets a list of key blocks for each
+block of queries (from `Pattern.parts`) and computes masks from positions. If a pattern sees every d-th key, tokens are
+rearranged first so that the visible keys are contiguous. Two launches are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.layouts import Axial
-from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
+from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
+from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Pattern, SlidingWindow
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.positions import floor_divide
 
-#: Queries whose scores the kernels compute together; key blocks are no smaller.
+#: Queries whose scores the kernels compute together, and the smallest block of keys.
 _TILE = 128
-# The smallest block of positions whose visibility the kernels look up.
+# The smallest blocks of positions whose visibility the kernels can look up.
 _MIN_GRANULE = 8
 
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-def unsupported(call: PatternCall, query: Array, key: Array, bias: Any) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. Traces nothing."""
-    pattern = call.pattern
+def unsupported(call: PatternCall, x: CallArrays) -> str | None:
+    """Why the kernels do not support a call, or None. Traces nothing."""
+    pattern, bias = call.pattern, x.bias
     if (why := tpu_biases.unsupported(bias)) is not None:
         return why
     if bias is not None and isinstance(pattern, Fixed) and call.key_offset is not None:
@@ -56,14 +55,14 @@ def unsupported(call: PatternCall, query: Array, key: Array, bias: Any) -> str |
         if pattern.granule < _MIN_GRANULE:
             return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {pattern.granule}"
         if call.key_offset is None:
-            return f"key_offset must be a static int with {name}, got it traced"
-    steps = _launches(call, query, key, bias)
+            return f"key_offset must be a static int with {name}, got a traced one"
+    steps = _launches(call, x.query, x.key, bias)
     return next((why for step in steps if (why := step.unsupported(bias))), None)
 
 
 def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> tuple[Any, Float[Array, "B N T"]]:
-    """`local_attention` on the kernels, with the residual in float32 if the call returns it; and the log-sum-exp of the
-    first launch, without sinks."""
+    """Returns the results of `local_attention`, with a float32 residual, and what `gradient` needs: the log-sum-exp of
+    the first launch, without sinks."""
     results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias)]
     out, lse = _merged(x, results)
     return (out, lse) if call.return_residual else out, results[0][1].swapaxes(1, 2)
@@ -78,7 +77,7 @@ def gradient(
     *,
     interpret: bool,
 ) -> tuple[CallArrays]:
-    """The gradient of `attend`, from what it returned. Where two launches share the work, they run again."""
+    """The gradient of `attend`. Two launches run again; a single one reuses what it returned."""
     (x,) = operands
     launches = _launches(call, x.query, x.key, x.bias)
     if len(launches) > 1:
@@ -89,19 +88,19 @@ def gradient(
     if x.sinks is None:
         known = (out, lse)
         return jax.vjp(lambda x: launches[0].run(x, interpret, known), x)[1]((d_out, d_lse))
-    # The sink takes 1 - share of each row's weights and has the value 0.
+    # The sink has the value 0 and takes 1 - share of each row's weights.
     share = jax.nn.sigmoid(lse - x.sinks[None, None])
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
     d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
     d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
-    # The kernel's own output is the result without the sink.
+    # The kernel's output, before the sink was merged in.
     own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
     (gradients,) = jax.vjp(lambda x: launches[0].run(x, interpret, (own, lse)), x)[1](d_own)
     return (gradients._replace(sinks=d_sinks),)
 
 
 def _merged(x: CallArrays, results: list[_Result]) -> _Result:
-    """The softmax over the keys of all launches and the sinks."""
+    """One softmax over the keys of all launches and the sinks."""
     if len(results) == 1 and x.sinks is None:
         return results[0]
     parts = [sums_of_normalised(*result) for result in results]
@@ -117,12 +116,12 @@ class _Launch:
     """One launch of a kernel.
 
     Attributes:
-      tokens: how they are arranged.
+      tokens: the arrangement of the tokens.
       query, key: shapes and dtypes of the arranged arrays.
-      window: whether it is the kernel for windows, or the one for lists of blocks.
-      options: of the kernel.
-      shifted: whether the call's key_offset, known only at run time, is added to all positions.
-      reach: how far before and after its query a visible key lies at most, in arranged tokens; None for any.
+      window: whether to use the window kernel instead of the block kernel.
+      options: for the kernel.
+      shifted: whether to add the call's traced key_offset to all positions.
+      reach: how many arranged tokens before and after the query the farthest visible keys are; None for no limit.
     """
 
     tokens: _Tokens
@@ -141,7 +140,7 @@ class _Launch:
         return function(self.query, self.key, self.key, bias=bias, **options)
 
     def _distances(self) -> tpu_biases.Distances:
-        """Those of all visible pairs."""
+        """The range of distances of all visible pairs."""
         offset, before, after = self.tokens.query_offset, *self.reach
         most, least = self.query.shape[1] - 1 + offset, offset - (self.key.shape[1] - 1)
         most = most if before is None else min(most, before)
@@ -151,7 +150,7 @@ class _Launch:
         )
 
     def run(self, x: CallArrays, interpret: bool, known: _Result | None = None) -> _Result:
-        """known: what an earlier run returned, for its gradient."""
+        """Runs the kernel; with `known`, the results of an earlier run, only its backward pass does work."""
         arranged = self.tokens.arrange(x)
         if known is not None:
             known = self.tokens.arrange_rows(known[0]), self.tokens.arrange_rows(known[1])
@@ -178,7 +177,7 @@ class _Launch:
 
 
 def _launches(call: PatternCall, query: Any, key: Any, bias: Any) -> list[_Launch]:
-    """The launches that serve a call; their keys are disjoint."""
+    """The launches of a call, with disjoint keys."""
     tokens = _Tokens(call)
     window = functools.partial(_window, query=query, key=key, bias=bias)
     match call.pattern:
@@ -203,22 +202,22 @@ def _launches(call: PatternCall, query: Any, key: Any, bias: Any) -> list[_Launc
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Tokens as they come."""
+    """Tokens in their original order."""
 
     call: PatternCall
 
     @property
     def query_offset(self) -> int:
-        """Query i of an arranged sequence stands at index i + query_offset of its keys."""
+        """Query i of an arranged sequence is at key index i + query_offset."""
         return self.call.query_offset
 
     @property
     def step(self) -> int:
-        """The distance of two tokens that are arranged beside each other."""
+        """The distance between the original positions of adjacent arranged tokens."""
         return 1
 
     def shape(self, x: Any, is_query: bool) -> jax.ShapeDtypeStruct:
-        """The shape of arranged queries or keys x."""
+        """The shape of x, queries or keys, once arranged."""
         return _shape_like(x, x.shape)
 
     def arrange(self, x: CallArrays) -> CallArrays:
@@ -235,7 +234,7 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Phases(_Tokens):
-    """Tokens that lie a multiple of the period apart form a sequence of their own; these lie along the batch axis."""
+    """Tokens a multiple of the period apart become one sequence; these sequences are stacked along the batch axis."""
 
     period: int
 
@@ -281,7 +280,7 @@ class _Phases(_Tokens):
 
 @dataclasses.dataclass(frozen=True)
 class _Summaries(_Tokens):
-    """The last `summary` keys of every block of `stride`; queries as they come."""
+    """Only the last `summary` keys of every block of `stride`; queries in their original order."""
 
     stride: int
     summary: int
@@ -311,29 +310,29 @@ class _Summaries(_Tokens):
 
 
 def _shape_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """A shape on the mesh of x, by which the kernels choose the sizes of their blocks."""
+    """A shape on the mesh of x. The kernels choose block sizes by the mesh's chip."""
     mesh = jax.typeof(x).sharding.mesh
     sharding = None if mesh.empty else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
 
 def _pad(x: Array, pad: tuple[int, int]) -> Array:
-    """Zeros before and after the tokens of x (B, T, ...)."""
+    """Adds zeros before and after the tokens of x (B, T, ...)."""
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*pad, 0), *[(0, 0, 0)] * (x.ndim - 2)])
 
 
 def _exists(count: int, lengths: Array | None) -> Bool[Array, "#B T"]:
-    """Which of `count` tokens exist."""
+    """Which of `count` tokens are within the lengths."""
     if lengths is None:
         return jnp.ones((1, count), bool)
     return jnp.arange(count, dtype=jnp.int32)[None, :] < lengths[:, None]
 
 
 def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> CallArrays:
-    """The call with absent tokens before and after its own, and with lengths expressed as segment ids."""
+    """Pads the call with absent tokens, and expresses lengths as segment ids."""
     query_ids = None if x.query_segments is None else _pad(x.query_segments, query_pad)
     key_ids = None if x.key_segments is None else _pad(x.key_segments, key_pad)
-    # An absent query needs no mark: its result is dropped.
+    # Absent queries need no mark, because their results are dropped.
     if any(key_pad) or any(y is not None for y in (query_ids, x.query_lengths, x.key_lengths)):
         query_ids, key_ids = mark_absent(
             query_ids,
@@ -355,7 +354,7 @@ def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, 
 
 
 def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, bias: Any) -> _Launch:
-    """A sliding window by its own kernel where that serves it, else by lists of blocks."""
+    """A sliding window on the window kernel if that supports the call, else on the block kernel."""
     right = 0 if tokens.call.is_causal else right
     query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
     if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0:
@@ -364,12 +363,12 @@ def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, bias: 
         )
         if launch.unsupported(bias) is None:
             return launch
-    # What a window shows does not depend on absolute positions.
+    # A window does not depend on absolute positions.
     return _pattern(tokens, query, key, SlidingWindow(left, right), 0)
 
 
 def _pattern(tokens: _Tokens, query: Any, key: Any, pattern: Pattern, key_offset: int | None) -> _Launch:
-    """A pattern whose parts keep the order of the arranged sequence."""
+    """A pattern whose parts keep the arranged order, on the block kernel."""
     query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
     call = dataclasses.replace(
         tokens.call,
@@ -409,7 +408,7 @@ def _listed(
 
 
 def _cut(call: PatternCall, visible: Callable | None) -> Callable | None:
-    """The rule of a pattern, with the keys after the query hidden if the call is causal."""
+    """A pattern's rule that also hides the keys after the query if the call is causal."""
     if not call.is_causal:
         return visible
     if visible is None:
@@ -418,7 +417,7 @@ def _cut(call: PatternCall, visible: Callable | None) -> Callable | None:
 
 
 def _block_size(pattern: Pattern, num_queries: int) -> int:
-    """Rows in a block: smaller blocks compute fewer invisible pairs, larger ones take fewer steps."""
+    """Rows in a block. Smaller blocks compute fewer invisible pairs; larger ones take fewer steps."""
     if pattern.granule is not None:
         size = math.gcd(pattern.granule, 512)
         return size if size >= _TILE else _TILE
@@ -428,7 +427,7 @@ def _block_size(pattern: Pattern, num_queries: int) -> int:
 
 
 def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: PatternCall, size: int) -> list[list[int]]:
-    """For each block of queries the blocks of keys that the rectangles touch; if causal, none after the queries."""
+    """The blocks of keys that the rectangles touch, for each block of queries; if causal, only up to the queries."""
     lists: list[set[int]] = [set() for _ in range(-(-call.num_queries // size))]
     for first_query, stop_query, first_key, stop_key in rectangles:
         first_key, stop_key = max(first_key, 0), min(stop_key, call.num_keys)
@@ -443,7 +442,7 @@ def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: PatternCall, s
 
 
 def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granules:
-    """The visibility of each listed pair of blocks, for a pattern that can only be looked up."""
+    """The visibility of each listed pair of blocks, for a pattern that looks it up in a table."""
     pattern, granule, first_key = call.pattern, call.pattern.granule, call.key_offset
     assert granule is not None
     assert first_key is not None
@@ -451,7 +450,7 @@ def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granu
     count = tpu.Granules.touched(size, granule)
 
     def touched(first: int, blocks: list[int]) -> np.ndarray:
-        """A position in each granule of each block; those past the end are never looked up."""
+        """A position in each granule of each block. Those past the end are never looked up."""
         number = (first + np.asarray(blocks, np.int64)[:, None] * size) // granule + np.arange(count)
         return np.minimum(number * granule, positions - 1)
 
@@ -466,7 +465,7 @@ def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granu
 
 
 def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], int]) -> list[list[int]]:
-    """Lists in which each block of queries visits the keys before `visible(index of its last query)`."""
+    """Lists in which a block of queries visits all keys before `visible(index of its last query)`."""
     lists = []
     for row in range(-(-num_queries // size)):
         stop = min(visible(min((row + 1) * size, num_queries) - 1), num_keys)
@@ -475,8 +474,8 @@ def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], 
 
 
 def _far_columns(tokens: _Phases, query: Any, key: Any, *, beyond: int) -> _Launch:
-    """The keys of Strided and Axial that lie a multiple of the stride away: those of the phase but for `beyond` on each
-    side of the query and its own, which another launch has."""
+    """The far keys of Strided and Axial, a multiple of the stride away: the whole phase, except the query's own key and
+    `beyond` keys on each side of it, which the other launch covers."""
     query, key, call = tokens.shape(query, True), tokens.shape(key, False), tokens.call
     num_keys, size = key.shape[1], _block_size(Strided(1), query.shape[1])
 
@@ -491,7 +490,7 @@ def _far_columns(tokens: _Phases, query: Any, key: Any, *, beyond: int) -> _Laun
 
 
 def _far_summaries(call: PatternCall, query: Any, key: Any, stride: int, summary: int) -> _Launch:
-    """The keys of Fixed that are the last of a block other than the query's own."""
+    """The far keys of Fixed: the last keys of every block except the query's own."""
     assert call.key_offset is not None
     tokens = _Summaries(call, stride, summary)
     first, first_block = call.first_position, call.key_offset // stride

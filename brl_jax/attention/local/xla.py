@@ -1,16 +1,14 @@
-"""Forward and backward of local attention over the parts of a pattern, as one differentiable function.
+"""Local attention through XLA, over the parts of a pattern: forward and backward.
 
-On a CPU a loop takes one block of queries at a time, so that its scores stay in cache; elsewhere all blocks are
-computed at once. The backward pass is written by hand: it saves the output and the log-sum-exp of each row, and
-computes the scores of each block anew (as FlashAttention does, Dao et al. 2022, arXiv:2205.14135, section 3.1 and
-appendix B).
+On a CPU a loop takes one block of queries at a time, whose scores stay in cache. Elsewhere all blocks are computed at
+once. The backward pass is written by hand: it keeps the output and the log-sum-exp of each row, and computes each
+block's scores again (FlashAttention, Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +50,7 @@ from brl_jax.attention.local.xla_cpu_grid import GridShifts
 
 
 def forms(call: PatternCall) -> dict[str, Form]:
-    """`local_attention` on a CPU and elsewhere; they keep the log-sum-exp of each row (B, N, T).
-
-    With the residual (B, T, N) in float32 if the call returns it.
-    """
+    """`local_attention` on a CPU and elsewhere, with a float32 residual. Keeps each row's log-sum-exp (B, N, T)."""
 
     def form(loop: bool) -> Form:
         def run(x: CallArrays) -> tuple[Any, Array]:
@@ -79,7 +74,7 @@ def _returned(
 
 
 def _outputs(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
-    """As `_forward`, with the sinks in both."""
+    """`_forward`, with the sinks included."""
     out, lse = _forward(call, x, loop)
     if x.sinks is not None:
         share, lse = add_sinks(lse, _by_head(x.sinks, lse))
@@ -96,14 +91,14 @@ def _gradient(
     lse = _by_kv_head(lse, x.key.shape[2])
     d_lse = None
     if d_residual is not None:
-        # The residual of a row that sees no key is a constant, or its sink.
+        # The residual of a row that sees no key does not depend on any score.
         by_head = _by_kv_head(d_residual.swapaxes(1, 2), x.key.shape[2])
         sees = jnp.abs(lse) < -MASKED
         d_lse = jnp.where(sees, by_head, 0.0)
-    # With sinks in out and lse, the keys' gradients follow as without them.
+    # The formulas for the keys' gradients hold with sinks in out and lse.
     gradients = _backward(call, x, out, lse, d_out, d_lse, loop)
     if x.sinks is not None:
-        # A sink is one more key, whose value is 0.
+        # A sink is one more key with the value 0.
         d_out = zero_padding(d_out, x.query_lengths).astype(jnp.float32)
         delta = jnp.sum(d_out * out.astype(jnp.float32), -1)
         delta = delta if d_lse is None else delta - _by_row(d_lse)[..., 0]
@@ -116,17 +111,19 @@ def _gradient(
     return (gradients,)
 
 
-def attend_beside(
+def attend_with(
     call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the keys of a local pattern and over other keys, for calls without sinks; in float32.
+    """One softmax over a local pattern and other keys, in float32, for calls without sinks.
 
     Args:
-      other, other_lse: the output and the log-sum-exp of a softmax over the other keys, as `normalise` returns them.
+      other, other_lse: the output and log-sum-exp of a softmax over the other keys, as `normalise` returns them.
     """
 
     def form(loop: bool) -> Form:
-        return Form(functools.partial(_beside, call, loop), functools.partial(_beside_gradient, call, loop))
+        return Form(
+            functools.partial(_attend_with, call, loop), functools.partial(_with_gradient, call, loop)
+        )
 
     on_cpu, elsewhere = form(True), form(False)
     return by_platform(
@@ -136,25 +133,25 @@ def attend_beside(
         other_lse,
         results=jax.ShapeDtypeStruct(other.shape, jnp.float32),
         kept=jax.ShapeDtypeStruct(other_lse.shape, jnp.float32),
-        plain=lambda *operands: _beside(call, False, *operands)[0],
+        plain=lambda *operands: _attend_with(call, False, *operands)[0],
     )
 
 
-def _beside(
+def _attend_with(
     call: PatternCall, loop: bool, x: CallArrays, other: Array, other_lse: Array
 ) -> tuple[Array, Array]:
-    """The output of all keys, and the log-sum-exp of each row (B, T, N)."""
+    """The output over all keys, and each row's log-sum-exp (B, T, N)."""
     near, near_lse = _forward(call, x, loop)
     parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
     return normalise(merge_sums(*parts))
 
 
-def _beside_gradient(
+def _with_gradient(
     call: PatternCall, loop: bool, operands: Any, out: Array, lse: Array, d_out: Array
 ) -> tuple[CallArrays, Array, Array]:
     x, other, other_lse = operands
     by_head = _by_kv_head(lse.swapaxes(1, 2), x.key.shape[2])
-    # With the joint out and lse, the gradients of the pattern's keys follow as without the other keys.
+    # The formulas for the pattern's keys hold with the other keys in out and lse.
     dtype = x.query.dtype
     gradients = _backward(call, x, out.astype(dtype), by_head, d_out.astype(dtype), None, loop)
     share = jnp.exp(jnp.where(other_lse < -MASKED, other_lse, MASKED) - lse)[..., None]
@@ -174,12 +171,12 @@ def _by_row(x: Float[Array, "B K G T"]) -> Float[Array, "B T N 1"]:
 
 
 def _query_block_loop(width: int) -> int:
-    """Queries in a block on a CPU: a tile of scores must be large enough for XLA to divide it among cores."""
+    """Queries in a block on a CPU: enough scores for XLA to divide among cores."""
     return 256 if width >= 128 else 128
 
 
 def _query_block_batched(width: int) -> int:
-    """Queries in a block where all are computed at once: the multiple of 128 nearest to the window, up to 512."""
+    """Queries in a block if all blocks are computed at once: the multiple of 128 nearest to the window, up to 512."""
     return min(512, max(128, (width + 64) // 128 * 128))
 
 
@@ -188,7 +185,7 @@ def _parts(call: PatternCall, loop: bool) -> list[Part]:
 
 
 def _without_padding(x: CallArrays) -> CallArrays:
-    """Zeros in place of what lies beyond the lengths, which may be NaN."""
+    """Replaces padding, which may be NaN, by zeros."""
     return x._replace(
         query=zero_padding(x.query, x.query_lengths),
         key=zero_padding(x.key, x.key_lengths),
@@ -196,34 +193,23 @@ def _without_padding(x: CallArrays) -> CallArrays:
     )
 
 
-class _OnCPU(NamedTuple):
-    """A form of its own of some patterns on a CPU: `WindowTiling` or `GridShifts`, and its functions."""
-
-    plan: Any
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
-
-
-def _on_cpu(call: PatternCall, x: CallArrays) -> _OnCPU | None:
-    """The form of a call on a CPU; None where the blocks of every pattern serve it."""
+def _on_cpu(call: PatternCall, x: CallArrays) -> tuple[Any, Any] | None:
+    """The plan and the module of a call's faster form on a CPU, or None."""
     if x.bias is not None:
         return None
     tiling = WindowTiling.of(call, x.query, x.key)
     if tiling is not None:
-        return _OnCPU(tiling, xla_cpu.forward, xla_cpu.backward)
+        return tiling, xla_cpu
     shifts = GridShifts.of(call, x.query, x.key) if x.query_segments is None else None
-    return None if shifts is None else _OnCPU(shifts, xla_cpu_grid.forward, xla_cpu_grid.backward)
+    return None if shifts is None else (shifts, xla_cpu_grid)
 
 
 def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
-    """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it.
-
-    loop: whether a loop takes one block at a time.
-    """
+    """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it; `loop` takes one block at a time."""
     num_queries, kv_heads = call.num_queries, x.key.shape[2]
 
     def on_part(part: Part, x: CallArrays, q, k, v, finish) -> Any:
-        """finish(sums) of the part's queries (B, K, G, T')."""
+        """finish(sums), for the part's queries (B, K, G, T')."""
         arranged = arrange(part, x, q, k, v)
         own_bias = None if arranged.bias is not None else x.bias
         multiply = merged_product if loop else product
@@ -265,9 +251,10 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
         return normalise(merge_sums(*every))
 
     x = _without_padding(x)
-    form = _on_cpu(call, x) if loop else None
-    if form is not None:
-        out, lse = form.forward(form.plan, call, x)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        out, lse = module.forward(plan, call, x)
     else:
         out, lse = on_parts(x)
         out = merge_heads(out)
@@ -281,11 +268,7 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
 def _backward(
     call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array, d_lse: Array | None, loop: bool
 ) -> CallArrays:
-    """Gradients of query, key, value and bias.
-
-    The gradient of a score is weight * (d_weight - delta + d_lse), as the weight is also the derivative of the
-    log-sum-exp.
-    """
+    """Gradients of query, key, value and bias. A score's gradient is weight * (d_weight - delta + d_lse)."""
     num_queries, num_keys, kv_heads = call.num_queries, call.num_keys, x.key.shape[2]
 
     def on_part(part: Part, x: CallArrays, q, k, v, do, lse, delta):
@@ -300,7 +283,7 @@ def _backward(
         q_t, do_t = transposed(q), transposed(do)
 
         def one(block: Block, q_t, do, do_t, lse, delta):
-            """Gradients of one block; d_bias: of the position bias's arrays, or of the block's own bias."""
+            """Gradients of one block; d_bias is for a position bias's leaves, or for the block's slice of an array."""
             scores, slope = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             d_scores, dq, dk, dv = gradient_block(
                 scores, slope, block, q_t, do, do_t, lse, delta, call.scale, multiply
@@ -340,9 +323,10 @@ def _backward(
 
     out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
     x = _without_padding(x)
-    form = _on_cpu(call, x) if loop else None
-    if form is not None:
-        gradients = form.backward(form.plan, call, x, out, lse, d_out, d_lse)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        gradients = module.backward(plan, call, x, out, lse, d_out, d_lse)
         return CallArrays(*(y.astype(x.query.dtype) for y in gradients))
     q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
     k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
@@ -363,7 +347,7 @@ def _backward(
 
 
 def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, rows: tuple, own_bias):
-    """Gradients in the arranged order, step by step; those of keys and bias are summed in the loop's carry."""
+    """Gradients in the arranged order, one block at a time; the loop's carry sums d_key, d_value and d_bias."""
     part = walk.part
     q_t, do, do_t, lse, delta = rows
     d_keys = jnp.zeros((*q_t.shape[:3], part.keys.size), jnp.float32)
@@ -430,7 +414,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _split_floats(bias: PositionBias):
-    """The floating-point leaves of a bias, and a function that rebuilds the bias from such leaves."""
+    """The floating-point leaves of a bias, and a function that rebuilds the bias from new ones."""
     leaves, structure = jax.tree.flatten(bias)
 
     def rebuild(floats: list) -> PositionBias:

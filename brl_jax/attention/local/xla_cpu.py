@@ -1,14 +1,14 @@
 """Sliding windows on a CPU: square tiles of scores that stay in cache, several independent blocks a step.
 
-A block of b queries visits T + 1 tiles of b keys. The first and the last of them contain complementary triangles of
-visible keys, so the two fold into one tile: the softmax runs over T tiles, and only that one is masked.
+A block of b queries visits T + 1 tiles of b keys. In the first and the last of these, complementary triangles are
+visible, so the two are folded into one tile: the softmax runs over T tiles, and only that one is masked.
 
     keys     tile 0    tile 1 .. T-1    tile T
     query r  c > r       all            c <= r       (a window of T * b keys)
 
-XLA runs independent operations of a loop's body on several cores, but hardly ever divides products as small as these; a
-step therefore computes several blocks as independent chains. Rows are read from (B, T, N, H) tile by tile, which avoids
-transposed copies of whole arrays. All arithmetic is in float32.
+XLA runs independent operations of a loop's body on several cores, but rarely divides products this small. So each step
+computes several blocks as independent chains. It reads rows from (B, T, N, H) tile by tile, which avoids transposed
+copies of whole arrays. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from brl_jax.attention.local.patterns import SlidingWindow
 
 _CHAINS = 8
 _MOST_BEFORE = 8
-# The scores of one chain, in bytes: those of two neighbours fit in the cache together.
+# The bytes of one chain's scores: two chains fit into the cache.
 _CHAIN_BYTES = CACHE_BYTES // 2
 
 
@@ -44,8 +44,8 @@ class WindowTiling:
     Attributes:
       tile: queries in a block, and keys in a tile.
       before: T, the number of tiles before the last one of a block.
-      gap: T * tile minus the width of the window: keys of the folded tile that a query does not see.
-      shift: keys that the window reaches to the right; tile u starts at key u * tile + shift.
+      gap: T * tile minus the window's width: how many keys of the folded tile a query does not see.
+      shift: how far the window reaches to the right; tile u starts at key u * tile + shift.
       chains: blocks in a step.
       groups: steps for one sequence and the heads of a step.
       heads: key heads in a step.
@@ -61,7 +61,7 @@ class WindowTiling:
 
     @classmethod
     def of(cls, call: PatternCall, query: Array, key: Array) -> WindowTiling | None:
-        """None where tiles do not pay: other patterns, short sequences, windows of many tiles."""
+        """None if tiles do not pay off: other patterns, short sequences, windows of many tiles."""
         length, kv_heads = query.shape[1], key.shape[2]
         if not isinstance(call.pattern, SlidingWindow) or call.query_offset != 0 or key.shape[1] != length:
             return None
@@ -105,7 +105,7 @@ class WindowTiling:
         return _pad(x, 0, self.size - x.shape[1])
 
     def pad_keys(self, x: Array) -> Array:
-        """Keys (or any array with one entry per key on axis 1), padded to contain every tile within reach."""
+        """Pads keys, or another array with one entry per key on axis 1, to contain every tile within reach."""
         low = self.front * self.tile - self.shift
         return _pad(x, low, self.front * self.tile + self.size - low - x.shape[1])
 
@@ -119,7 +119,7 @@ class Place(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One block of queries and its tiles of scores, the first and the last of them folded into one."""
+    """One block of queries and its tiles of scores, with the first and the last folded into one."""
 
     query: Array  # (k, G * b, H), scaled
     scores: list[Array]  # (k, G, b, b) each
@@ -155,7 +155,7 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
 
 
 def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d_out, d_lse=None):
-    """Gradients of query, key and value, in float32. lse is as `forward` gives it; d_lse is its cotangent, if any."""
+    """Gradients of query, key and value, in float32. d_lse is the cotangent of `forward`'s lse, if any."""
     query, key, value = x.query, x.key, x.value
     walk = _Walk.of(tiling, call, x)
     k, v = tiling.pad_keys(key), tiling.pad_keys(value)
@@ -237,7 +237,7 @@ def _softmax_gradient(
     lse: Array,
     cap: float | None,
 ) -> tuple[Array, list[Array], list[Array]]:
-    """d_query (k, G, b, H), unscaled, and for each tile of keys the weights and gradients of scores (k, G b, b)."""
+    """d_query (k, G, b, H), unscaled; for each tile of keys, the weights and the gradients of scores (k, G b, b)."""
     weights = _weights(chain, lse)
     d_weights = _fold(chain.low, [_split_rows(_product("ntd,nsd->nts", d_out, v), lse) for v in values])
     delta = delta.reshape(lse.shape)[..., None]
@@ -262,12 +262,12 @@ def _split_rows(x: Array, like: Float[Array, "k G b"]) -> Array:
 
 
 def _fold(low: Array, tiles: Sequence[Array]) -> list[Array]:
-    """The tiles with the first and the last folded into one."""
+    """Folds the first and the last tile into one."""
     return [jnp.where(low, tiles[-1], tiles[0]), *tiles[1:-1]]
 
 
 def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
-    """The inverse of `_fold`, with 0 for keys that a tile lacks, and rows merged: (k, G * b, b)."""
+    """Undoes `_fold`, with 0 for the keys of the other tile, and merges rows: (k, G * b, b)."""
     folded, *middle = tiles
     whole = [jnp.where(chain.low, 0.0, folded), *middle, jnp.where(chain.low, folded, 0.0)]
     return [x.reshape(x.shape[0], -1, x.shape[-1]) for x in whole]
@@ -275,7 +275,7 @@ def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Walk:
-    """The steps of a call, and the slices that each reads and writes."""
+    """The steps of a call, and the slices that each one reads and writes."""
 
     tiling: WindowTiling
     scale: float

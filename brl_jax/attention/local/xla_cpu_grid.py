@@ -1,16 +1,15 @@
-"""Windows in two dimensions on a CPU: a step for each offset within the window, over all positions at once.
+"""Windows in two dimensions on a CPU: one step for each offset within the window, over all positions at once.
 
-The keys of a query lie in as many places of the sequence as the window has rows, so that a block of queries and the
-stretch of keys that it reaches are mostly pairs that do not see each other: all but 25 of 132 keys, for two rows and
-columns on each side in an image of 32 x 32. Here the keys at one offset, which are the keys shifted by it, meet all
-queries elementwise:
+A query sees one short run of keys in each row of its window. Between these runs lie keys that it does not see: in an
+image of 32 x 32, two rows and columns on each side reach over 132 keys, but only 25 are visible. So instead of visiting
+blocks of keys, each step takes the keys at one offset, shifted against all queries:
 
     score[o, t] = sum over h of query[h, t] * key[h, t + o]
 
-Positions are the minor axis, with the heads of a row one after the other and a margin between them, so that these
-products fill vector registers whatever the size of a head. What steps of the second loop read has been written by the
-first: XLA would otherwise fuse an exponential into each of its products, and compute it once a feature. A loop takes
-one row of the batch at a time, whose arrays stay in cache. All arithmetic is in float32.
+Positions are the minor axis. The heads of a row follow one another, with a margin between them, so that the products
+fill vector registers whatever the size of a head. A first loop writes the exponentials that the second one reads;
+otherwise XLA would fuse an exponential into each product and compute it once for each feature. An outer loop takes one
+row of the batch at a time, whose arrays stay in cache. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.layouts import Neighbourhood
+from brl_jax.attention.local.patterns import Neighbourhood
 
-# Heads of more features are left to matrix products over blocks, which gain with the size of a head.
+# For wider heads, matrix products over blocks are faster.
 _WIDEST_HEAD = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class GridShifts:
-    """How a call is divided: by the distances in the sequence from a query to its keys, ascending."""
+    """How a call is divided: by the distances in the sequence from a query to its keys, in ascending order."""
 
     offsets: tuple[int, ...]
     length: int
 
     @classmethod
     def of(cls, call: PatternCall, query: Array, key: Array) -> GridShifts | None:
-        """None where shifts do not pay or do not serve: other patterns, keys that are not the queries' own tokens,
-        wide heads, and windows that see a large part of the keys between their first and their last."""
+        """None for other patterns, for keys other than the queries' own tokens, and if shifts do not pay off: wide
+        heads, or windows that see many of the keys between their first and their last."""
         pattern, length = call.pattern, key.shape[1]
         if not isinstance(pattern, Neighbourhood) or call.key_offset is None or call.query_offset != 0:
             return None
@@ -56,19 +55,19 @@ class GridShifts:
         if call.is_causal:
             seen &= ahead <= 0
         offsets = np.unique(ahead[seen])
-        # A block visits its own keys besides those within reach.
+        # A block would visit its own 128 keys and those within reach.
         if 4 * len(offsets) > offsets[-1] - offsets[0] + 128:
             return None
         return cls(tuple(offsets.tolist()), length)
 
     @property
     def margin(self) -> int:
-        """Places that an offset can reach beyond a head's keys."""
+        """How far an offset can reach beyond a head's keys."""
         return max(-self.offsets[0], self.offsets[-1])
 
     @property
     def stride(self) -> int:
-        """Places from one head to the next."""
+        """The distance from one head to the next."""
         return self.length + self.margin
 
     @property
@@ -76,27 +75,27 @@ class GridShifts:
         return jnp.asarray(np.array(self.offsets, np.int32))
 
     def arrange(self, x: Float[Array, "B T N *H"]) -> Float[Array, "B *H L"]:
-        """The heads of each row, one after the other with a margin of zeros after each: L = N * stride."""
+        """Concatenates the heads of each row, with a margin of zeros after each: L = N * stride."""
         x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, self.margin)])
         x = jnp.moveaxis(x, 1, -2)
         return x.reshape(*x.shape[:-2], -1)
 
     def restore(self, x: Float[Array, "B *H L"]) -> Float[Array, "B T N *H"]:
-        """The inverse of `arrange`."""
+        """Undoes `arrange`."""
         x = x.reshape(*x.shape[:-1], -1, self.stride)[..., : self.length]
         return jnp.moveaxis(jnp.moveaxis(x, -2, 1), -1, 1)
 
     def widen(self, x: Float[Array, "*H L"]) -> Float[Array, "*H L+2"]:
-        """With a margin on both sides, for `shifted`."""
+        """Adds a margin on both sides, for `shifted`."""
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(self.margin, self.margin)])
 
     def shifted(self, x: Float[Array, "*H L+2"], offset: Array) -> Float[Array, "*H L"]:
-        """What stands at each place plus the offset."""
+        """x, read `offset` places further on."""
         return lax.dynamic_slice_in_dim(x, offset + self.margin, x.shape[-1] - 2 * self.margin, x.ndim - 1)
 
     def visible(self, call: PatternCall, heads: int) -> Bool[Array, "O L"]:
-        """At each offset, which places have a query that sees the key there, if there is one (`_Row.exists`)."""
+        """For each offset, which queries may see the key there; `_Row.exists` says whether there is one."""
         place = jnp.arange(self.stride, dtype=jnp.int32)[None]
         key = place + self.steps[:, None]
         first = call.first_position
@@ -104,8 +103,8 @@ class GridShifts:
 
 
 class _Row(NamedTuple):
-    """One row of the batch, arranged: query (H, L), scaled; key and value (H, L + 2 margins); and (L + 2 margins,)
-    bools, which keys exist."""
+    """One row of the batch, arranged: scaled query (H, L), key and value (H, L + 2 margins), and which keys exist
+    (L + 2 margins,)."""
 
     query: Array
     key: Array
@@ -182,7 +181,7 @@ def backward(
 
 
 def _rows(shifts: GridShifts, call: PatternCall, x: CallArrays) -> _Row:
-    """All rows, for a loop over them; query heads that share a key head have a copy of it each."""
+    """All rows, to loop over; each query head gets its own copy of its key head."""
     heads, kv_heads = x.query.shape[2], x.key.shape[2]
     key, value = (
         shifts.widen(shifts.arrange(jnp.repeat(y, heads // kv_heads, axis=2) if heads != kv_heads else y))
@@ -194,15 +193,15 @@ def _rows(shifts: GridShifts, call: PatternCall, x: CallArrays) -> _Row:
 
 
 def _products(query: Float[Array, "H L"], key: Float[Array, "H L"]) -> Float[Array, " L"]:
-    """The product of each query with the key beside it, a feature at a time: XLA's sums over an axis that is not the
-    minor one do not fill vector registers."""
+    """The product of each query with the key at its index, one feature at a time: XLA's sum over a major axis would not
+    fill vector registers."""
     return functools.reduce(jnp.add, [query[h] * key[h] for h in range(query.shape[0])])
 
 
 def _scores(
     call: PatternCall, shifts: GridShifts, row: _Row, offset: Array, visible: Bool[Array, " L"]
 ) -> tuple[Float[Array, " L"], Float[Array, " L"] | None]:
-    """The scores of the keys at an offset, MASKED where a query does not see that key, and the slope of the cap."""
+    """The scores of the keys at an offset, MASKED if the query does not see the key, and the slope of the cap."""
     scores = _products(row.query, shifts.shifted(row.key, offset))
     slope = None
     if call.logits_soft_cap is not None:
@@ -214,7 +213,7 @@ def _scores(
 def _sum_shifted(
     shifts: GridShifts, weights: Float[Array, "O L"], x: Float[Array, "H L+2"]
 ) -> Float[Array, "H L"]:
-    """At each place, the sum of weights[o] times x at that place plus o."""
+    """out[t] = sum over o of weights[o, t] * x[t + o]."""
 
     def add(total: Array, step: tuple[Array, Array]) -> tuple[Array, None]:
         offset, weight = step
@@ -227,7 +226,7 @@ def _sum_shifted(
 def _sum_shifted_back(
     shifts: GridShifts, weights: Float[Array, "O L+2"], x: Float[Array, "H L+2"]
 ) -> Float[Array, "H L"]:
-    """The transpose: at each place, the sum of weights[o] times x, both at that place minus o."""
+    """The transpose of `_sum_shifted`: out[t] = sum over o of weights[o, t - o] * x[t - o]."""
 
     def add(total: Array, step: tuple[Array, Array]) -> tuple[Array, None]:
         offset, weight = step

@@ -220,9 +220,11 @@ def long_short_attention(
             projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
         far = _attend_to_projected(query, projected, scale, chunk=chunk)
         pattern = SlidingWindow(window - 1, 0) if is_causal else SurroundedBlocks(window, window // 2)
-        call = PatternCall(pattern, is_causal, scale, length, length, 0, 0)
+        call = PatternCall(
+            pattern=pattern, is_causal=is_causal, scale=scale, num_queries=length, num_keys=length
+        )
         arrays = CallArrays(zero_padding(turned, lengths), *local_tokens(key, value), key_lengths=lengths)
-        return zero_padding(xla.attend_beside(call, arrays, *far), lengths).astype(query.dtype)
+        return zero_padding(xla.attend_with(call, arrays, *far), lengths).astype(query.dtype)
 
     _check_state(state, key, projection, window, chunk_size)
     start, count, rank = state.length, length if count is None else count, projection.shape[3]
@@ -248,7 +250,14 @@ def long_short_attention(
 
     (near_key, last_key), (near_value, last_value) = map(slide, state.window, local_tokens(key, value))
     reach = last_key.shape[1]
-    call = PatternCall(SlidingWindow(reach, 0), True, scale, length, reach + length, reach, 0)
+    call = PatternCall(
+        pattern=SlidingWindow(reach, 0),
+        is_causal=True,
+        scale=scale,
+        num_queries=length,
+        num_keys=reach + length,
+        query_offset=reach,
+    )
     # The window's empty slots form their own segment, so that no token sees them.
     filled = jnp.arange(reach + length, dtype=jnp.int32) >= reach - start
     arrays = CallArrays(
@@ -258,7 +267,7 @@ def long_short_attention(
         query_segments=jnp.ones((batch, length), jnp.int32),
         key_segments=jnp.broadcast_to(filled.astype(jnp.int32)[None], (batch, reach + length)),
     )
-    out = xla.attend_beside(call, arrays, *far).astype(query.dtype)
+    out = xla.attend_with(call, arrays, *far).astype(query.dtype)
     end = jnp.asarray(start + count, jnp.int32)
     new = LongShortState(Tokens(last_key, last_value), Tokens(*recent[:2]), recent[2], projected, end)
     return (out, new) if return_state else out

@@ -179,6 +179,14 @@ class BRLConfig(Mechanism):
         """Tokens that a block's compressed tokens read."""
         return self.block if self.history_size is None else self.history_size
 
+    def num_blocks(self, length: int, decoding: bool) -> int:
+        """The largest number of blocks that `length` tokens touch; when decoding, they may start inside a block."""
+        if self.segment is not None:
+            return 1
+        if decoding:
+            return (length + self.block - 2) // self.block + 1
+        return -(-length // self.block)
+
     def width(self, dimensions: Dimensions) -> int:
         """Width of the compressed tokens."""
         return dimensions.d_model if self.compressed_dim is None else self.compressed_dim
@@ -200,7 +208,7 @@ class BRLConfig(Mechanism):
                 f"d_model must be a multiple of num_heads={dimensions.num_heads}, got {dimensions.d_model}"
             )
 
-    def check_stretches(self, length: int, devices: int) -> None:
+    def check_shards(self, length: int, devices: int) -> None:
         if self.memory == "layer" and self.num_compressed and length // devices % self.block:
             raise ValueError(
                 f"block_size must divide the {length // devices} tokens of a row that each of {devices} devices has, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,20 +27,8 @@ from brl_jax.layers.core.modules import dense, maps_wanted, norm, parameter, sca
 from brl_jax.layers.core.protocol import CacheOwner, LayerCall, MechanismLayer
 from brl_jax.sharding import constrain, sequence_axis
 
-if TYPE_CHECKING:
-    from brl_jax.layers.compressed.brl import BRLConfig
-
 # exp(10) = 22026: large enough for any spike, small enough for sums of products in bfloat16.
 _SPIKE_LIMIT = 10.0
-
-
-def _num_blocks(mechanism: BRLConfig, length: int, decoding: bool) -> int:
-    """Returns the largest number of blocks that `length` tokens touch; when decoding, they may start inside a block."""
-    if mechanism.segment is not None:
-        return 1
-    if decoding:
-        return (length + mechanism.block - 2) // mechanism.block + 1
-    return -(-length // mechanism.block)
 
 
 def _empty_memory(module: CacheOwner, batch: int) -> BRLMemory:
@@ -86,7 +74,7 @@ class BRLCarrier(CacheOwner):
         shape = (mechanism.num_compressed, mechanism.width(d))
         init = nn.initializers.normal(1.0)
         table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
-        blocks = _num_blocks(mechanism, x.shape[1], decoding) if d.is_causal else 1
+        blocks = mechanism.num_blocks(x.shape[1], decoding) if d.is_causal else 1
         tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
         tokens = constrain(tokens, COMPRESSED)
         if mechanism.memory == "layer":

@@ -69,9 +69,11 @@ class BRLPast(NamedTuple):
         block = self.current.shape[1]
         # The new tokens may start anywhere in the current block, and the block after the last of them must fit.
         blocks = (new.shape[1] + block - 2) // block + 1
-        room = jnp.pad(self.current, ((0, 0), (0, blocks * block), (0, 0)))
-        room = jax.lax.dynamic_update_slice_in_dim(room, new.astype(room.dtype), num_tokens % block, axis=1)
-        return jnp.concatenate([self.before.history, room], axis=1)
+        tokens = jnp.pad(self.current, ((0, 0), (0, blocks * block), (0, 0)))
+        tokens = jax.lax.dynamic_update_slice_in_dim(
+            tokens, new.astype(tokens.dtype), num_tokens % block, axis=1
+        )
+        return jnp.concatenate([self.before.history, tokens], axis=1)
 
     def advance(self, num_tokens: Int[Array, ""], new: Float[Array, "B T D"], count: Any) -> BRLPast:
         """Returns the past after the first `count` of the new tokens."""

@@ -197,8 +197,8 @@ class CompressedStream(nn.Module):
         blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
         if axis_name is None:
             missing = size + (query.shape[1] - 1) * block - read["key"].shape[1]
-            room = ((0, 0), (missing, 0), (0, 0), (0, 0))
-            read = {name: jnp.pad(array, room) for name, array in read.items()}
+            padding = ((0, 0), (missing, 0), (0, 0), (0, 0))
+            read = {name: jnp.pad(array, padding) for name, array in read.items()}
             function = compress_blocks
             if sown and maps_wanted(self):
                 weigh = functools.partial(

@@ -29,8 +29,9 @@ class PackedBlocks(NamedTuple):
       starts: (B, C - 1), where the further blocks start; T for those that do not exist.
       before: (B, C), how many tokens of its sequence precede each set's block; 0 for set 0 and for sets without a
         block.
-      slot: (B, T), the token's position among the concatenated further blocks, or their length if it is in none.
-      read: (B, T), its position among the concatenated blocks that further blocks follow, or their length.
+      slot: (B, T), the token's position among the concatenated further blocks; their length for other tokens.
+      read: (B, T), its position among the concatenated blocks that further blocks follow; their length for other
+        tokens.
     """
 
     is_first: Bool[Array, "B T"]
@@ -52,8 +53,8 @@ class PackedBlocks(NamedTuple):
         place = offset % block
         begins = (offset > 0) & (place == 0)
         # Two further blocks start at least `block` tokens apart, so each piece of the row has at most one start.
-        room = (further + 1) * block - length
-        candidates = jnp.pad(jnp.where(begins, token, length), ((0, 0), (0, room)), constant_values=length)
+        missing = (further + 1) * block - length
+        candidates = jnp.pad(jnp.where(begins, token, length), ((0, 0), (0, missing)), constant_values=length)
         candidates = candidates.reshape(batch, further + 1, block).min(axis=2)
         starts = jnp.sort(candidates, axis=1)[:, :further]
         before = jnp.where(starts < length, jnp.take_along_axis(offset, starts, axis=1, mode="clip"), 0)

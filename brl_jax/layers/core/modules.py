@@ -29,7 +29,7 @@ class _Dense(nn.DenseGeneral):
         y = super().__call__(inputs)
         if jax.sharding.get_abstract_mesh().empty:
             return y
-        # What lies between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
+        # The axes between batch and outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
 

@@ -246,8 +246,8 @@ class Mechanism(Checked):
         uses the same ones as training."""
         return self
 
-    def check_stretches(self, length: int, devices: int) -> None:
-        """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
+    def check_shards(self, length: int, devices: int) -> None:
+        """Raises ValueError if rows of `length` tokens, a multiple of `devices`, cannot be sharded over the devices."""
 
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
         """Returns the module that creates this mechanism's carry, or None if it has no carry.

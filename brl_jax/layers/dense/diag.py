@@ -13,7 +13,6 @@ from brl_jax.attention.dense.diag import (
     DiagScore,
     DiagState,
     diag_attention,
-    diag_attention_step,
     init_diag_state,
 )
 from brl_jax.layers.core.attention_layer import AttentionLayer
@@ -56,16 +55,24 @@ class DiagAttention(AttentionLayer):
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    def num_tokens(self, cache: DiagState) -> Any:
-        return cache.tokens
-
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m = self.mechanism
         return diag_attention(query, key, value, block_size=m.block_size, score=m.score, **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, DiagState]:
-        options = {"count": call.count, "implementation": self.dimensions.implementation}
-        return diag_attention_step(query, key, value, call.cache, score=self.mechanism.score, **options)
+        m = self.mechanism
+        return diag_attention(
+            query,
+            key,
+            value,
+            block_size=m.block_size,
+            score=m.score,
+            is_causal=True,
+            state=call.cache,
+            count=call.count,
+            implementation=self.dimensions.implementation,
+            return_state=True,
+        )
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d, m = self.dimensions, self.mechanism

@@ -9,7 +9,7 @@ import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from brl_jax.attention.local import layouts, patterns
+from brl_jax.attention.local import far_patterns, patterns
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
@@ -82,19 +82,21 @@ class LocalConfig(SoftmaxConfig):
             case "bucketed":
                 return patterns.Bucketed(self.window)
             case "strided":
-                return patterns.Strided(self.window)
+                return far_patterns.Strided(self.window)
             case "fixed":
-                return patterns.Fixed(self.window)
+                return far_patterns.Fixed(self.window)
             case "global":
-                return patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
+                return far_patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
             case "global_local":
-                return layouts.GlobalLocal(sliding.left, sliding.right, self.num_global, self.global_segment)
+                return far_patterns.GlobalLocal(
+                    sliding.left, sliding.right, self.num_global, self.global_segment
+                )
             case "axial":
-                return layouts.Axial(self.grid_width)
+                return far_patterns.Axial(self.grid_width)
             case "neighbourhood":
-                return layouts.Neighbourhood(self.grid_width, self.window // 2, self.window // 2)
+                return patterns.Neighbourhood(self.grid_width, self.window // 2, self.window // 2)
             case "bigbird":
-                return patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
+                return far_patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
         raise ValueError(f"unknown pattern {self.pattern!r}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:

@@ -297,7 +297,5 @@ def test_no_row_is_gathered(result, name):
 
 def test_odd_stretches_of_causal_attention_are_refused():
     odd = jnp.zeros((1, 3, 1, 8))
-    with pytest.raises(
-        ValueError, match=r"same even number of tokens per device where is_causal, got 3 and 3"
-    ):
+    with pytest.raises(ValueError, match=r"same even number of tokens per device if is_causal, got 3 and 3"):
         jax.eval_shape(lambda x: sharded.full_attention(x, x, x, axis_name="x", is_causal=True), odd)

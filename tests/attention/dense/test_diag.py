@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
+from brl_jax.attention.dense.diag import diag_attention, init_diag_state
 from tests.oracles import attention as oracles
 from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
 
@@ -67,17 +67,17 @@ def test_pieces_of_any_size(score):
     query, key, value, _ = random_qkv(2000, batch=1, head_dim=8)
     expected = jax.jit(functools.partial(diag_attention, score=score, is_causal=True))(query, key, value)
     state = init_diag_state(1, key.shape[2], 8)
-    step = jax.jit(functools.partial(diag_attention_step, score=score))
+    step = jax.jit(functools.partial(diag_attention, score=score, is_causal=True, return_state=True))
     outputs, start = [], 0
     for size, room in ((1, 0), (7, 3), (56, 0), (64, 0), (1000, 90), (1, 5), (871, 0)):
         pieces = [
             jnp.pad(x[:, start : start + size], ((0, 0), (0, room), (0, 0), (0, 0)), constant_values=np.nan)
             for x in (query, key, value)
         ]
-        out, state = step(*pieces, state, count=jnp.int32(size))
+        out, state = step(*pieces, state=state, count=jnp.int32(size))
         outputs.append(out[:, :size])
         start += size
-        assert int(state.tokens) == start
+        assert int(state.length) == start
         # Nothing but the current block's own tokens is kept.
         np.testing.assert_array_equal(state.key[:, : start % 64], key[:, start - start % 64 : start])
         assert not np.asarray(state.value)[:, start % 64 :].any()
@@ -90,12 +90,14 @@ def test_a_count_of_64_bits_leaves_the_state_its_types():
     query, key, value, _ = random_qkv(3, batch=2, heads=4, kv_heads=2, head_dim=8)
 
     def step(state, count):
-        return diag_attention_step(query, key, value, state, count=count)[::-1]
+        return diag_attention(
+            query, key, value, block_size=4, is_causal=True, state=state, count=count, return_state=True
+        )[::-1]
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         state, _ = jax.lax.scan(step, _state(), jnp.asarray([1, 2, 3]))
-    assert state.tokens.dtype == jnp.int32
-    assert int(state.tokens) == 6
+    assert state.length.dtype == jnp.int32
+    assert int(state.length) == 6
 
 
 def _state(**changes):
@@ -112,14 +114,23 @@ def _state(**changes):
             "implementation must be None or 'xla', got 'cudnn'",
         ),
         (lambda q, k, v: diag_attention(q, k[:, 1:], v[:, 1:]), "key must have query's length 6, got 5"),
-        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be a DiagState, .* got dict"),
-        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be a DiagState, .* got NoneType"),
         (
-            lambda q, k, v: diag_attention_step(q, k, v, init_diag_state(2, 1, 8)),
+            lambda q, k, v: diag_attention(q, k, v, is_causal=True, state={"sum": k}),
+            "state must be a DiagState from init_diag_state, got dict",
+        ),
+        (
+            lambda q, k, v: diag_attention(q, k, v, return_state=True),
+            "state and return_state must be given with is_causal=True",
+        ),
+        (lambda q, k, v: diag_attention(q, k, v, count=1), "count must be None without state"),
+        (
+            lambda q, k, v: diag_attention(q, k, v, is_causal=True, state=init_diag_state(2, 1, 8)),
             r"state\.key must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
         ),
         (
-            lambda q, k, v: diag_attention_step(q, k, v, _state(value=jnp.zeros((2, 4, 2, 8), jnp.bfloat16))),
+            lambda q, k, v: diag_attention(
+                q, k, v, block_size=4, is_causal=True, state=_state(value=jnp.zeros((2, 4, 2, 8), jnp.bfloat16))
+            ),
             r"state\.value must be float32",
         ),
     ],

@@ -220,7 +220,8 @@ def test_sinks_and_soft_cap(implementation):
     )
     assert oracles.relative_error(plain, expected[0]) < 1e-4
     with pytest.raises(
-        ValueError, match=r"cudnn' serves full attention only with .*no sinks; with no logits_soft_cap"
+        NotImplementedError,
+        match=r"cudnn' supports full attention only with .*no sinks; with no logits_soft_cap",
     ):
         full_attention(query, key, value, sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
 

@@ -7,17 +7,21 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
+from brl_jax.attention.local.far_patterns import (
+    Axial,
     BigBird,
-    BlockDiagonal,
     BlockMask,
+    Fixed,
+    GlobalLocal,
+    GlobalWindow,
+    Strided,
+)
+from brl_jax.attention.local.patterns import (
+    BlockDiagonal,
     Bucketed,
     Dilated,
-    Fixed,
-    GlobalWindow,
+    Neighbourhood,
     SlidingWindow,
-    Strided,
     SurroundedBlocks,
 )
 from tests.marks import slow_unless

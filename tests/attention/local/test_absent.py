@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
+from brl_jax.attention.local.far_patterns import Fixed, GlobalWindow, Strided
+from brl_jax.attention.local.patterns import Dilated, SlidingWindow
 from tests.attention.local.cases import BOTH, run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles

@@ -278,7 +278,7 @@ def test_on_a_tpu_a_short_halo_takes_the_kernel_for_windows(result):
 
 def test_unbounded_patterns_are_refused():
     x = np.zeros((1, 4, 1, 8), np.float32)
-    with pytest.raises(ValueError, match=r"pattern must see a bounded stretch .* got Strided"):
+    with pytest.raises(ValueError, match=r"pattern must have a bounded reach .* got Strided"):
         sharded.local_attention(x, x, x, axis_name="sequence", pattern=Strided(2), is_causal=True)
     with pytest.raises(ValueError, match="key must have query's 3 tokens, got 4"):
         sharded.local_attention(

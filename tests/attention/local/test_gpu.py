@@ -122,7 +122,7 @@ def half(length=16, head_dim=8):
         (half(), {"sinks": jnp.zeros(2)}, "no sinks"),
         (half(), {"logits_soft_cap": 5.0}, "no logits_soft_cap"),
         (half(), {"query_offset": 2}, "query_offset=0"),
-        (half(14), {"keys": half()}, "as many queries as keys"),
+        (half(14), {"keys": half()}, "equal numbers of queries and keys"),
     ],
 )
 def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
@@ -131,7 +131,15 @@ def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
     keys = options.pop("keys")
     static = [options.pop(name, None) for name in ("pattern", "is_causal", "query_offset", "logits_soft_cap")]
     pattern, is_causal, offset, cap = static
-    call = PatternCall(pattern, is_causal, 0.5, query.shape[1], keys.shape[1], offset, 0, cap)
+    call = PatternCall(
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=0.5,
+        num_queries=query.shape[1],
+        num_keys=keys.shape[1],
+        query_offset=offset,
+        logits_soft_cap=cap,
+    )
     found = cudnn.unsupported(call, CallArrays(query, keys, keys, **options))
     assert found is None if why is None else why in found
 

@@ -9,15 +9,8 @@ import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.layouts import GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
-    BigBird,
-    BlockDiagonal,
-    Bucketed,
-    Dilated,
-    GlobalWindow,
-    SlidingWindow,
-)
+from brl_jax.attention.local.far_patterns import BigBird, GlobalLocal, GlobalWindow
+from brl_jax.attention.local.patterns import BlockDiagonal, Bucketed, Dilated, Neighbourhood, SlidingWindow
 from tests.attention.local.cases import BIG_BIRD, BOTH, PATTERNS, run, xla_attention
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles

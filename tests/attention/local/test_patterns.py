@@ -4,16 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.local.call import PatternCall
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import (
-    BigBird,
-    BlockMask,
-    Bucketed,
-    GlobalWindow,
-    SlidingWindow,
-    Strided,
-)
+from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
+from brl_jax.attention.local.parts import Extent
+from brl_jax.attention.local.patterns import Bucketed, Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
@@ -32,10 +25,10 @@ def test_visible_says_what_is_seen(name):
         np.testing.assert_array_equal(np.broadcast_to(traced, expected.shape), expected)
 
 
-def covered(call, block):
+def covered(pattern, call, block):
     """How often each (query, key) pair is in a part of the pattern, rules applied."""
     times = np.zeros((call.num_queries, call.num_keys), int)
-    for part in call.pattern.parts(call, lambda width: block):
+    for part in pattern.parts(call, lambda width: block):
         for i in range(part.num_blocks):
             queries, keys = np.asarray(part.query_index(i)), np.asarray(part.key_index(i, call.num_keys))
             seen = np.ones((len(queries), len(keys)), bool)
@@ -62,14 +55,20 @@ def test_parts_cover_each_pair_once(name, block):
         (25, 30, 0, 13),
     ):
         for causal in {False, pattern.causal_ok}:
-            call = PatternCall(pattern, causal, 1.0, num_queries, num_keys, query_offset, key_offset)
+            call = Extent(
+                is_causal=causal,
+                num_queries=num_queries,
+                num_keys=num_keys,
+                query_offset=query_offset,
+                key_offset=key_offset,
+            )
             if name == "big_bird":
                 last = max(key_offset + num_keys, key_offset + query_offset + num_queries)
                 sees = oracles.big_bird(8, 3, 1, pattern.random_lists(-(-last // 8)))
             expected = oracles.pairs(
                 num_queries, num_keys, sees, query_offset + key_offset, key_offset, causal
             )
-            np.testing.assert_array_equal(covered(call, block), expected.astype(int))
+            np.testing.assert_array_equal(covered(pattern, call, block), expected.astype(int))
 
 
 @pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])
@@ -111,14 +110,14 @@ def test_random_blocks_of_big_bird():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SlidingWindow(3, 0.5), "right of SlidingWindow must be an int of at least 0, got 0.5"),
-        (lambda: Bucketed(4, -1), "before of Bucketed must be an int of at least 0, got -1"),
-        (lambda: Strided(0), "stride of Strided must be an int of at least 1, got 0"),
-        (lambda: GlobalWindow(1, 1, 0), "num_global of GlobalWindow must be an int of at least 1, got 0"),
-        (lambda: Axial(0), "width of Axial must be an int of at least 1, got 0"),
-        (lambda: Neighbourhood(4, -1, 1), "rows of Neighbourhood must be an int of at least 0, got -1"),
-        (lambda: GlobalLocal(1, 1, 2, 0), "segment of GlobalLocal must be an int of at least 1, got 0"),
-        (lambda: BlockMask(4, [[True]]), "mask of BlockMask must be a tuple of tuples"),
+        (lambda: SlidingWindow(3, 0.5), "right must be an integer, got 0.5"),
+        (lambda: Bucketed(4, -1), "before must be at least 0, got -1"),
+        (lambda: Strided(0), "stride must be at least 1, got 0"),
+        (lambda: GlobalWindow(1, 1, 0), "num_global must be at least 1, got 0"),
+        (lambda: Axial(0), "width must be at least 1, got 0"),
+        (lambda: Neighbourhood(4, -1, 1), "rows must be at least 0, got -1"),
+        (lambda: GlobalLocal(1, 1, 2, 0), "segment must be at least 1, got 0"),
+        (lambda: BlockMask(4, [[True]]), "mask must be a tuple of tuples"),
         (lambda: BlockMask.of(4, np.ones(3, bool)), "mask must be a bool array .* got bool of shape"),
         (lambda: BigBird(8).visible(0, 0), "BigBird's random blocks need num_positions"),
     ],

@@ -11,8 +11,8 @@ import pytest
 
 from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
-from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
+from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
+from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS, SINKS, run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles

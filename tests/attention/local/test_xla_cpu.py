@@ -30,8 +30,14 @@ WINDOWS = {
 
 
 def make_call(left, right, is_causal, arrays):
-    lengths = [x.shape[1] for x in arrays[:2]]
-    return PatternCall(SlidingWindow(left, right), is_causal, 1.0, *lengths, 0, 0)
+    num_queries, num_keys = (x.shape[1] for x in arrays[:2])
+    return PatternCall(
+        pattern=SlidingWindow(left, right),
+        is_causal=is_causal,
+        scale=1.0,
+        num_queries=num_queries,
+        num_keys=num_keys,
+    )
 
 
 @pytest.mark.parametrize("name", slow_unless(WINDOWS, ("ends in a tile", "both sides, ends in a tile")))

@@ -13,8 +13,7 @@ import pytest
 
 from brl_jax import local_attention
 from brl_jax.attention.local.call import PatternCall
-from brl_jax.attention.local.layouts import Neighbourhood
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
 from tests.attention.local.cases import run
 from tests.marks import slow_unless
@@ -35,8 +34,15 @@ GRIDS = {
 
 
 def make_call(pattern, is_causal, arrays, key_offset=0):
-    lengths = [x.shape[1] for x in arrays[:2]]
-    return PatternCall(pattern, is_causal, 1.0, *lengths, 0, key_offset)
+    num_queries, num_keys = (x.shape[1] for x in arrays[:2])
+    return PatternCall(
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=1.0,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        key_offset=key_offset,
+    )
 
 
 @pytest.mark.parametrize("name", slow_unless(GRIDS, ("ragged", "causal", "wider than the row")))

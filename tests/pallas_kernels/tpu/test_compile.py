@@ -12,17 +12,8 @@ import pytest
 from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.patterns import (
-    BigBird,
-    BlockDiagonal,
-    BlockMask,
-    Bucketed,
-    Dilated,
-    Fixed,
-    GlobalWindow,
-    SlidingWindow,
-    Strided,
-)
+from brl_jax.attention.local.far_patterns import BigBird, BlockMask, Fixed, GlobalWindow, Strided
+from brl_jax.attention.local.patterns import BlockDiagonal, Bucketed, Dilated, SlidingWindow
 from eval.chips.tpu_chips import described_devices, prepare_compiler
 from pallas_kernels.tpu import (
     DistanceTable,

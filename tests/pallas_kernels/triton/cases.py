@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import brl_jax
-from brl_jax.attention.local import patterns
+from brl_jax.attention.local import far_patterns, patterns
 from pallas_kernels import triton
 from pallas_kernels.triton.selected import api
 from tests.pallas_kernels.triton import oracle
@@ -464,7 +464,7 @@ def public_propagate():
 
 
 SLIDING = patterns.SlidingWindow
-MASK = patterns.BlockMask.of(16, np.random.default_rng(7).random((8, 8)) < 0.4)
+MASK = far_patterns.BlockMask.of(16, np.random.default_rng(7).random((8, 8)) < 0.4)
 
 CASES = {
     "window-causal-grouped": lambda: local(SLIDING(20, 0), heads=(4, 2), batch=2, is_causal=True),
@@ -486,10 +486,10 @@ CASES = {
     "dilated": lambda: local(patterns.Dilated(4, 4, 4), length=130),
     "block-diagonal": lambda: local(patterns.BlockDiagonal(24), is_causal=True),
     "bucketed": lambda: local(patterns.Bucketed(16)),
-    "strided": lambda: local(patterns.Strided(16), is_causal=True),
-    "fixed": lambda: local(patterns.Fixed(16, 2), is_causal=True),
-    "global": lambda: local(patterns.GlobalWindow(8, 8, 5)),
-    "bigbird": lambda: local(patterns.BigBird(8), length=90),
+    "strided": lambda: local(far_patterns.Strided(16), is_causal=True),
+    "fixed": lambda: local(far_patterns.Fixed(16, 2), is_causal=True),
+    "global": lambda: local(far_patterns.GlobalWindow(8, 8, 5)),
+    "bigbird": lambda: local(far_patterns.BigBird(8), length=90),
     "block-mask": lambda: local(MASK, length=128),
     "compress-softmax": lambda: compress("softmax"),
     "compress-softmax-lengths": lambda: compress("softmax", lengths=[81, 0]),
@@ -559,8 +559,10 @@ CASES = {
     "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
     "public-window-after-a-cache": lambda: public(SLIDING(20, 0), is_causal=True, offset=30),
-    "public-global": lambda: public(patterns.GlobalWindow(8, 8, 5), key_value_seq_lengths=jnp.asarray([80])),
-    "public-bigbird": lambda: public(patterns.BigBird(8)),
+    "public-global": lambda: public(
+        far_patterns.GlobalWindow(8, 8, 5), key_value_seq_lengths=jnp.asarray([80])
+    ),
+    "public-bigbird": lambda: public(far_patterns.BigBird(8)),
     "public-block-mask": lambda: public(MASK),
     "public-bucketed-at-an-offset": lambda: public(patterns.Bucketed(16), is_causal=True, key_offset=5),
     "public-compress": public_compress,
