@@ -40,8 +40,8 @@ def test_a_layer_of_two_windows_reaches_as_far_as_the_wider_one():
         schedule="parallel",
     )
     assert window_reach(config.mechanisms, 20) == 2 * 5
-    beside_all = dataclasses.replace(config, late_mechanism=FullConfig())
-    assert window_reach(beside_all.mechanisms, 20) == 19
+    with_full = dataclasses.replace(config, late_mechanism=FullConfig())
+    assert window_reach(with_full.mechanisms, 20) == 19
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_sensitivities_are_the_norms_of_the_jacobian(mechanism):
 
 
 @pytest.mark.slow
-def test_loss_gradients_are_those_of_the_embedding():
+def test_loss_gradients_equal_the_embeddings():
     objective, params, batch = _network(LOCAL, tied_embeddings=False)
     # A token that occurs once moves the loss through its own row of the stack's input alone.
     once = [np.flatnonzero(np.bincount(row, minlength=16) == 1) for row in batch["tokens"]]

@@ -72,7 +72,7 @@ def test_every_figure_has_a_link():
             assert anchor in anchors, (page, target)
 
 
-def test_the_kernels_of_a_tpu_are_those_of_law_8():
+def test_the_kernels_of_a_tpu_agree_with_law_8():
     by_law = {name for name, kind in MECHANISMS.items() for case in KERNELS if type(CASES[case]) is kind}
     # tlinformer launches one where its windows are shorter than in its defaults.
     assert set(FIGURES.kernels["tpu"]) == by_law - {"tlinformer"}

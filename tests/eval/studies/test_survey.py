@@ -148,7 +148,7 @@ def test_the_folder_of_another_run_is_not_removed(tmp_path, monkeypatch):
     assert folder.exists()
 
 
-def test_times_are_those_of_the_networks(tmp_path):
+def test_times_belong_to_the_networks(tmp_path):
     options = SurveyOptions(folder=str(tmp_path), tasks=("listops",), mechanisms=("local", "full"))
     runs = [survey_run(options, "listops", name, 0) for name in options.mechanisms]
     assert kept_speeds(str(tmp_path), "listops", runs) is None

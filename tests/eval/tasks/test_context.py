@@ -14,7 +14,7 @@ from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_distances_are_those_that_a_reader_finds(ngram):
+def test_distances_match_a_plain_search(ngram):
     stream = np.random.default_rng(ngram).integers(0, 4, 60)
     expected = []
     for place in range(1, len(stream)):
