@@ -120,7 +120,7 @@ def test_bytes_between_devices_by_kind():
 
 
 def test_the_products_that_xla_tunes_on_a_gpu():
-    """Two library calls and a kernel that XLA generates for a product. A call of cuDNN and another fusion do not count."""
+    """Library calls and kernels that XLA generates for a product; not calls of cuDNN, nor other fusions."""
     program = """
   %a = f32[4] custom-call(%x), custom_call_target="__cublas$lt$matmul"
   %b = f32[4] custom-call(%x), custom_call_target="__cublas$gemm"
