@@ -38,7 +38,7 @@ def test_scores_of_classes_and_of_several_classes():
     assert several == {"micro_f1": pytest.approx(50.0), "macro_f1": pytest.approx(100 / 3)}
 
 
-def test_seeds_are_averaged_beside_the_paper():
+def test_averages_of_seeds_next_to_the_paper():
     base = {"dataset": "ACM", "network": "brl", "macro_f1": 90.0, "step_megabytes": 1234.0}
     results = [{**base, "micro_f1": value} for value in (92.0, 94.0)]
     assert summarise(results)["ACM", "brl"]["micro_f1"] == (93.0, pytest.approx(2**0.5), 2)
@@ -61,7 +61,7 @@ def test_seeds_are_averaged_beside_the_paper():
     ],
 )
 def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, labels, score):
-    """Lists of tokens, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: a run
+    """Token lists, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: each run
     resumes bit for bit, and is measured and drawn."""
     write_graph(tmp_path / "g", [("label.dat", 1, f"0\t\t0\t{labels}")])
     run(tmp_path / "runs/whole", tmp_path, preset)
@@ -84,7 +84,7 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
     [("mlp", False), ("gcn", True), ("gat", True), ("simple_hgn", True), ("full", True), ("brl", True)],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
-    """The features of the nodes are noise; their class is that of the nodes that they are linked to."""
+    """The nodes' features are random; a node has the same class as the nodes it is linked to."""
     write_graph(tmp_path / "g", papers=240)
     batch = "--batch 32" if network in ("full", "brl") else ""
     train.graph.main(
@@ -102,6 +102,6 @@ def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, n
 @pytest.mark.parametrize("name", ["tokens", "edges", "nodes"])
 def test_eight_devices_learn_what_one_does(devices, name):
     one, eight = devices.ask("tests.train.graph_meshes", name)
-    # The features are noise: a set, which sees no links, can learn its training nodes alone.
+    # The features are random, so a set, which has no links, can only memorize its training nodes.
     assert one[-2 if name == "nodes" else -1] < one[0]
     np.testing.assert_allclose(eight, one, rtol=2e-4)

@@ -1,4 +1,4 @@
-"""A table of numbers by date: what is read of it, by hand."""
+"""A table of numbers by date, checked by hand."""
 
 import numpy as np
 import pytest
@@ -26,6 +26,6 @@ def test_clock_day_and_training_mean(tmp_path, minutes, day):
     hour, weekday = 2 * np.pi * 6.5 / 24, 2 * np.pi * 3 / 7
     expected = [np.sin(hour), np.cos(hour), np.sin(weekday), np.cos(weekday)]
     np.testing.assert_allclose(series.clock[0], expected, atol=1e-6)
-    # The first three rows alone; a column that does not change keeps its size.
+    # Statistics of the first three rows only; a constant column keeps its scale.
     np.testing.assert_allclose(series.mean, [1, 7])
     np.testing.assert_allclose(series.deviation, [(2 / 3) ** 0.5, 1])
