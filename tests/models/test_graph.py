@@ -1,5 +1,7 @@
 """Networks over graphs: layers against dense float64 ones, padding, and sets in any order."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig
 from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, HGTLayer, RGCNLayer, add_loops
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
@@ -35,6 +37,41 @@ def dense_gcn(x, edges, w):
         a[receiver, sender] += 1
     degree = a.sum(1)
     return (a / np.sqrt(degree[:, None] * degree[None])) @ x @ w["kernel"] + w["bias"]
+
+
+def dense_rgcn(x, edges, relations, w):
+    y = x @ w["own"] + w["own_bias"]
+    for i in range(NODES):
+        for r in range(RELATIONS):
+            own = [x[s] @ w["kernel"][r] for (s, t), kind in zip(edges, relations) if t == i and kind == r]
+            y[i] += np.mean(own, axis=0) if own else 0.0
+    return y
+
+
+def dense_hgt(x, edges, relations, w, kinds, heads):
+    """A softmax over the edges of each node, one node and head after the other."""
+    size = x.shape[1] // heads
+    typed = {
+        name: np.stack([x[i] @ w[name][kinds[i]] for i in range(NODES)]) for name in ("query", "key", "value")
+    }
+    y = np.zeros_like(x)
+    for i in range(NODES):
+        incoming = [(s, r) for (s, t), r in zip(edges, relations) if t == i]
+        for h in range(heads):
+            own = slice(h * size, (h + 1) * size)
+            scores = [
+                typed["key"][s, own]
+                @ w["key_map"][r, h]
+                @ typed["query"][i, own]
+                * w["prior"][r, h]
+                / np.sqrt(size)
+                for s, r in incoming
+            ]
+            shares = np.exp(scores) / np.sum(np.exp(scores))
+            for share, (s, r) in zip(shares, incoming):
+                y[i, own] += share * (typed["value"][s, own] @ w["value_map"][r, h])
+    gelu = np.vectorize(lambda z: z * (1 + math.erf(z / math.sqrt(2))) / 2)
+    return x + np.stack([gelu(y[i]) @ w["out"][kinds[i]] for i in range(NODES)])
 
 
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
@@ -69,6 +106,33 @@ def test_gcn_equals_a_dense_one(features):
     np.testing.assert_allclose(y, dense_gcn(x.astype(np.float64), edges[:-5], w), rtol=1e-4, atol=1e-5)
 
 
+def test_relations_of_their_own_equal_dense_ones():
+    """A node without edges of a kind gets nothing for it; edges that don't exist change nothing."""
+    x = np.random.default_rng(8).standard_normal((NODES, WIDTH)).astype(np.float32)
+    d = GraphConfig(**TINY).dimensions
+    edges, relations = random_graph(padding=5)
+    layer = RGCNLayer(d, 4, RELATIONS)
+    params = layer.init(jax.random.key(1), x, edges, relations)["params"]
+    w = {"own": params["own"]["kernel"], "own_bias": params["own"]["bias"], "kernel": params["kernel"]}
+    w = {name: np.asarray(leaf.unbox(), np.float64) for name, leaf in w.items()}
+    y = layer.apply({"params": params}, x, edges, relations)
+    expected = dense_rgcn(x.astype(np.float64), edges[:-5], relations[:-5], w)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
+    x = np.random.default_rng(9).standard_normal((NODES, 8)).astype(np.float32)
+    d, kinds = GraphConfig(**TINY).dimensions, (0,) * 4 + (1,) * 3
+    edges, relations = random_graph(padding=5)
+    layer = HGTLayer(d, kinds, RELATIONS)
+    params, w = weights_of(layer, x, edges, relations)
+    w["prior"] = np.random.default_rng(10).standard_normal(w["prior"].shape)
+    params["prior"] = params["prior"].replace_boxed(jnp.asarray(w["prior"], jnp.float32))
+    y = layer.apply({"params": params}, x, edges, relations)
+    expected = dense_hgt(x.astype(np.float64), edges[:-5], relations[:-5], w, kinds, d.num_heads)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("hgn", [False, True])
 def test_attention_over_edges_equals_a_dense_one(hgn):
     """Simple-HGN distinguishes kinds of edges and mixes in the earlier layer's weights."""
@@ -89,9 +153,10 @@ def test_attention_over_edges_equals_a_dense_one(hgn):
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_edges_and_nodes_that_do_not_exist_change_nothing():
+@pytest.mark.parametrize("name", ["simple_hgn", "rgcn"])
+def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
     """Neither outputs nor gradients, even if attention has large scores."""
-    config = GraphConfig(**TINY, network="simple_hgn", num_relations=RELATIONS)
+    config = GraphConfig(**TINY, network=name, num_relations=RELATIONS)
     x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
     edges, relations = random_graph(padding=5)
     network = MessagePassing(config)
@@ -144,7 +209,7 @@ def test_a_set_that_is_compressed_has_no_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["mlp", "gcn", "gat", "simple_hgn", "nodes"])
+@pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "nodes"])
 def test_nodes_have_no_order(network):
     """Permuting nodes of one type along with their edges permutes the outputs."""
     config = GraphConfig(
@@ -166,6 +231,21 @@ def test_nodes_have_no_order(network):
         graph["edges"] = new[edges][None].astype(np.int32)
     again = model.apply(params, moved, present, places=new[places].astype(np.int32), **graph)
     np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_with_vectors_of_their_own_ignore_features():
+    """Also features that are NaN, and two nodes without any edge differ."""
+    config = GraphConfig(
+        **TINY, network="gcn", kinds=(0,) * 4 + (1,) * 3, num_features=WIDTH, identities=True
+    )
+    edges, relations = np.zeros((1, 0, 2), np.int32), np.zeros((1, 0), np.int32)
+    arguments = {"edges": edges, "relations": relations, "places": np.arange(4, dtype=np.int32)[None]}
+    x, present = np.full((1, NODES, WIDTH), np.nan, np.float32), np.ones((1, NODES), np.int32)
+    model = NodeClassifier(config)
+    params = model.init(jax.random.key(0), x, present, **arguments)
+    y = model.apply(params, x, present, **arguments)
+    assert np.unique(np.asarray(y)[0, :, 0]).size == 4
+    np.testing.assert_array_equal(model.apply(params, np.zeros_like(x), present, **arguments), y)
 
 
 def test_tokens_of_one_kind_have_no_order():
@@ -194,6 +274,7 @@ def test_tokens_of_one_kind_have_no_order():
         ({"num_relations": 0}, "num_relations must be at least 1, got 0"),
         ({"kinds": (0, -1)}, "kinds must"),
         ({"kinds": ()}, "kinds must not be empty"),
+        ({"identities": True}, "identities must be False with network 'tokens'"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],
 )
