@@ -1,4 +1,4 @@
-"""Networks over graphs: layers against dense float64 ones, padding, and sets whose order means nothing."""
+"""Networks over graphs: layers against dense float64 ones, padding, and sets in any order."""
 
 import math
 
@@ -16,7 +16,7 @@ TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
 
 
 def random_graph(padding):
-    """(edges, relations) of a graph in which one node receives nothing, with edges that don't exist."""
+    """(edges, relations) of a graph with some missing edges and a node that receives nothing."""
     rng = np.random.default_rng(0)
     pairs = [(i, j) for i in range(NODES) for j in range(NODES - 1) if i != j and rng.random() < 0.4]
     edges = np.array(pairs + [(2, NODES)] * padding, np.int32)
@@ -75,7 +75,7 @@ def dense_hgt(x, edges, relations, w, kinds, heads):
 
 
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
-    """(outputs (n, N, O), weights (n, n, N)) where no two edges join the same nodes."""
+    """(outputs (n, N, O), weights (n, n, N)), if no two edges join the same nodes."""
     h = np.einsum("ni,ihf->nhf", x, w["kernel"])
     kind = np.full((NODES, NODES), RELATIONS)
     there = np.eye(NODES, dtype=bool)
@@ -96,7 +96,7 @@ def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
 
 @pytest.mark.parametrize("features", [4, 9])
 def test_gcn_equals_a_dense_one(features):
-    """One width below and one above the input's: the product then stands before and after the sum."""
+    """One width below and one above the input's, so the product comes before or after the sum."""
     x = np.random.default_rng(1).standard_normal((NODES, WIDTH)).astype(np.float32)
     d = GraphConfig(**TINY).dimensions
     edges, _ = random_graph(padding=5)
@@ -135,7 +135,7 @@ def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
 
 @pytest.mark.parametrize("hgn", [False, True])
 def test_attention_over_edges_equals_a_dense_one(hgn):
-    """Simple-HGN has kinds of edges and takes a share of the earlier layer's weights."""
+    """Simple-HGN distinguishes kinds of edges and mixes in the earlier layer's weights."""
     x = np.random.default_rng(2).standard_normal((NODES, WIDTH)).astype(np.float32)
     d = GraphConfig(**TINY).dimensions
     edges, relations = random_graph(padding=5)
@@ -155,7 +155,7 @@ def test_attention_over_edges_equals_a_dense_one(hgn):
 
 @pytest.mark.parametrize("name", ["simple_hgn", "rgcn"])
 def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
-    """Neither outputs nor gradients, also where attention has large scores."""
+    """Neither outputs nor gradients, even if attention has large scores."""
     config = GraphConfig(**TINY, network=name, num_relations=RELATIONS)
     x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
     edges, relations = random_graph(padding=5)
@@ -164,7 +164,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
 
     def loss(params, x, edges, relations):
         y = network.apply(params, x, edges, relations, True)[:NODES]
-        return jnp.sum(jnp.sin(y / 30)), y  # whose slope rounding of a large output does not change
+        return jnp.sum(jnp.sin(y / 30)), y  # rounding of a large output does not change this loss's slope
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, y), grads = run(params, x, edges[:-5], relations[:-5])
@@ -198,20 +198,20 @@ def check_set(mechanism):
 
 
 def test_a_set_of_tokens_has_no_order():
-    """Permuted tokens have permuted outputs, and absent ones change nothing, wherever they stand."""
+    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are."""
     check_set(FullConfig())
 
 
 @pytest.mark.slow
 def test_a_set_that_is_compressed_has_no_order():
-    """Compressed tokens read a set; within a window over all of it, so does the local attention."""
+    """Compressed tokens read a set; if the window covers all of it, so does the local attention."""
     check_set(BRLConfig(window=32, num_compressed=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "nodes"])
 def test_nodes_have_no_order(network):
-    """Nodes of one type that change places, with their edges, change places in the outputs."""
+    """Permuting nodes of one type along with their edges permutes the outputs."""
     config = GraphConfig(
         **TINY, network=network, kinds=(0,) * 4 + (1,) * 3, num_features=WIDTH, num_relations=RELATIONS,
         mechanism=FullConfig(),
@@ -224,7 +224,7 @@ def test_nodes_have_no_order(network):
     graph = {"edges": edges[None], "relations": relations[None]} if config.has_edges else {}
     params = model.init(jax.random.key(0), x, present, places=places, **graph)
     y = model.apply(params, x, present, places=places, **graph)
-    new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # where each node stands now
+    new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # each node's new position
     moved = np.zeros_like(x)
     moved[:, new[:NODES]] = x
     if graph:
