@@ -102,7 +102,7 @@ _COLUMNS = _normal(21, 12, HEADS, 3)
 _ROTATIONS = _normal(19, 2, HEAD_DIM, 2)
 _SAMPLES = jnp.asarray([0.1, 0.6, 0.3, 0.9], jnp.float32)
 
-#: name -> (arrays of a batch size, the call)
+#: name -> (function from a batch size to its arrays, the call)
 CALLS = {
     "full": (qkv, lambda q, k, v: bj.full_attention(q, k, v, is_causal=True)),
     "local": (qkv, lambda q, k, v: bj.local_attention(q, k, v, local_window_size=(2, 0))),

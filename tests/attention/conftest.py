@@ -1,4 +1,4 @@
-"""Fixtures of the tests of attention functions."""
+"""Fixtures for tests of attention functions."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from brl_jax.attention.core.by_platform import traced_for
 
 @pytest.fixture
 def all_at_once():
-    """What is written for GPUs runs here."""
+    """Runs the form for GPUs on this machine."""
     with traced_for("cuda"):
         yield
 
 
 @pytest.fixture
 def schedule(request):
-    """Both schedules run here: the CPU's ("loop"), and the one that other platforms lower to."""
+    """Runs both schedules on this machine: the CPU's ("loop"), and the one for other platforms."""
     with traced_for("cpu" if request.param == "loop" else "default"):
         yield request.param

@@ -1,4 +1,4 @@
-"""Every attention function on an explicit mesh, in the process of simulated devices."""
+"""Every attention function on an explicit mesh, computed in the process of simulated devices."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.attention.calls import CALLS
 
 
 def _compare(name):
-    """The largest difference of outputs and gradients from those of one device, and how the output is sharded."""
+    """The largest difference in outputs and gradients from one device, and the output's sharding."""
     make, call = CALLS[name]
     arrays = make(2)
     mesh = jax.make_mesh(

@@ -106,7 +106,7 @@ FAST = [case for case in CASES if case[2:] == (False, True, True, True)]
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
 )
 def test_values_and_gradients(function, window, batched, is_causal, biased, lengths):
-    """The residual's too; the fast cases are unbatched."""
+    """Includes the residual. The fast cases are unbatched."""
     _check(function, batched, window, is_causal, biased, lengths)
 
 
@@ -177,7 +177,7 @@ def test_cudnn_refuses_the_residual(function):
 
 
 def test_residual_of_long_windows():
-    """Long enough for the tiles of a CPU, against `full_attention`, which is compared with `jax.nn` above."""
+    """Long enough for a CPU's tiles; compared with `full_attention`, which the tests above compare with `jax.nn`."""
     length, left, right = 150, 20, 5
     random = np.random.default_rng(2)
     shapes = [(2, length, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]

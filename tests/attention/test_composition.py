@@ -14,13 +14,13 @@ from brl_jax.attention.core import by_platform
 from tests.attention.calls import CALLS
 from tests.marks import slow_unless
 
-# In the fast tests: one function with a gradient of its own, and one of kernels alone.
+# The fast tests take one function with a custom gradient and one that uses only kernels.
 _QUICK = ("local_both_sides", "propagate")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 
 def test_every_function_is_called():
-    """A new public function gets a call here, or is no function of a batch of sequences."""
+    """A new public function needs a call here, unless its arguments are not batches of sequences."""
     functions = {name for name in brl_jax.__all__ if name.endswith(("_attention", "_rule"))}
     served = {f"{name}_attention" for name in CALLS} | {"delta_rule", "gated_delta_rule", "kimi_delta_rule"}
     assert functions <= served
@@ -48,7 +48,7 @@ def test_derivatives_of_any_order(name):
         backward = along(jax.grad(lambda *a: jnp.vdot(call(*a), out), places)(*arrays))
         twice = along(jax.grad(size, places)(*arrays))
         forward_over_reverse = jax.jvp(size, arrays, changes)[1]
-        # The second derivative of |out|^2 is 2 |tangent|^2 + 2 out . (second tangent): forward mode alone.
+        # The second derivative of |out|^2 is 2 |tangent|^2 + 2 out . (second tangent), by forward mode alone.
         second = jax.jvp(lambda *a: jax.jvp(call, a, changes)[1], arrays, changes)[1]
         forward_twice = 2 * (jnp.vdot(tangent, tangent) + jnp.vdot(out, second))
         return jnp.vdot(out, tangent), backward, twice, forward_over_reverse, forward_twice
@@ -100,7 +100,7 @@ def test_gradients_outside_jit_are_traced_once(name, monkeypatch):
 
 
 def test_a_symbolic_batch_on_an_explicit_mesh():
-    """It exports. JAX cannot call such an export yet, of whatever function: it fails to refine the shapes."""
+    """Exporting works. JAX cannot yet call such an export of any function: it fails to refine the shapes."""
     (batch,) = export.symbolic_shape("batch")
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
     tokens, everywhere = NamedSharding(mesh, P(None, None, "heads")), NamedSharding(mesh, P())

@@ -1,4 +1,4 @@
-"""Inputs so large that float32 rounds their scores by more than exp can take, and weights beyond float16's range."""
+"""Inputs so large that float32 rounds their scores by more than exp tolerates, and weights beyond float16's range."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 import brl_jax as bj
 
-# The scale of 12 features, 1 / sqrt(12), rounds the scores; a power of two would not.
+# The scale for 12 features, 1 / sqrt(12), rounds the scores; a power of two would not.
 LENGTH, HEADS, HEAD_DIM = 13, 2, 12
 
 
@@ -69,7 +69,7 @@ def test_gaussian_weights_do_not_exceed_one():
     assert np.isfinite(bj.skyformer_attention(large, large, ones, samples=samples)).all()
 
 
-#: name -> (the call, the size of queries and keys with which its weights exceed 65,504)
+#: name -> (the call, the size of queries and keys at which its weights exceed 65,504)
 BEYOND = {
     "diag": (lambda q, k, v: bj.diag_attention(q, k, v, score="relu", scale=1.0), 320.0),
     "propagate": (lambda q, k, v: bj.propagate(q, k, v, strength=1.0, score="relu2", scale=1.0), 10.3),

@@ -1,4 +1,4 @@
-"""Padding, lengths beyond the tokens, and what Luna's state counts of rows with lengths and segments."""
+"""Padding, lengths beyond the tokens, and Luna's counts in rows with lengths and segments."""
 
 import functools
 
@@ -14,7 +14,7 @@ SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)
 PROJECTION = jnp.asarray(np.random.default_rng(1).standard_normal((3, 12)), jnp.float32)
 ROTATIONS = brl_jax.reformer_rotations(jax.random.key(0), 8, num_rounds=2, num_buckets=4)
-# Of query, key and value, where 10 tokens have 4 heads on 2 key heads.
+# Functions of query, key and value; here 10 tokens with 4 heads and 2 key heads.
 CALLS = {
     "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),
     "nystromformer": lambda *a, **o: brl_jax.nystromformer_attention(*a, num_landmarks=5, **o),
@@ -28,7 +28,7 @@ CALLS = {
     "flowformer": brl_jax.flowformer_attention,
     "full": brl_jax.full_attention,
 }
-OF_QUERIES = ("full", "linformer", "kernelized")  # whose queries have lengths too
+OF_QUERIES = ("full", "linformer", "kernelized")  # these also take query lengths
 
 
 def options_of(name, lengths):
@@ -48,7 +48,7 @@ def test_lengths_beyond_the_tokens_mean_all_of_them(name):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("length", [0, 3])
 def test_padding_may_hold_anything(name, length):
-    """NaN there reaches neither outputs nor gradients, which are 0 there; a row gives what it gives alone."""
+    """NaN there reaches neither outputs nor gradients, which are 0 there; a row gives the same as alone."""
     *arrays, d_out = random_qkv(10)
     inside = jnp.arange(10)[None, :, None, None] < jnp.asarray([10, length])[:, None, None, None]
 
@@ -61,9 +61,9 @@ def test_padding_may_hold_anything(name, length):
     found = both([jnp.where(inside, x, jnp.nan) for x in arrays], jnp.where(inside, d_out, 0))
     for number, x in enumerate(found):
         assert np.isfinite(x).all()
-        if number or name != "flowformer":  # whose outputs of padding are any numbers
+        if number or name != "flowformer":  # its outputs in padding are arbitrary
             assert not np.asarray(jnp.where(inside, 0, x)).any()
-    if length and name != "sinkhorn":  # whose logits are for ten tokens
+    if length and name != "sinkhorn":  # its logits are for ten tokens
         alone = jax.jit(CALLS[name])(*(x[1:, :length] for x in arrays))
         close(found[0][1:, :length], alone)
 

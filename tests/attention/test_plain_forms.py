@@ -1,7 +1,6 @@
 """Every attention function against its plain form in its family's `reference.py`: outputs and gradients.
 
-The lengths divide no chunk and no block. tests/laws compares whole layers with references that share no code.
-"""
+The lengths are not multiples of any chunk or block. tests/laws compares layers with independent references."""
 
 import importlib
 
@@ -68,7 +67,7 @@ def levels(heads):
     return [normal(2**level, 12 // 2**level, heads, 3 - level) for level in range(3)]
 
 
-# Strong and weak decays side by side, and tokens that empty the state.
+# Strong and weak decays next to each other, and tokens that empty the state.
 DECAYS = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])
 
 
@@ -81,7 +80,7 @@ def token_decay(length):
 
 
 def feature_decay(length):
-    """The tokens that empty one feature are others than those that empty the next."""
+    """Different tokens empty different features."""
     return jnp.stack([jnp.roll(token_decay(length), shift, 1) for shift in range(H)], -1)
 
 
@@ -95,7 +94,7 @@ BIAS = RotaryBias(normal(N, H), normal(N, H) / 2)
 SAMPLES = jnp.asarray(np.random.default_rng(0).random(20), jnp.float32)
 NORMS = Norms(normal(K, H), normal(K, H) + 1)
 SCORES = ("softmax", "relu2", "laplace")
-# By family: the function, its arrays at a length, and the options of several cases. A function among the options is
+# By family: the function, its arrays for a length, and the options of several cases. An option that is a function is
 # called with the length.
 CASES = {
     "dense": [
@@ -156,7 +155,7 @@ CASES = {
         ("propagate", many_read_few, [{"strength": normal(N), "score": score} for score in SCORES]),
     ],
 }  # fmt: skip
-# What only ours take. Skyformer's plain form has the exact inverse, which twelve steps reach.
+# Options that plain forms don't have. Skyformer's plain form uses the exact inverse, which twelve steps reach.
 OURS = {"skyformer_attention": {"iterations": 12}}
 OURS |= {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
 OURS |= {name: {"chunk_size": 24} for name in ("linear_attention", "delta_rule", "kimi_delta_rule")}
@@ -169,7 +168,7 @@ EACH = [
 
 
 def run(family, name, arrays, options, length, gradients):
-    """Ours and the plain form's, each an output with the gradients of all arrays."""
+    """The results of our function and of the plain form: each an output with the gradients of all arrays."""
     options = {
         key: value(length) if callable(value) and key != "bias" else value for key, value in options.items()
     }
@@ -193,7 +192,7 @@ def run(family, name, arrays, options, length, gradients):
 
 @pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
 def test_equals_its_plain_form(family, name, arrays, options, first):
-    """The gradients of a function's first case, and of all cases in the slow test below."""
+    """Gradients of a function's first case; the slow test below takes those of all cases."""
     (out, got), (expected, wanted) = run(family, name, arrays, options, 67, first)
     close(out, expected, 1e-4 if family == "low_rank" else 2e-5)
     for a, b in zip(got, wanted, strict=True):
@@ -226,7 +225,7 @@ def test_patterns_equal_their_plain_form(name):
 
 
 def test_tokens_that_empty_a_state_have_finite_gradients():
-    """-inf alongside decays of hardly anything; -inf has no gradient, as nothing of the state is left."""
+    """-inf next to almost no decay; -inf gets no gradient, since nothing of the state is left."""
 
     def loss(log_decay, *arrays):
         return jnp.sum(

@@ -41,7 +41,7 @@ def _close(ours, theirs, tolerance=2e-5):
 
 
 def _recurrences(name):
-    """A file of flash-linear-attention by itself: its package needs a GPU's compiler to be imported."""
+    """Loads one file of flash-linear-attention; importing its package would need a GPU compiler."""
     spec = importlib.util.find_spec("fla")
     if spec is None:
         pytest.skip("fla-core is not installed")
@@ -109,14 +109,14 @@ def test_performer():
 
 
 def _gated_parts(unit, maps, x):
-    """What a unit hands to its attention: its maps and values, as (B, T, 1, ...), and its gate."""
+    """What a unit passes to its attention: its maps and values, as (B, T, 1, ...), and its gate."""
     normed = unit.norm(x)
     value, gate = unit.to_hidden(normed).chunk(2, dim=-1)
     return [part[:, :, None] for part in (*maps(unit.to_qk(normed)), value)], gate
 
 
 def _larger_weights(scale):
-    """The products of queries and keys begin near 0: larger, they take part."""
+    """The products of queries and keys start near 0; larger weights make them matter."""
     torch.nn.init.normal_(scale.gamma)
     torch.nn.init.normal_(scale.beta)
 
@@ -141,7 +141,7 @@ def test_mixed_chunks(is_causal, length):
     torch.nn.init.zeros_(unit.rel_pos_bias.relative_attention_bias.weight)
     x = torch.randn(2, length, SIZE)
     (query, linear_query, key, linear_key, value), gate = _gated_parts(unit, unit.qk_offset_scale, x)
-    # Where it is not causal it divides the linear part by the length of the sequence, we by the length of a chunk.
+    # If not causal, it divides the linear part by the sequence length, and we by the chunk length.
     linear_query = linear_query if is_causal else linear_query * (16 / length)
     parts = (query, key, linear_query, linear_key, value)
     attended = _ours(brl_jax.mixed_chunk_attention, parts, is_causal=is_causal, chunk_size=16)

@@ -1,7 +1,6 @@
-"""The shapes and dtypes in the signatures of attention are true: a runtime checker accepts every call of these tests.
+"""A runtime checker accepts every call of these tests: the shapes and dtypes in attention's signatures are true.
 
-It must be chosen before brl_jax is imported, so this takes another process.
-"""
+The checker must be chosen before brl_jax is imported, so this runs in another process."""
 
 import os
 import subprocess

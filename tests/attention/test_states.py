@@ -1,4 +1,4 @@
-"""init, extend and step of every mechanism with a state: a sequence in pieces gives what it gives at once."""
+"""init, extend and step of every mechanism with a state: a sequence in pieces gives the same as at once."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ FURTHER = jax.random.normal(jax.random.key(6), (2, B, T, N, H))
 RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
 LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
 WINDOW = {"local_window_size": (3, 0), "is_causal": True}
-# Settings, what else each token has, and the function at once.
+# Settings, the extra arguments of each token, and the function on the whole sequence.
 CASES = {
     "local": (
         {"local_window_size": (3, 0)},
@@ -213,7 +213,7 @@ def test_one_token_of_a_window_takes_the_kernel_that_it_asks_for():
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("linear",)))
 def test_steps_under_scan_have_the_gradients_of_the_sequence(name):
-    """One compiled step is enough; the gradient through the states equals the gradient of the whole sequence."""
+    """One compiled step is enough; the gradient through the states equals the whole sequence's."""
     settings, more, at_once = CASES[name]
     arrays = _inputs(name)
     functions = state_functions(name.split(",")[0], **settings)

@@ -1,11 +1,11 @@
-"""What a classifier must read alike however far its rows are padded."""
+"""Checks that a classifier's logits don't depend on how far its rows are padded."""
 
 import jax
 import numpy as np
 
 
 def check_read_alike(classifier, widths):
-    """Asserts that the logits of one short sequence are the same in rows of each of three widths."""
+    """Asserts that one short sequence gets the same logits in rows of each of three widths."""
     lengths, logits = np.array([7]), []
     params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
     for width in widths:

@@ -1,5 +1,4 @@
-"""What `test_graph.py` looks at, computed by the process of tests/devices.py: the losses of a run on one device and on
-eight."""
+"""The losses of a run on one device and on eight, for `test_graph.py`; computed in tests/support/devices.py."""
 
 import functools
 import tempfile

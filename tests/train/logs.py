@@ -1,10 +1,10 @@
-"""What a run has written."""
+"""Reads the metrics that a run has written."""
 
 import json
 
 
 def metrics_lines(workdir, names=None):
-    """The lines of a run's metrics; with `names`, what each has of these."""
+    """The lines of a run's metrics; with `names`, only those fields of each."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     if names is None:
         return lines

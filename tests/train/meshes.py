@@ -1,7 +1,6 @@
-"""What `test_mesh.py` looks at, computed by the process of tests/devices.py.
+"""Results for `test_mesh.py`, computed by the process of tests/support/devices.py.
 
-A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
-"""
+A network of four mechanisms takes the same steps on several meshes, and a run resumes checkpoints on other meshes."""
 
 import functools
 import re
@@ -52,7 +51,7 @@ LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5)
 
 
 class FourMechanisms(DecoderConfig):
-    """A decoder with one layer of each kind, twice; local attention is a part of the first and the last."""
+    """A decoder with one layer of each kind, twice; local attention is part of the first and the last."""
 
     @property
     def mechanisms(self):
@@ -61,7 +60,7 @@ class FourMechanisms(DecoderConfig):
 
 
 def take_steps(mesh):
-    """(losses, the first step's gradients as the optimiser keeps them, last state, HLO) on a mesh."""
+    """(losses, the first step's gradients as the optimizer keeps them, last state, HLO) on a mesh."""
     size = {"num_layers": 8, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 64}
     model = DecoderLM(FourMechanisms(**size, dropout=0.1, implementation="xla"))
     loop = LoopConfig(batch=2 * ROWS, accumulation=2, steps=STEPS)
@@ -86,7 +85,7 @@ def take_steps(mesh):
 
 
 def shares(state):
-    """For each array of the state with two dimensions or more: (elements, elements on one device)."""
+    """For each array of the state with at least two dimensions: (elements, elements on one device)."""
     parts = {
         "params": state.params,
         "mu": state.opt_state[0].mu,
@@ -137,7 +136,7 @@ def careless(mesh):
 
 
 class Stream:
-    """Random text, of which each batch depends on its number alone; yields the rows of this process."""
+    """Random text; a batch depends only on its number. Yields the rows of this process."""
 
     def __init__(self, mesh):
         self.step, self.held = 0, host_rows(mesh, 8)

@@ -19,9 +19,9 @@ class ObjectStore:
     """A storage emulator with one bucket, in threads of this process.
 
     Attributes:
-      environment: the variables with which gcsfs and TensorStore find it.
-      refuses: (method, address) -> whether a request is answered with status 403. delay: seconds before each answer.
-    """
+        environment: the variables with which gcsfs and TensorStore find it.
+        refuses: (method, address) -> whether to answer a request with status 403.
+        delay: seconds before each answer."""
 
     def __init__(self) -> None:
         from gcp_storage_emulator.exceptions import NotFound
@@ -60,41 +60,38 @@ class ObjectStore:
                     self.end_headers()
                     self.wfile.write(body)
                 else:
-                    with store._one_at_a_time:  # the emulator's storage is not made for threads
+                    with store._one_at_a_time:  # the emulator's storage is not thread-safe
                         serve()
 
         class Server(http.server.ThreadingHTTPServer):
             daemon_threads = True
 
             def handle_error(self, request: Any, address: Any) -> None:
-                pass  # a client that ended
+                pass  # the client has gone
 
         self._storage = Storage(use_memory_fs=True)
         create_bucket(BUCKET, self._storage)
-        # Clients keep connections open, so that a server without threads would wait for ever.
+        # Clients keep connections open, so a server without threads would hang.
         self._server = Server(("127.0.0.1", 0), functools.partial(Handler, self._storage))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.environment = {
             "STORAGE_EMULATOR_HOST": address,
             "TENSORSTORE_GCS_HTTP_URL": address,
-            # No credentials are looked for, on a disk or a metadata server.
+            # Keeps clients from looking for credentials on the disk or a metadata server.
             "FSSPEC_GCS_TOKEN": "anon",
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
     def names(self) -> list[str]:
-        """The objects of the bucket."""
         with self._one_at_a_time:
             return sorted(item["name"] for item in self._storage.get_file_list(BUCKET)[0])
 
     def read(self, name: str) -> bytes:
-        """An object's content."""
         return self._storage.get_file(BUCKET, name)
 
     def write(self, name: str, content: bytes) -> None:
-        """Adds an object."""
         import requests
 
         address = f"{self.environment['STORAGE_EMULATOR_HOST']}/upload/storage/v1/b/{BUCKET}/o"
@@ -102,10 +99,8 @@ class ObjectStore:
         requests.post(address, params=query, data=content, timeout=30).raise_for_status()
 
     def delete(self, name: str) -> None:
-        """Removes an object."""
         self._storage.delete_file(BUCKET, name)
 
     def close(self) -> None:
-        """Ends the server."""
         self._server.shutdown()
         self._server.server_close()

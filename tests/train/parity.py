@@ -1,5 +1,5 @@
-"""The smallest task one can add: whether a vector of bits has an odd number of ones. Trained by
-python -m tests.train.parity [OPTIONS], measured by `evaluation.main`."""
+"""The smallest task one can add: does a vector of bits have an odd number of ones? Train it with python -m
+tests.train.parity [OPTIONS]; `evaluation.main` measures it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ParityConfig(RunConfig):
 
 
 def draw(bits, seed, rows, count):
-    """Random vectors; a row is the same whichever others are drawn."""
+    """Random vectors; a row is the same whichever others are drawn with it."""
     drawn = np.random.default_rng(seed).integers(2, size=(count, bits)).astype(np.int32)[rows]
     ones = np.ones(len(rows), np.float32)
     lengths = np.full(len(rows), bits, np.int32)
@@ -73,7 +73,7 @@ class HeldOut:
 
 
 class ParityTask(Task[ParityConfig, None]):
-    """Classification of vectors that are drawn as they are needed."""
+    """Classifies vectors drawn on demand."""
 
     name, about, default_preset = "parity", "Trains a classifier of bits.", "parity"
     config_class = ParityConfig

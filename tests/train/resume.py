@@ -1,4 +1,4 @@
-"""A run that a signal stops, and that goes on."""
+"""A run that a signal stops and that then resumes."""
 
 import signal
 
@@ -8,7 +8,7 @@ from train.engine.errors import Stopped
 
 
 def stop_and_go_on(monkeypatch, stream, run):
-    """Runs until a signal comes while the fifth batch of a stream's class is fetched, then to the end of six steps."""
+    """Runs until a signal arrives during the fetch of a stream's fifth batch, then resumes to the end of six steps."""
     take = stream.__next__
 
     def stopping(self):

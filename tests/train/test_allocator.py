@@ -1,4 +1,4 @@
-"""Memory that was freed is used again."""
+"""Freed memory is reused."""
 
 import ctypes
 import resource
@@ -30,7 +30,7 @@ def faults(how):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_memory_is_kept():
-    """The third time 128 MiB are allocated and written, no page is asked for; by default all are."""
+    """The third time 128 MiB are allocated and written, no new page is requested; by default all of them are."""
     pages = 2**27 // resource.getpagesize()
     assert faults("keep") < pages / 100
     assert faults("leave") > pages / 2

@@ -68,7 +68,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
 
 
 def test_a_step_saved_again_keeps_its_arrays_on_the_disk(tmp_path):
-    """An evaluation that was interrupted, and finished by the next process."""
+    """The process was interrupted while it evaluated; the next one finishes the evaluation."""
     _write(tmp_path, [4])
     written = {path: path.stat().st_ino for path in (tmp_path / "4").rglob("*") if path.is_file()}
     checkpoints = Checkpoints(tmp_path, keep=3)
@@ -99,7 +99,7 @@ def test_a_full_disk_spares_a_step_saved_again(tmp_path, monkeypatch):
 
 
 def test_a_step_of_other_arrays_is_not_replaced(tmp_path):
-    """Another run writes to the same folder."""
+    """As if another run wrote to the same folder."""
     _write(tmp_path, [4])
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(RunError, match="4 exists, with other arrays"):
@@ -109,7 +109,7 @@ def test_a_step_of_other_arrays_is_not_replaced(tmp_path):
 
 
 def test_saving_does_not_disturb_and_is_not_disturbed(tmp_path):
-    """The state may be donated as soon as save returns: what is written must be what it was."""
+    """The state may be donated as soon as save returns, and what is written must still be the original."""
     bump = jax.jit(lambda s: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), s), donate_argnums=0)
     checkpoints = Checkpoints(tmp_path, keep=10)
     state = _state(1)
@@ -141,7 +141,7 @@ def _flip(folder):
 
 
 def _other_values(folder):
-    """Whole files, but of another step: only the digest can tell."""
+    """The files are complete but hold another step's arrays: only the digest can tell."""
     shutil.rmtree(folder / "params")
     shutil.copytree(folder.parent / "5" / "params", folder / "params")
 
@@ -152,7 +152,7 @@ def _cut_meta(folder):
 
 
 def _other_position(folder):
-    """Valid JSON, but not what was saved: the run would go on elsewhere in the data."""
+    """Valid JSON with another data position: the run would continue elsewhere in the data."""
     path = folder / "meta" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"at": 4}))
 
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     assert str(folder / "9") in said[0]
     assert "damaged" in said[0]
     assert "\n" not in said[0]
-    # It is out of the way: the run reaches that step again and saves it.
+    # The damaged one has been moved away, so the run can save that step again.
     assert (tmp_path / "damaged_checkpoints" / "9").exists()
     _write(folder, [9])
     _equal(_restore(folder).state, _state(9))
@@ -216,8 +216,8 @@ def test_a_step_that_is_damaged_again_leaves_the_first_copy_alone(tmp_path):
         ValueError("UNAVAILABLE: error reading gs://b/run"),
     ],
 )
-def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, error):
-    """Neither where the metadata are read nor where the arrays are; nothing is moved."""
+def test_storage_that_does_not_answer_is_not_damage(tmp_path, monkeypatch, error):
+    """Whether it fails while reading metadata or arrays, nothing is moved."""
     folder = tmp_path / "checkpoints"
     _write(folder, [5, 9])
 
@@ -241,7 +241,7 @@ def test_the_best_is_known_to_the_next_run_and_a_damaged_one_is_not_it(tmp_path)
     assert Checkpoints(tmp_path).choose("best") == [9]
 
 
-def test_a_half_written_one_is_no_checkpoint(tmp_path):
+def test_a_half_written_checkpoint_is_ignored(tmp_path):
     _write(tmp_path, [5])
     shutil.copytree(tmp_path / "5", tmp_path / "9.orbax-checkpoint-tmp-123")
     said = []
@@ -285,7 +285,7 @@ def test_params_alone(tmp_path):
 
 
 class _Unraisable:
-    """An object whose end raises where nobody can catch it."""
+    """Raises when it is deleted, where nobody can catch the error."""
 
     def __init__(self, error):
         self.error = error
@@ -294,8 +294,8 @@ class _Unraisable:
         raise self.error
 
 
-def test_reads_abandoned_beside_a_damaged_one_end_in_silence(tmp_path, monkeypatch):
-    """TensorStore's threads find the event loop closed while the error of the damaged array is on its way."""
+def test_reads_abandoned_after_a_damaged_one_end_silently(tmp_path, monkeypatch):
+    """While the damaged array's error propagates, TensorStore's threads find the event loop closed."""
     _write(tmp_path, [5])
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))

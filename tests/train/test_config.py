@@ -52,7 +52,7 @@ def test_every_part_is_reached():
     assert config.loop.tensorboard is False
     assert config.model.dtype == "bfloat16"
     assert config.sample_prompt == "hello"
-    # What was not named is the preset's.
+    # Everything else comes from the preset.
     assert config.model.num_heads == 8
     assert _parse("small --workdir here").loop.workdir == "here"
 
@@ -191,7 +191,7 @@ def test_help_shows_options_and_presets(capsys):
 @pytest.mark.parametrize("name", PRESETS)
 def test_json_there_and_back(name, tmp_path):
     config = PRESETS[name]
-    if config.model.mechanism.group == 1:  # one that lets another stand beside it
+    if config.model.mechanism.group == 1:  # a second mechanism can be combined with it
         late = dataclasses.replace(config.model, late_mechanism=LocalConfig(window=3))
         config = dataclasses.replace(config, model=late)
     write_json(LM.to_json(config), tmp_path / "new" / "config.json")
@@ -279,7 +279,7 @@ def test_a_run_from_before_an_option_existed_is_resumed_with_its_default():
     assert LM.differences(values, dataclasses.replace(PRESETS["small"], loop=changed)) == [
         f"seed {default} -> {default + 1}"
     ]
-    # A field that this version lacks decides something that it cannot do.
+    # A field that this version lacks may enable something that this version cannot do.
     assert LM.differences({**values, "warp": 9}, PRESETS["small"]) == [
         "warp 9 -> absent",
         f"seed absent -> {default}",
@@ -288,7 +288,7 @@ def test_a_run_from_before_an_option_existed_is_resumed_with_its_default():
 
 
 def test_every_field_of_the_loop_either_matters_or_is_free():
-    """A new field must be thought about: it changes what a resumed run computes, or it doesn't."""
+    """For each new field, decide whether it changes what a resumed run computes."""
     base = to_json(PRESETS["small"])
     matter = {
         name
@@ -300,7 +300,7 @@ def test_every_field_of_the_loop_either_matters_or_is_free():
         "loop.batch",
         "loop.accumulation",
         "loop.length",
-        "loop.log_gradient_std",  # the moments are part of the checkpoint
+        "loop.log_gradient_std",  # the checkpoint contains the moments
     }
     assert matter >= {name for name in flatten(base) if name.startswith(("model.", "optimizer."))}
 
@@ -318,7 +318,7 @@ def test_options_of_other_commands():
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
 
 
-# Layers of the first mechanism to one of the second.
+# How many layers have the first mechanism for each one with the second.
 HYBRIDS = {
     "openwebtext-gated-deltanet-full": ("gated_deltanet", 3, "full"),
     "openwebtext-gated-deltanet-brl": ("gated_deltanet", 3, "brl"),
@@ -336,32 +336,48 @@ def test_hybrid_presets(name):
     assert [mechanism_name(m) for m in changed.model.mechanisms] == [first, second] * 2
 
 
-@pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
-def test_mlr_presets_are_the_papers(suffix, width):
-    """Section 5.1 of the paper on structured matrices: six layers, heads of 64, characters, length 1024."""
-    config = PRESETS[f"owt-chars-mlr{suffix}"]
-    model = config.model
+# Figure 4 of the paper on structured matrices: the mechanisms of its six layers.
+CHARACTERS = {
+    "mlr": ("mlr",),
+    "full": ("full",),
+    "local": ("local",),
+    "global-window": ("global_window",),
+    "alternate": ("local", "local", "full"),
+}
+
+
+@pytest.mark.parametrize("width", [256, 384, 512, 768])
+@pytest.mark.parametrize("name", CHARACTERS)
+def test_presets_of_characters_have_the_papers_layers(name, width):
+    """Heads of 64 whose scores are over the root of it at every width, and normalised queries and keys everywhere."""
+    model = PRESETS[f"owt-chars-{name}-{width}"].model
     assert (model.num_layers, model.d_model, model.d_model // model.num_heads) == (6, width, 64)
-    assert (model.d_ff, model.ffn, config.loop.length) == (4 * width, "relu", 1024)
-    assert config.data.tokenizer.startswith("chars")
-    assert model.mechanism.levels(64, 1024) == {
-        "ranks": (32, 8, 8, 8, 4, 4),
-        "block_sizes": (None, 512, 256, 128, 64, 32),
+    assert model.dimensions.head_score_factor == 1.0
+    assert [mechanism_name(m) for m in model.mechanisms] == [*CHARACTERS[name]] * (6 // len(CHARACTERS[name]))
+    assert all(m.qk_norm for m in model.mechanisms)
+
+
+def test_mlr_presets_are_the_papers():
+    mechanism = PRESETS["owt-chars-mlr-512"].model.mechanism
+    assert mechanism.levels(64, 1024) == {
+        "ranks": (32, 8, 6, 4, 4, 4, 4, 2),
+        "block_sizes": (None, 512, 256, 128, 64, 32, 16, 8),
     }
-    changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
+    changed = _parse("owt-chars-mlr-512 --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
     assert changed.model.mechanism.block_sizes == (None, 64)
     LM.build(changed)
 
 
-@pytest.mark.parametrize("size", ["owt-", ""])
-@pytest.mark.parametrize("name", ["full", "local", "global-window"])
-def test_presets_of_characters_take_equal_operations(size, name):
-    """To half a step, and nothing else differs from MLR's preset."""
-    mlr, other = PRESETS[f"{size}chars-mlr"], PRESETS[f"{size}chars-{name}"]
+@pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])
+def test_presets_of_characters_take_equal_operations(name):
+    """Equal within half a step; everything else matches MLR's preset."""
+    mlr, other = PRESETS["chars-mlr"], PRESETS[f"chars-{name}"]
     a_step, mlr_step = (training_flops(config.model, config.loop.length) for config in (other, mlr))
     assert abs(other.loop.steps * a_step - mlr.loop.steps * mlr_step) <= a_step / 2
-    assert mechanism_name(other.model.mechanism) == name.replace("-", "_")
-    alike = dataclasses.replace(other.model, mechanism=mlr.model.mechanism)
+    assert mechanism_name(other.model.mechanism) == CHARACTERS[name][0]
+    assert all(m.qk_norm for m in other.model.mechanisms)
+    mixers = ("mechanism", "late_mechanism", "schedule", "early_layers")
+    alike = dataclasses.replace(other.model, **{field: getattr(mlr.model, field) for field in mixers})
     steps = dataclasses.replace(other.loop, steps=mlr.loop.steps)
     assert dataclasses.replace(other, model=alike, loop=steps) == mlr
 
@@ -386,7 +402,7 @@ PAPER_128 = {"wikitext103": "wikitext103-brl-paper-128", "openwebtext": "openweb
     ],
 )
 def test_networks_of_a_table_differ_in_their_mechanism_alone(name, mechanism):
-    """docs/presets.md has the settings of those named after the paper."""
+    """docs/presets.md lists the settings of the presets named after the paper."""
     config, paper = PRESETS[name], PRESETS[PAPER_128[name.partition("-")[0]]]
     assert config.model.mechanism == mechanism
     assert (
@@ -397,7 +413,7 @@ def test_networks_of_a_table_differ_in_their_mechanism_alone(name, mechanism):
 
 @pytest.mark.parametrize("variant", ["t1", "t2"])
 def test_transnormer_presets_are_the_papers(variant):
-    """docs/presets.md has their settings."""
+    """docs/presets.md lists their settings."""
     config = PRESETS[f"wikitext103-transnormer-{variant}"]
     assert [mechanism_name(m) for m in config.model.mechanisms] == ["diag"] * 3 + ["norm"] * 3
     shorter = _parse(f"wikitext103-transnormer-{variant} --early_layers 1 --mechanism.block_size 128")
@@ -406,7 +422,7 @@ def test_transnormer_presets_are_the_papers(variant):
 
 
 def test_presets_have_the_papers_parameters():
-    """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention, TransNormer's table 4 counts 155.99M.
+    """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention; TransNormer's table 4 counts 155.99M.
     The paper's BRL has 80.96M, ours 1.8% more."""
     counts = {"full": 50.93e6, "local": 50.93e6, "brl": 82.44e6, "brl-paper-128": 82.44e6}
     counts |= {"transnormer-vanilla": 156.00e6, "transnormer-flash": 153.52e6, "transnormer-t1": 155.99e6}
@@ -426,7 +442,7 @@ def test_transnormers_diag_and_norm_differ_from_t2_in_their_attention_alone():
 
 
 def test_mlrs_levels_follow_the_length_of_training():
-    """In the configuration that a checkpoint keeps, so that generation has the same blocks."""
+    """Checkpoints keep this configuration, so generation uses the same blocks."""
     config = LM.sized(_parse("--mechanism mlr --length 192"))
     assert config.model.mechanism.context == 192
     assert config.model.mechanism.levels(32, 1000)["block_sizes"] == (None, 96, 48, 24, 12, 6)
@@ -445,6 +461,8 @@ def test_mlrs_levels_follow_the_length_of_training():
             "openwebtext-brl",
             "openwebtext-gated-deltanet-brl",
             "openwebtext-mamba2-full",
+            "owt-chars-alternate-256",
+            "owt-chars-global-window-256",
             "openwebtext-brl-paper",
         ],
         ("small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),
@@ -464,7 +482,7 @@ def test_parts_that_do_not_fit_are_told_before_training():
 
 
 def test_importing_takes_no_device():
-    """A fresh process shows that importing alone starts no backend, which would keep a pod from starting."""
+    """A pod cannot start if an import has already started a backend. Checked in a fresh process."""
     code = (
         "import train.lm, eval.lm, eval.generate, jax; "
         "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"

@@ -1,4 +1,4 @@
-"""Copying: pairs against a plain reading of their definition, files of texts, the commands as a user runs them."""
+"""Copying: pairs checked against their definition, files of texts, and the commands as a user runs them."""
 
 import gzip
 import json
@@ -80,7 +80,7 @@ def write_pairs(folder, count=20):
 
 
 def test_texts_become_pairs(tmp_path):
-    """Every pair of a pass stands in one row as it is in its file, and a text that is too long loses its end."""
+    """Each pass has every pair once, unchanged, in one row; a text that is too long is cut at the end."""
     write_pairs(tmp_path / "data")
     config = CopyDataConfig(data_dir=str(tmp_path / "data"), length=(3, 6))
     assert config.buckets == (5, 8)
@@ -110,7 +110,7 @@ def test_texts_become_pairs(tmp_path):
     assert {name: x.shape[0] for name, x in batch.arrays.items()} == {
         name: x.shape[0] for name, x in shapes.items()
     }
-    # The run's tokenizer is read again, and must be the one that is asked for.
+    # The run's tokenizer is read back and must match the requested one.
     again = load_pairs(config, str(tmp_path / "run"), ("test",))
     assert again.examples["test"].digest == data.examples["test"].digest
     other = CopyDataConfig(data_dir=config.data_dir, tokenizer="chars")
@@ -209,7 +209,7 @@ def test_measuring_and_the_table(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_texts_as_a_user_runs_them(tmp_path, capsys):
-    """Trained until it knows its pairs by heart; then it writes them, and measures say so."""
+    """Trains until the model knows its pairs by heart; it then writes them, and the measurements agree."""
     write_pairs(tmp_path / "data")
     workdir = tmp_path / "run"
     line = (
@@ -236,7 +236,7 @@ def test_texts_as_a_user_runs_them(tmp_path, capsys):
 
 
 def test_only_what_is_right_at_its_place_counts(monkeypatch):
-    """A target that goes on beyond its end is wrong as a whole; rows that do not exist count for nothing."""
+    """A target that continues past its end is wrong as a whole; padding rows don't count."""
     targets = np.array([[1, 2, 7, 0], [3, 3, 3, 7], [4, 7, 0, 0], [1, 1, 1, 7]])
     weights = np.array([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
     written = np.array([[1, 2, 7, 0], [3, 0, 3, 7], [4, 4, 7, 0], [1, 1, 1, 7]])
@@ -290,7 +290,7 @@ def test_bad_options(options, message, tmp_path):
 
 def test_an_encoder_of_another_mechanism():
     line = "--mechanism deltanet --encoder_mechanism local --encoder_mechanism.window 6"
-    with pytest.raises(UserError, match="no bidirectional form"):  # before the encoder's is named
+    with pytest.raises(UserError, match="no bidirectional form"):  # before the error about the encoder's
         parse(PRESETS, "copy-full", ["--mechanism", "deltanet"], prog="", about="")
     model = parse(PRESETS, "copy-full", line.split(), prog="", about="").model
     assert (type(model.mechanism).__name__, model.encoder.mechanism.window) == ("DeltaNetConfig", 6)

@@ -1,4 +1,4 @@
-"""Operations by formulas: attention's pairs counted one by one, the rest against a traced program."""
+"""Operation counts: attention's pairs counted one by one, the rest against a traced program."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ MLR = MLRConfig(ranks=(4, 3, 1), block_sizes=(None, 12, 4))
 
 
 def _pairs(mechanism, length):
-    """For each pair of a row: the features of its score, and how many softmaxes weight its value."""
+    """For each pair of a row: the number of features in its score, and how many softmaxes weight its value."""
     i, j = np.arange(length)[:, None], np.arange(length)[None]
     past = (j <= i).astype(int)
     match mechanism:

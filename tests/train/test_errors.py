@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Exit codes and messages of commands."""
 
 import signal
 import subprocess
@@ -34,7 +34,7 @@ sys.exit(status)
 """
 
 
-# SIG_DFL is what `train/__init__.py` sets for the imports.
+# `train/__init__.py` sets SIG_DFL during the imports.
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_DFL"])
 def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
     program = _INTERRUPTED.replace("{handler}", handler)
@@ -47,7 +47,7 @@ def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
 )
 @pytest.mark.parametrize("name", ["train.lm", "eval.lm"])
 def test_an_interrupt_during_the_imports_prints_nothing(name):
-    # Background jobs inherit that SIGINT is ignored.
+    # Background jobs inherit an ignored SIGINT.
     start = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         f"os.execv(sys.executable, [sys.executable, '-m', '{name}', '--help'])"
@@ -56,7 +56,7 @@ def test_an_interrupt_during_the_imports_prints_nothing(name):
         [sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     maps = Path(f"/proc/{process.pid}/maps")
-    # NumPy's library is among the first that are loaded.
+    # NumPy's library is one of the first to load.
     while process.poll() is None and "_multiarray_umath" not in maps.read_text():
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)

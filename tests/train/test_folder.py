@@ -1,4 +1,4 @@
-"""One command trains in a folder; another one is refused as long as the first one lives."""
+"""Only one command at a time may train in a folder."""
 
 import errno
 import fcntl
@@ -66,7 +66,7 @@ def test_a_command_that_writes_nothing_leaves_no_folder(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "b"]
 
 
-def test_what_cannot_be_locked_is_no_error(tmp_path, monkeypatch):
+def test_a_folder_without_locks_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with alone_in(str(tmp_path / "file")):  # reported where it is written to
         pass

@@ -1,4 +1,4 @@
-"""Forecasting: splits and windows, the commands as a user runs them, naive forecasts beside the models."""
+"""Forecasting: splits and windows, the commands as a user runs them, and naive forecasts for comparison."""
 
 import csv
 import datetime
@@ -42,7 +42,7 @@ def table(tmp_path_factory):
 
 
 def write_table(path, minutes):
-    """A table of two columns, a wave of a day and another one that climbs, with a row every so many minutes."""
+    """A table with two columns, a daily wave and a climbing one, and a row every `minutes` minutes."""
     start = datetime.datetime(2016, 7, 1)
     with gzip.open(path, "wt", newline="") as file:
         writer = csv.writer(file)
@@ -85,7 +85,7 @@ def test_columns_are_normalised_by_the_training_rows(table):
     assert series.columns == ("load", "OT")
     np.testing.assert_allclose(series.normalised[:120].mean(axis=0), 0, atol=1e-5)
     np.testing.assert_allclose(series.normalised[:120].std(axis=0), 1, atol=1e-5)
-    assert series.normalised[120:, 1].mean() > 0.5  # it climbs
+    assert series.normalised[120:, 1].mean() > 0.5  # the second column climbs
     np.testing.assert_allclose(
         series.clock[:24], series.clock[24:48] * [1, 1, 0, 0] + series.clock[:24] * [0, 0, 1, 1]
     )
@@ -93,7 +93,7 @@ def test_columns_are_normalised_by_the_training_rows(table):
 
 
 def test_a_column_that_training_rows_do_not_change_keeps_its_unit(tmp_path):
-    """The deviation of 120 numbers of 3.3 is not 0 but some 1e-15, by which later rows would be divided."""
+    """The deviation of 120 copies of 3.3 is not 0 but about 1e-15; dividing later rows by it would blow them up."""
     start, path = datetime.datetime(2016, 7, 1), tmp_path / "level.csv"
     rows = [(start + datetime.timedelta(hours=i), 3.3 if i < 120 else 4.3) for i in range(ROWS)]
     path.write_text("date,OT\n" + "".join(f"{time},{value}\n" for time, value in rows))
@@ -124,7 +124,7 @@ def test_windows_hold_what_was_known_and_what_came(table):
         Windows(series, config), origins(config, "train"), batch=10, seed=1, digest=series.digest
     )
     firsts = np.concatenate([next(stream)["values"][:, :4, 0] for _ in range(8)])
-    assert len(np.unique(firsts, axis=0)) == 80  # a pass has no window twice
+    assert len(np.unique(firsts, axis=0)) == 80  # no window twice in a pass
     state = stream.get_state()
     coming = next(stream)
     stream.set_state(state)
@@ -154,7 +154,7 @@ def test_tokens_are_bins_of_the_scaled_series(table):
     origin = column_origins(np.array([50]), 2)
     tokens, scale = windows.known(origin)
     np.testing.assert_allclose(scale[:, 0], np.abs(series.values[20:50]).mean(axis=0))
-    # A bin is 8 / 200 wide: the middle of it is at most 0.02 off.
+    # A bin is 8 / 200 wide, so its center is at most 0.02 off.
     off = to_numbers(tokens, config) * scale - series.values[20:50].T
     assert np.abs(off / scale).max() <= 0.02 + 1e-9
     batch = windows.batch(origin)
@@ -177,14 +177,14 @@ def test_a_forecast_does_not_read_what_came(table, center):
     init = FORECAST.objective(model, config).init(jax.random.key(0))
     params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
     first = np.asarray(forecast(model, config, params, batch))
-    if center == "last":  # before training, the naive forecast
+    if center == "last":  # an untrained model gives the naive forecast
         known = batch["values"][:, :30].astype(np.float64)
         start = forecast(model, config, jax.tree.map(np.zeros_like, params), batch)
         np.testing.assert_array_equal(start, naive_forecast(known, 6).astype(np.float32))
     hidden = batch["values"].copy()
     hidden[:, 30:] = np.nan
     np.testing.assert_array_equal(forecast(model, config, params, batch | {"values": hidden}), first)
-    # Centred: what is known lifted by a number lifts the forecast by it.
+    # Centered: adding a constant to the inputs adds it to the forecast.
     lifted = forecast(model, config, params, batch | {"values": batch["values"] + np.float32(2)})
     moves = np.allclose(lifted, first + 2, rtol=1e-4, atol=1e-4)
     assert moves == (center != "none")
@@ -210,7 +210,7 @@ def test_commands(runs, capsys):
         assert np.isfinite([result["mae"], result["mse"]]).all()
         assert 0 <= result["coverage"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not (runs / "encoder" / "forecast_test.json").exists()  # not the standard measurement
+    assert not (runs / "encoder" / "forecast_test.json").exists()  # only the standard measurement is kept
     eval.tasks.forecast.main(["--table", str(runs)])
     text = capsys.readouterr().out
     assert "| waves, multivariate | 6 | the last row |" in text
@@ -225,7 +225,7 @@ def test_the_dates_say_how_many_rows_a_day_has(tmp_path, minutes, rows):
 
 @pytest.mark.slow
 def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
-    """A wave of a day, in rows of an hour and a half: the last day repeated is right."""
+    """A daily wave in rows of an hour and a half, so repeating the last day is exact."""
     run(tmp_path / "run", write_table(tmp_path / "waves.csv.gz", 90), "encoder", "--target load")
     eval.tasks.forecast.main(["--workdir", str(tmp_path / "run")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -234,7 +234,7 @@ def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_goes_on(runs, table, tmp_path):
-    """Stopped by its number of steps and gone on with, it computes what one run does."""
+    """A run stopped by its number of steps and then resumed computes the same as an uninterrupted one."""
 
     def losses(folder):
         return [(line["step"], line["loss"], line.get("val_mae")) for line in metrics_lines(folder)]
@@ -296,7 +296,7 @@ def test_bad_tables(tmp_path):
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
         load_series(SeriesConfig())
     damaged = bytearray(gzip.compress(rows.encode()))
-    damaged[10] = 7  # behind gzip's header
+    damaged[10] = 7  # after gzip's header
     (tmp_path / "damaged.csv.gz").write_bytes(damaged)
     with pytest.raises(UserError, match=r"--data: .*damaged.csv.gz cannot be read: .*invalid block type"):
         load_series(SeriesConfig(data=str(tmp_path / "damaged.csv.gz")))

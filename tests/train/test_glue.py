@@ -74,7 +74,7 @@ def test_two_sentences_and_columns_by_name(tmp_path):
 
 
 def test_questions_with_the_gaps_of_the_published_file(tmp_path, capsys):
-    """A few lines of QQP's train.tsv lack columns, and a few questions are empty."""
+    """A few lines of QQP's train.tsv lack columns, and a few of its questions are empty."""
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
     whole = [f"{i}\t{i}\t{i}\tA{i}\tB{i}\t{i % 2}" for i in range(20)]
     lines = [header, *whole[:3], "3\t3\t3\tWhat is", *whole[3:], "20\t1\t2\tC\t\t1"]
@@ -163,7 +163,7 @@ def test_missing_files_and_empty_splits(tmp_path):
     ("mechanism", "rows"), [(CosformerConfig(), 24), (MLRConfig(), 24), (MLRConfig(), 64)]
 )
 def test_a_sentence_is_read_alike_in_every_bucket(tmp_path, mechanism, rows):
-    """Also by mechanisms whose settings follow the length of the rows: they keep those of pretraining."""
+    """Includes mechanisms whose settings follow the row length: they keep the settings of pretraining."""
     small = MLM.presets["mlm-full"]
     model = dataclasses.replace(small.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism)
     pretraining = dataclasses.replace(
@@ -200,7 +200,7 @@ def test_a_score_is_five_times_the_second_probability():
 
 
 def test_averages_of_the_paper():
-    """Table 5's average counts both splits of MNLI, and a network that did not converge with 0."""
+    """Table 5's average counts both splits of MNLI, and counts a network that did not converge as 0."""
     for *figures, average, _ in PAPER.values():
         assert np.mean([figure or 0.0 for figure in figures]) == pytest.approx(average, abs=0.011)
 
@@ -240,7 +240,7 @@ def run(workdir, pretrained, data, more=""):
 
 
 def assert_starts_from(mlm, workdir):
-    """Every array of the encoder is the masked language model's, bit for bit, and the classifier's own are fresh."""
+    """Every array of the encoder is bitwise the masked language model's; the classifier's own arrays are new."""
     config = read_config([GLUE], workdir / "config.json")[1]
     objective = GLUE.objective(GLUE.model(config), config)
     fresh = nn.unbox(objective.init(jax.random.key(0)))
@@ -254,7 +254,7 @@ def assert_starts_from(mlm, workdir):
 
 @pytest.mark.slow
 def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
-    """Starts from the masked language model's weights, resumes bit for bit, and is measured beside a fresh start."""
+    """Starts from the masked language model's weights, resumes bit for bit, and is compared with a fresh start."""
     cola(tmp_path)
     mlm = tmp_path / "mlm"
     train.mlm.main(f"--workdir {mlm} {TINY_MLM} --steps 4 --eval_every 4 --checkpoint_every 4".split())

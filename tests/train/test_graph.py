@@ -12,7 +12,10 @@ from tests.support.command_lines import last_wins
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
+from train.cli.options import parse
 from train.data.graphs.batches import NodeBatches
+from train.engine.errors import UserError
+from train.tasks.graph_config import PRESETS
 
 TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
 
@@ -38,7 +41,7 @@ def test_scores_of_classes_and_of_several_classes():
     assert several == {"micro_f1": pytest.approx(50.0), "macro_f1": pytest.approx(100 / 3)}
 
 
-def test_seeds_are_averaged_beside_the_paper():
+def test_averages_of_seeds_next_to_the_paper():
     base = {"dataset": "ACM", "network": "brl", "macro_f1": 90.0, "step_megabytes": 1234.0}
     results = [{**base, "micro_f1": value} for value in (92.0, 94.0)]
     assert summarise(results)["ACM", "brl"]["micro_f1"] == (93.0, pytest.approx(2**0.5), 2)
@@ -61,7 +64,7 @@ def test_seeds_are_averaged_beside_the_paper():
     ],
 )
 def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, labels, score):
-    """Lists of tokens, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: a run
+    """Token lists, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: each run
     resumes bit for bit, and is measured and drawn."""
     write_graph(tmp_path / "g", [("label.dat", 1, f"0\t\t0\t{labels}")])
     run(tmp_path / "runs/whole", tmp_path, preset)
@@ -78,13 +81,19 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
     assert (tmp_path / "graph.png").stat().st_size > 1000
 
 
+def test_vectors_of_nodes_need_the_whole_graph():
+    line = "--data_dir g --identities True --neighbours 2"
+    with pytest.raises(UserError, match="identities need the whole graph, neighbours=0, got 2"):
+        parse(PRESETS, "acm-gcn", line.split(), prog="p", about="a")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "learns"),
-    [("mlp", False), ("gcn", True), ("gat", True), ("simple_hgn", True), ("full", True), ("brl", True)],
+    [(name, name != "mlp") for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "full", "brl")],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
-    """The features of the nodes are noise; their class is that of the nodes that they are linked to."""
+    """The nodes' features are random; a node has the same class as the nodes it is linked to."""
     write_graph(tmp_path / "g", papers=240)
     batch = "--batch 32" if network in ("full", "brl") else ""
     train.graph.main(
@@ -102,6 +111,6 @@ def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, n
 @pytest.mark.parametrize("name", ["tokens", "edges", "nodes"])
 def test_eight_devices_learn_what_one_does(devices, name):
     one, eight = devices.ask("tests.train.graph_meshes", name)
-    # The features are noise: a set, which sees no links, can learn its training nodes alone.
+    # The features are random, so a set, which has no links, can only memorize its training nodes.
     assert one[-2 if name == "nodes" else -1] < one[0]
     np.testing.assert_allclose(eight, one, rtol=2e-4)

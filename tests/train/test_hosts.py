@@ -1,4 +1,4 @@
-"""Two processes on this machine as one run: stopped, killed, and resumed by one process."""
+"""One run of two processes on this machine: stopped, killed, and resumed by a single process."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def _start(workdir, text, devices, steps, *more):
 
 
 def _start_two(workdir, text, *, others=None, more=()):
-    """Two processes of one run; the second one may be given another folder, and more options."""
+    """Starts two processes of one run; the second may get another folder and more options."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +59,7 @@ def _losses(workdir):
 
 
 def _wait_for(step, workdir, processes):
-    """Waits until the run has reported a step; fails if a process ends before that."""
+    """Waits until the run has reported a step; fails if a process ends first."""
     while max(_losses(workdir), default=0) < step:
         for process in processes:
             if process.poll() is not None:
@@ -74,7 +74,7 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     (tmp_path / "valid.txt").write_text("word1 word4 word9 " * 20)
     text, workdir = f"{tmp_path}/*.txt", tmp_path / "run"
 
-    # A preemption notice to the second process: both stop after the same step, with one checkpoint.
+    # Preempt the second process: both stop after the same step, with one checkpoint.
     processes = _start_two(workdir, text)
     _wait_for(2, workdir, processes)
     processes[1].send_signal(signal.SIGTERM)
@@ -85,7 +85,7 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
         assert f"train.lm: stopped after step {stopped} of" in error
     assert list(_losses(workdir)) == list(range(1, stopped + 1))
 
-    # The same command again; then the second process is killed: the first does not wait for it, and ends with a line.
+    # Run the same command again and kill the second process: the first exits with one line and doesn't wait for it.
     processes = _start_two(workdir, text)
     _wait_for(stopped + 5, workdir, processes)
     processes[1].kill()
@@ -96,7 +96,7 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     assert processes[0].returncode in (1, -signal.SIGABRT), error
     assert "process 0 of 2 has lost another one" in error or "another task died" in error
 
-    # One process resumes from the checkpoint, with the batches that the two had: none lost, none twice.
+    # A single process resumes from the checkpoint with the batches of both: none lost, none repeated.
     before = _losses(workdir)
     one = _start(workdir, text, 1, stopped + 5)
     error = one.communicate()[1]
@@ -116,7 +116,7 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     ],
 )
 def test_processes_that_do_not_belong_together_end(more, same_folder, message, tmp_path):
-    """They would wait for each other for ever: with other folders at the first checkpoint."""
+    """Otherwise they would wait for each other for ever; with different folders, at the first checkpoint."""
     (tmp_path / "train.txt").write_text("alpha beta " * 300)
     (tmp_path / "valid.txt").write_text("alpha beta " * 30)
     others = tmp_path / ("here" if same_folder else "there")
@@ -128,8 +128,8 @@ def test_processes_that_do_not_belong_together_end(more, same_folder, message, t
     assert {path.name for path in tmp_path.iterdir()} <= {"train.txt", "valid.txt", "compiled"}
 
 
-# The main thread waits in C, as in a collective operation, where no Python handler of signals runs. A shell's
-# background jobs, and with them this suite where it is one, inherit that SIGINT is ignored.
+# The main thread waits in C, as in a collective operation, so Python's signal handlers cannot run. Background jobs of a
+# shell, possibly this test suite, inherit an ignored SIGINT.
 _STUCK = """
 import ctypes, os, signal, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,7 +170,7 @@ def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
 
 
 def test_a_batch_script_without_srun_is_alone(monkeypatch):
-    """It has the number of the tasks that srun would start, too."""
+    """SLURM also sets the number of tasks that srun would start."""
     for name in ("SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")):
@@ -186,14 +186,14 @@ def test_ctrl_c_shortens_the_time_that_sigterm_leaves(monkeypatch):
 
     def end(reason: str, status: int) -> None:
         ended.append((reason, status))
-        raise SystemExit  # `_watch` never returns by itself
+        raise SystemExit  # `_watch` never returns otherwise
 
     monkeypatch.setattr(watchdog, "INTERRUPT_SECONDS", 0.0)
     reader, writer = os.pipe()
     dog = watchdog.Watchdog(end)
     with dog.watching("runs/x"):
         os.write(writer, bytes([signal.SIGTERM, signal.SIGINT, signal.SIGTERM]))
-        # Without this limit a watchdog that keeps SIGTERM's time would wait for that.
+        # If the watchdog still kept SIGTERM's time, it would wait that long; this limit ends the test first.
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 1.0)
         with pytest.raises(SystemExit):
             dog._watch(reader)

@@ -34,7 +34,7 @@ from train.engine.errors import UserError
 from train.tasks.lm import LM, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
 
-# One process for all: the runs and what they compile are shared. Those that are started compile on their own.
+# Keep these tests in one process, which shares the runs and compiled programs. Subprocesses compile for themselves.
 pytestmark = pytest.mark.xdist_group("train.lm")
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ TINY = (
     "--steps 8 --batch 4 --accumulation 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
     "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5"
 )
-# With the paper's beta, which has one more matrix than the default.
+# The paper's beta adds one matrix that the default lacks.
 BRL = (
     "--mechanism.window 4 --mechanism.num_compressed 2 --mechanism.block_size 8 --mechanism.history_size 8 "
     "--mechanism.beta 0.5"
@@ -52,7 +52,7 @@ MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder with a little text in three splits."""
+    """A folder with a short text in three splits."""
     folder = tmp_path_factory.mktemp("text")
     rng = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
@@ -73,7 +73,7 @@ def _lines(workdir):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    """A finished run's folder and what it wrote on stdout and stderr."""
+    """A finished run's folder, and its stdout and stderr."""
     workdir = tmp_path_factory.mktemp("run")
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         train.lm.main(_argv(text, workdir))
@@ -112,7 +112,7 @@ def test_a_run_leaves_what_it_should(run):
 
 
 def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
-    """And the commands that it names work as they stand."""
+    """The commands that it suggests work as printed."""
     workdir, _, err = finished
     lines = err.splitlines()
     params = open_run([LM], str(workdir), "last").params
@@ -143,8 +143,8 @@ def test_the_sample_goes_to_stdout(text, finished):
 
 @pytest.mark.slow
 def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
-    """SIGTERM in the midst of a real run, the same command again: the losses of `run`, bit for bit."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # it compiles for itself
+    """SIGTERM in the middle of a real run, then the same command again: bitwise the losses of `run`."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # this process compiles for itself
     line = [sys.executable, "-m", "train.lm", *_argv(text, tmp_path)]
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "metrics.jsonl"
@@ -152,7 +152,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
-    # Fast machines may have been through all steps by then.
+    # A fast machine may already have finished all steps.
     done = _lines(tmp_path)
     assert process.returncode in (143, 0), err
     if process.returncode == 143:
@@ -185,12 +185,12 @@ def test_eval_measures_what_training_measured(run, capsys):
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
     assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
-    # Bytes: a target is a byte, and every byte but the first is a target.
+    # Each target is one byte, and every byte but the first is a target.
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
 
 
 def test_eval_against_the_models_own_logits(text, run, capsys):
-    """The loss from the logits of the test text, through no code of the loop."""
+    """Computes the loss from the logits of the test text without the loop's code."""
     result = _json(capsys, "--workdir", str(run), "--split", "test", "--checkpoint", "last")
     content = (text / "test.txt").read_bytes()
     assert result["tokens"] == len(content) - 1
@@ -225,13 +225,13 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     content = (text / "valid.txt").read_text()
     tokens = sum(len(line.split()) + 1 for line in content.splitlines())
     assert result["tokens"] == tokens - 1
-    # All bytes, those of the unknown words too, but for the first word, which is no target.
+    # Counts all bytes, also in unknown words, except the first word, which is not a target.
     first = len(content.split()[0]) + 1
     nats = result["loss"] * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
     config = open_run([LM], str(words_run), "last").config
     assert config.model.vocab_size == 4
-    # The prompt that the run proposes is of the vocabulary.
+    # The run suggests a prompt from its vocabulary.
     _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
     eval.tasks.generate.main([*generation[1:], "--tokens", "1"])
     assert capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_a_sample_that_a_mechanism_is_too_short_for(text, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_schedule_is_read_back(text, tmp_path, capsys):
-    """The commands that read a run build the network that was trained, from its config.json alone."""
+    """Commands that read a run rebuild the trained network from config.json alone."""
     schedule = (
         "--mechanism diag --mechanism.block_size 4 --late_mechanism full --schedule parallel --ffn swiglu"
     )
@@ -297,7 +297,7 @@ def test_a_file_of_prompts_is_continued(finished, tmp_path):
     eval.tasks.generate.main([*line, "--out", str(tmp_path / "out.jsonl"), "--temperature", "0"])
     rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["prompt"], row["tokens"]) for row in rows] == [(1, "alpha", 3), ("b", "be", 4)]
-    # With every byte that a text may have as a stop, each continuation ends at once.
+    # With every byte of a text as a stop sequence, each continuation ends at once.
     stops = [part for row in rows for part in ("--stop", row["text"][0])]
     eval.tasks.generate.main([*line, "--out", str(tmp_path / "short.jsonl"), "--temperature", "0", *stops])
     rows = [json.loads(row) for row in (tmp_path / "short.jsonl").read_text().splitlines()]
@@ -306,7 +306,7 @@ def test_a_file_of_prompts_is_continued(finished, tmp_path):
 
 @pytest.mark.slow
 def test_the_likeliest_tokens_are_the_models(run, capsys):
-    """Greedy text against the argmax of the model's logits over the whole text, anew for each token."""
+    """Greedy text matches the argmax of the model's logits, recomputed over the whole text for each token."""
     eval.tasks.generate.main(
         ["--workdir", str(run), "--tokens", "12", "--prompt", "alpha be", "--temperature", "0"]
     )
@@ -315,7 +315,7 @@ def test_the_likeliest_tokens_are_the_models(run, capsys):
     model, tokens = DecoderLM(config.model), list(b"alpha be")
     forward = jax.jit(model.apply)
     for _ in range(12):
-        # What stands after a token does not change its logits: one shape serves.
+        # Padding after a token doesn't change its logits, so one shape is enough.
         logits, _ = forward({"params": params}, np.pad(tokens, (0, 20 - len(tokens)))[None].astype(np.int32))
         tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))
     assert out == bytes(tokens).decode(errors="replace")
@@ -419,7 +419,7 @@ def test_another_configuration_is_refused(monkeypatch, capsys, text, run):
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
 
-@pytest.mark.slow  # tests/train/test_checkpoint.py damages checkpoints, and the loop restarts in test_loop.py
+@pytest.mark.slow  # tests/train/test_checkpoint.py damages checkpoints; test_loop.py restarts the loop
 def test_a_damaged_last_checkpoint(capsys, text, run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -441,14 +441,14 @@ def test_the_default_needs_no_download_and_is_small():
 
 
 def test_held_out_rows_are_no_shorter_than_a_batch(text, tmp_path):
-    """A short held-out text in many rows would be read almost without past."""
+    """A short held-out text in many rows would leave most tokens almost without context."""
     config = PRESETS["small"]
     data = dataclasses.replace(config.data, data=f"text:{text}/valid.txt")
     _, corpora = load(data, tmp_path, ("valid",))
     batch = next(iter(held_out_stream(corpora["valid"], config, 0)))
     assert batch["tokens"].shape == (max(1, len(corpora["valid"].tokens) // 512), 512)
     assert held_out_stream(corpora["valid"], config, 5).num_targets == 4
-    # So few rows that a memory has batches to be carried into, also where a part of the text is read.
+    # Few enough rows that a memory is carried across batches, also if only part of the text is read.
     text = np.zeros(4096, np.uint8)
     corpus = Corpus(text, np.ones(256, np.int64), np.zeros((0, 2), np.int64), "zeros")
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, batch=16, length=64))

@@ -64,6 +64,27 @@ def test_a_whole_run(never_stopped):
     assert int(state.step) == 12
 
 
+def test_steps_in_one_call_are_single_steps_bit_for_bit(tmp_path, never_stopped):
+    """Three steps, one, two, two, one and three, up to the checkpoints and evaluations; stopped by a signal that comes
+    with the second batch of the first call, and resumed."""
+    expected, final = never_stopped
+    with pytest.raises(Stopped, match="after step 3 of 12"):
+        _train(tmp_path, dispatch=5, stream=ToyStream(at={1: _sigterm}))
+    state = _train(tmp_path, dispatch=5)
+    assert _lines(tmp_path) == expected
+    jax.tree.map(np.testing.assert_array_equal, state, final)
+
+
+def test_steps_in_one_call_need_batches_of_one_shape(tmp_path):
+    class Growing(ToyStream):
+        def __next__(self):
+            self.rows += 2
+            return super().__next__()
+
+    with pytest.raises(UserError, match="--dispatch: expected 1"):
+        _train(tmp_path, dispatch=2, stream=Growing())
+
+
 @pytest.mark.parametrize("stop", slow_unless([1, 4, 7], (4,)))
 def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, stop):
     expected, final = never_stopped
@@ -91,7 +112,7 @@ def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
 
 @pytest.mark.slow
 def test_moments_of_the_gradients_go_on_too(tmp_path):
-    """Logged, checkpointed and resumed bit for bit; they change nothing else; the flag stays what it was."""
+    """They are logged, checkpointed and resumed bit for bit, change nothing else, and the option keeps its value."""
 
     def run(folder, **kwargs):
         changes = {"log_gradient_std": True, "steps": 6}
@@ -127,7 +148,7 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(tmp_path, never_stopped,
             fired.append(True)
             _sigterm()
 
-    # The signal comes while batch `batch` of three is fetched: the evaluation ends there.
+    # The signal comes while batch `batch` of three is fetched, and the evaluation stops there.
     with pytest.raises(Stopped):
         _train(tmp_path, held_out=ToyHeldOut(at={batch: once}))
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3]
@@ -192,7 +213,7 @@ def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
     def loss(params, memory, batch, key):
         total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
-        # A token that only batch 7 (step 8) has sets it off.
+        # Only batch 7 (step 8) has the token that triggers it.
         poison = jnp.where(jnp.any(batch["tokens"] == 100), bad, 0.0)
         weight_of = jnp.sum(params["table"]) if where == "gradient" else 1.0
         extra = poison * (weight_of - jax.lax.stop_gradient(weight_of)) if where == "gradient" else poison
@@ -221,7 +242,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_checkpoints_are_compared_on_the_same_data(tmp_path):
-    """The last evaluation reports more data, here other data, on which the loss is higher."""
+    """The last evaluation reports on more data, here different data with a higher loss."""
 
     class Harder(ToyHeldOut):
         def __iter__(self):
@@ -255,7 +276,7 @@ def test_metrics_that_cannot_be_written_end_the_run_with_its_last_checkpoint(tmp
 
 
 def test_a_state_beyond_the_memory_is_an_error(tmp_path):
-    """Without the wait for the whole state, this waits for ever."""
+    """Unless init waits for the whole state, this hangs."""
 
     def init(key):
         return OBJECTIVE.init(key) | {"large": jax.random.normal(key, (2**23, 2**23))}  # beyond any address
@@ -293,7 +314,7 @@ def test_evaluation_carries_the_memory(tmp_path):
 
 
 def _all_alike():
-    """An objective whose evaluations all have one score."""
+    """An objective that scores the same in every evaluation."""
 
     def loss(params, memory, batch, key):
         total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
@@ -304,7 +325,7 @@ def _all_alike():
 
 @pytest.mark.parametrize(("patience", "last"), slow_unless([(1, 4), (2, 6), (3, 8)], (2,)))
 def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, last):
-    """The first evaluation is the best, and as good as all later ones."""
+    """The first evaluation is the best; all later ones equal it."""
     _train(tmp_path, objective=_all_alike(), steps=20, eval_every=2, patience=patience)
     lines = metrics_lines(tmp_path)
     assert [line["step"] for line in lines if "val_score" in line] == list(range(2, last + 1, 2))
@@ -312,7 +333,7 @@ def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, 
 
 
 def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
-    """As one that reaches its last step is. More data has more bytes, by which the bits are divided."""
+    """So is a run that reaches its last step. Bits per byte divide by the larger data's bytes."""
 
     class More(ToyHeldOut):
         num_bytes = 2_000
@@ -329,7 +350,7 @@ def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
 
 
 def test_a_run_keeps_to_the_held_out_data_that_it_was_started_with(tmp_path):
-    """Its best checkpoint would be chosen by measures of different data."""
+    """Otherwise it would choose its best checkpoint by scores on different data."""
 
     class Read(ToyHeldOut):
         def __init__(self, digest):
@@ -349,6 +370,6 @@ def test_signals_are_noted_and_handlers_put_back():
         assert signals.received is None
         signal.raise_signal(signal.SIGINT)
         assert signals.received == signal.SIGINT
-        # The next Ctrl-C is the system's.
+        # The next Ctrl-C goes to the system's handler.
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

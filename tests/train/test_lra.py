@@ -1,4 +1,4 @@
-"""The Long Range Arena's commands as a user runs them, on tiny sets: training, resuming, stopping early, measuring."""
+"""The Long Range Arena's commands as a user runs them, on tiny sets: training, resuming, early stopping, measuring."""
 
 import dataclasses
 import json
@@ -23,6 +23,7 @@ from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
+from eval.tasks.lra_figures import PRESETS as ROWS
 from tests.support.command_lines import last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
@@ -57,7 +58,7 @@ def run(workdir, more=LOCAL, task="listops"):
 @pytest.mark.parametrize("mechanism", [CosformerConfig(), MLRConfig(ranks=(4, 2, 2))])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
-    """Also by mechanisms whose settings follow the length of the rows."""
+    """Includes mechanisms whose settings follow the row length."""
     preset = PRESETS["text"]
     model = dataclasses.replace(
         preset.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism, pooling=pooling
@@ -171,8 +172,8 @@ def test_the_table_measures_what_has_not_been(runs, capsys):
     assert (runs / "local" / "lra_test.json").exists()
 
 
-def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypatch, capsys):
-    """What is kept of a run is of its best checkpoint at that time, and holds until there is a better one."""
+def test_the_table_measures_a_resumed_run_again(runs, tmp_path, monkeypatch, capsys):
+    """A stored result belongs to the best checkpoint of its time, and stays valid until a better one appears."""
     again = []
 
     def measure(run, options):
@@ -196,7 +197,7 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.tasks.lra.main(["--table", str(tmp_path)])
     err = " ".join(capsys.readouterr().err.split())
     assert "is at step 6 of 9; the table has its best checkpoint so far" in err
-    # A run that its --patience has ended has no steps left.
+    # --patience has ended this run, so it has no steps left.
     config["loop"]["patience"] = 2
     (tmp_path / "local" / "config.json").write_text(json.dumps(config))
     meta = tmp_path / "local" / "checkpoints" / "6" / "meta" / "metadata"
@@ -206,14 +207,14 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
         eval.tasks.lra.main(["--table", str(tmp_path)])
         assert ("is at step 6" in capsys.readouterr().err) == mentioned
     again.clear()
-    shutil.rmtree(tmp_path / "local" / "checkpoints")  # what is kept is all that there is
+    shutil.rmtree(tmp_path / "local" / "checkpoints")  # the stored result is all that is left
     eval.tasks.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
 
 
-def test_the_table_measures_a_run_anew_whose_test_data_are_others(runs, tmp_path, monkeypatch):
-    """A finished run may be given another number of test examples, which leaves its best checkpoint what it was."""
+def test_the_table_measures_a_run_again_when_its_test_data_change(runs, tmp_path, monkeypatch):
+    """A finished run may get another number of test examples without changing its best checkpoint."""
     shutil.copytree(runs / "local", tmp_path / "local")
     result = eval.tasks.lra.measure_run(str(tmp_path / "local"))
     again = []
@@ -233,7 +234,7 @@ def test_the_table_measures_a_run_anew_whose_test_data_are_others(runs, tmp_path
 
 
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
-    """A run that has just begun and those that are damaged cost a line each; measures cut off are taken again."""
+    """A new run and damaged ones cost one line each; a truncated result is measured again."""
     for name in ("good", "begun", "damaged", "cut"):
         shutil.copytree(runs / "local", tmp_path / name)
         (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
@@ -254,7 +255,7 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
 
 
 def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
-    """Masked tokens first, then the classifier from the weights of that encoder; a classifier keeps its head."""
+    """Trains on masked tokens, then a classifier from that encoder's weights; a trained classifier keeps its head."""
     run(tmp_path / "denoise", f"{LOCAL} --mask_share 0.3", "denoise-listops")
     assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
         range(1, 7)
@@ -284,7 +285,7 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
 
 
 def test_marks_of_lit_pixels_are_classified():
-    """The loss and the accuracy are means over lit pixels of rows that exist, whatever stands in the others."""
+    """Loss and accuracy are means over lit pixels of real rows; padding rows don't count."""
     model = TokenClassifier(EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, inputs="scale"))
     objective = trace_objective(model)
     rng = np.random.default_rng(0)
@@ -307,7 +308,7 @@ def test_marks_of_lit_pixels_are_classified():
 
 @pytest.mark.slow
 def test_a_classifier_starts_from_a_tracer(tmp_path, capsys):
-    """As a user runs it, on images of the easiest level; the network is that of the preset, but for its depth."""
+    """As a user runs it, on images of the easiest level, with the preset's network at a smaller depth."""
     small = (
         "--dashes 6 --train_examples 12 --valid_examples 4 --test_examples 4 --processes 1 --num_layers 1 --batch 4 "
         "--buckets 1024 --steps 2 --eval_every 2 --checkpoint_every 2 --tensorboard False"
@@ -316,7 +317,7 @@ def test_a_classifier_starts_from_a_tracer(tmp_path, capsys):
     *_, following = re.findall("next: python -m train.lra (.*)$", capsys.readouterr().err, re.MULTILINE)
     line = metrics_lines(tmp_path / "trace", ("step", "val_accuracy"))[-1]
     assert 0 <= line["val_accuracy"] <= 1
-    # The same network and images, without being told again.
+    # The suggested command already names the network and images.
     few = f"--workdir {tmp_path / 'run'} --valid_examples 4 --batch 4 --steps 2 --eval_every 2 --tensorboard False"
     train.lra.main([*shlex.split(following), *few.split(), "--learning_rate", "1e-12"])
     traced, run = (
@@ -345,11 +346,11 @@ def test_seeds_are_averaged():
     }
     result |= {"configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
     runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
-    # Their spread, 10 points / sqrt(3), is larger than the error of 15 answers.
+    # Their spread, 10 points / sqrt(3), exceeds the standard error of 15 answers.
     assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)
     assert markdown(runs).startswith("Accuracy on the test split")
     assert "- image: d, 5 valid examples" in markdown([each | {"split": "valid"} for each in runs])
-    # What does not show in a model's name separates runs too, and seeds of both are averaged.
+    # Runs that differ in a setting outside the model's name are kept apart, and seeds are averaged within each.
     other = {"configuration": {"model.mechanism.beta": 0.0, "loop.steps": 600}}
     table = markdown([runs[0], runs[1] | other, runs[2], runs[0] | other])
     assert "| m, beta 0.5 | 30.00 ± 10.00 (2 seeds) |" in table
@@ -357,7 +358,7 @@ def test_seeds_are_averaged():
 
 
 def test_what_is_compared_of_runs():
-    """Neither the seed nor what a resumed run may change, but for the steps."""
+    """Excludes the seed and whatever a resumed run may change, except the steps."""
     config = parse(PRESETS, "listops", [], prog="", about="")
     settings = compared(LRA, config)
     assert settings["loop.steps"] == config.loop.steps
@@ -369,7 +370,7 @@ def test_what_is_compared_of_runs():
 
 
 def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print():
-    """The papers' own averages check the figures typed in; two rows have another average than their figures."""
+    """The papers' own averages check our copies of their figures; two rows disagree with their printed average."""
     assert {paper: len(rows) for paper, rows in PAPERS.items()} == {BRL: 19, BRL_ABLATION: 5, TRANSNORMER: 15}
     for paper, averages in AVERAGES.items():
         assert set(averages) == (
@@ -386,7 +387,7 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
     assert sinkhorn == "s: the average of the row is 51.48, the paper prints 51.39."
 
 
-def test_windows_of_two_dimensions_have_rows_of_their_own():
+def test_windows_of_two_dimensions_have_separate_rows():
     line = "--mechanism.pattern neighbourhood --mechanism.window 6"
     for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
         config = parse(PRESETS, "image", last_wins(f"--mechanism {mechanism} {line}"), prog="p", about="a")
@@ -397,8 +398,8 @@ def test_windows_of_two_dimensions_have_rows_of_their_own():
     assert eval.tasks.lra.label(config.model) == "local, w = 128, block"
 
 
-def test_each_memory_has_a_row_of_its_own():
-    """Runs with the memory of the paper's algorithm are not averaged with those of the default."""
+def test_each_memory_has_a_separate_row():
+    """Runs with the memory of the paper's algorithm are averaged separately from runs with the default."""
     names = []
     for line in (
         "--mechanism.memory layer",
@@ -411,7 +412,7 @@ def test_each_memory_has_a_row_of_its_own():
 
 
 def test_pairs_and_pixels_fit():
-    """Traced, not compiled: two towers, ablations by flag."""
+    """Traced, not compiled: two towers, and ablations by flag."""
     for line in (
         "retrieval --data_dir x --mechanism full --num_layers 1",
         "image --mechanism.gamma 0 --mechanism.beta 0 --pooling cls --dtype bfloat16 --num_layers 1",
@@ -439,7 +440,7 @@ def test_presets_are_the_papers_settings():
     assert PRESETS["lra-listops-local"].model.mechanism.window == 512
     t2 = PRESETS["lra-text-transnormer-t2"]
     assert (t2.loop.batch, t2.optimizer.learning_rate, t2.model.d_ff) == (16, 1e-4, 85)
-    # Skyformer's: the warm-up of each task.
+    # Each task has Skyformer's warm-up.
     for task, warmup in {
         "listops": 1000,
         "pathfinder": 312,
@@ -447,23 +448,103 @@ def test_presets_are_the_papers_settings():
         "text": 80,
         "image": 175,
     }.items():
-        for name in ("transnormer-t1", "transnormer-t2", "skyformer", "nystromformer"):
-            c = PRESETS[f"lra-{task}-{name}"]
+        for name in ("t1", "t2", "skyformer", "nystromformer", "full", "flash-quad"):
+            c = PRESETS[f"lra-{task}-transnormer-{name}"]
             assert (c.loop.steps, c.optimizer.warmup_steps, c.optimizer.weight_decay) == (50_000, warmup, 0.0)
             assert (c.optimizer.decay, c.optimizer.final_share) == ("linear", 0.0)
             assert (c.model.positions, c.model.inputs, c.loop.patience) == ("learned", "embed", 0)
     assert PRESETS["lra-image-original"].model.pooling == "cls"
-    informer, flow = PRESETS["lra-retrieval-informer"], PRESETS["lra-listops-flowformer"]
+    informer, flow = PRESETS["lra-retrieval-transnormer-informer"], PRESETS["lra-listops-original-flowformer"]
     assert (informer.model.mechanism.factor, informer.loop.batch, informer.model.d_model) == (16, 16, 64)
     assert (flow.model.mechanism, flow.model.d_model, flow.model.pooling) == (FlowformerConfig(), 512, "cls")
-    reformer, sinkhorn = PRESETS["lra-text-reformer"], PRESETS["lra-text-sinkhorn"]
+    reformer, sinkhorn = PRESETS["lra-text-transnormer-reformer"], PRESETS["lra-text-original-sinkhorn"]
     assert (reformer.model.mechanism.num_buckets, reformer.model.mechanism.num_rounds) == (64, 2)
-    assert (
-        sinkhorn.model.mechanism.max_length > sinkhorn.data.padded_lengths[-1]
-    )  # a class token stands in front
-    assert PRESETS["lra-text-sliceformer"].model.d_model == 256
-    assert PRESETS["lra-image-long-short"].model.mechanism.num_projected == 32
+    for name in ("linformer", "sinkhorn", "synthesizer", "cosformer"):  # plus a class token in front
+        config = PRESETS[f"lra-text-original-{name}"]
+        assert config.model.mechanism.max_length > config.data.padded_lengths[-1]
+    assert (sinkhorn.model.mechanism.block_size, sinkhorn.model.d_model) == (50, 256)
+    assert PRESETS["lra-image-transnormer-long-short"].model.mechanism.num_projected == 32
     assert len({json.dumps(to_json(preset)) for preset in PRESETS.values()}) == len(PRESETS)
+
+
+# Passes, examples, and rows of a step; steps of the warm-up, weight decay, shape of the rate.
+AMOS = {
+    "listops": (100, 96_000, 64, 2_000, 0.0, "constant"),
+    "text": (65, 25_000, 64, 2_000, 0.1, "cosine"),
+    "retrieval": (32, 147_086, 16, 5_000, 0.0, "constant"),
+    "image": (200, 45_000, 16, 2_000, 0.0, "constant"),
+    "pathfinder": (200, 160_000, 16, 5_000, 0.0, "constant"),
+    "pathx": (200, 160_000, 32, 5_000, 0.0, "constant"),
+}
+
+
+@pytest.mark.parametrize("task", AMOS)
+def test_our_networks_train_as_in_amos(task):
+    """arXiv:2310.02980's passes over all examples, to less than a pass's last step, without dropout."""
+    passes, examples, rows, warmup, weight_decay, decay = AMOS[task]
+    for name in ("full", "local", "brl-64"):
+        c = PRESETS[f"lra-{task}-{name}"]
+        assert 0 <= c.loop.steps * rows - passes * examples < passes * rows
+        assert c.loop.steps == passes * c.loop.eval_every
+        assert (c.loop.batch, c.loop.patience, c.model.dropout) == (rows, 0, 0.0)
+        assert (c.optimizer.warmup_steps, c.optimizer.weight_decay, c.optimizer.decay) == (
+            warmup,
+            weight_decay,
+            decay,
+        )
+        assert c.model.ffn == ("glu_relu" if name == "brl-64" else "gelu")
+
+
+# Steps, warm-up, weight decay and the highest rate of the first Long Range Arena's release.
+RELEASE = {
+    "listops": (5_000, 1_000, 0.1, 0.05 / 1_000**0.5),
+    "text": (20_000, 8_000, 0.1, 0.05 / 8_000**0.5),
+    "retrieval": (5_000, 8_000, 0.1, 0.05 / 8_000**0.5),
+    "image": (35_000, 175, 0.0, 5e-4),
+    "pathfinder": (62_400, 312, 0.0, 1e-3),
+    "pathx": (1_000_000, 5_000, 0.0, 1e-3),
+}
+
+
+@pytest.mark.parametrize("task", RELEASE)
+def test_original_networks_train_as_released(task):
+    for name in ("original", "original-linear", "original-longformer"):
+        c = PRESETS[f"lra-{task}-{name}"]
+        o = c.optimizer
+        assert (c.loop.steps, o.warmup_steps, o.weight_decay, o.learning_rate) == pytest.approx(RELEASE[task])
+        assert o.decay == ("cosine" if task in ("image", "pathfinder", "pathx") else "inverse_sqrt")
+
+
+def test_every_row_of_the_papers_tables_has_its_presets():
+    """One for each task of which the row has an accuracy; the options after it parse."""
+    for paper, rows in PAPERS.items():
+        assert rows.keys() == ROWS[paper].keys()
+        for row, accuracies in rows.items():
+            name, *options = ROWS[paper][row].split()
+            assert {f"lra-{task}-{name}" for task in accuracies} <= PRESETS.keys()
+            if options:
+                parse(PRESETS, "listops", [f"lra-image-{name}", *options], prog="p", about="a")
+    assert len({row for rows in ROWS.values() for row in rows.values()}) == 35
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lra-listops-original-linformer",
+        "lra-image-original-sparse",
+        "lra-image-original-longformer",
+        "lra-image-original-bigbird",
+        "lra-image-original-local",
+        "lra-image-transnormer-flash-quad",
+        "lra-image-transnormer-flash",
+        "lra-retrieval-transnormer-linformer",
+        "lra-image-full",
+    ],
+)
+def test_presets_of_the_papers_rows_build(name):
+    """Traced, not compiled."""
+    with jax.numpy_dtype_promotion("standard"):
+        LRA.build(LRA.sized(PRESETS[name]))
 
 
 @pytest.mark.parametrize(
@@ -509,7 +590,7 @@ def test_bad_input_of_measuring(tmp_path):
 
 
 def _toy(workdir, stream=None, **changes):
-    """The toy's task, with its loss as "accuracy": the better it gets the worse it is."""
+    """The toy task with its loss as "accuracy", so that training lowers the score."""
 
     def loss(params, memory, batch, key):
         total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
@@ -532,13 +613,13 @@ def _toy(workdir, stream=None, **changes):
 
 @pytest.mark.slow  # patience: tests/train/test_loop.py
 def test_a_run_ends_when_it_gets_no_better(tmp_path):
-    """The first evaluation stays the best."""
+    """The first evaluation remains the best."""
     whole = _toy(tmp_path / "whole")
     assert [line["step"] for line in whole if "val_accuracy" in line] == [2, 4, 6]
     assert whole[-1]["step"] == 6
     assert all(line["accuracy"] == line["loss"] for line in whole)
     assert {path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()} == {"2", "4", "6"}
-    # Once ended it stays so; stopped and started again it ends at the same step.
+    # Once ended it stays so; stopped and restarted, it ends at the same step.
     assert _toy(tmp_path / "whole") == whole
     with pytest.raises(Stopped):
         _toy(tmp_path / "stopped", stream=ToyStream(at={4: lambda: signal.raise_signal(signal.SIGTERM)}))

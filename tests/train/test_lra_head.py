@@ -1,4 +1,4 @@
-"""Heads of classifiers that start as a linear map of what their encoder gives."""
+"""Classifier heads initialized with a linear map of the encoder's output."""
 
 import flax.linen as nn
 import jax
@@ -21,7 +21,7 @@ def test_a_linear_map_reads_what_is_linear_whatever_its_scale():
     labels = (features[:, 0] > 7.0).astype(int)
     found = fitted(features[:400], labels[:400], 2)(features[400:]).argmax(-1)
     assert (found == labels[400:]).mean() > 0.9
-    # What is not linear is not read.
+    # Nonlinear functions cannot be read out.
     parity = ((features[:, 1] > 7.0) ^ (features[:, 2] > 7.0)).astype(int)
     found = fitted(features[:400], parity[:400], 2)(features[400:]).argmax(-1)
     assert (found == parity[400:]).mean() < 0.65
@@ -32,8 +32,8 @@ def test_a_linear_map_reads_what_is_linear_whatever_its_scale():
     [(Classifier, "mean"), (Classifier, "max"), (Classifier, "cls"), (PairClassifier, "mean")],
 )
 def test_the_classifier_gives_the_scores_of_the_map(kind, pooling):
-    """For examples that it was not fitted to as well, in ragged rows; the number of one token, in the second sequence
-    of a pair, decides the label, which the pooled outputs hardly show."""
+    """Holds for ragged rows outside the fit too. How often one token occurs, in a pair's second sequence, decides the
+    label; the pooled outputs barely show it."""
     rng = np.random.default_rng(1)
     config = EncoderConfig(
         num_layers=1, d_model=12, num_heads=2, d_ff=10, vocab_size=8, num_classes=3, pooling=pooling
@@ -62,7 +62,7 @@ def test_the_classifier_gives_the_scores_of_the_map(kind, pooling):
     factors = logits / linear(features)
     np.testing.assert_allclose(factors, np.median(factors), rtol=2e-2)
     assert np.log2(np.median(factors)) == pytest.approx(round(np.log2(np.median(factors))), abs=1e-3)
-    # The factor is one that the examples speak for.
+    # The chosen factor is the one that fits the examples best.
     losses = [
         -np.mean(np.log(np.exp(y)[np.arange(150), labels[:150]] / np.exp(y).sum(-1)))
         for y in (logits[:150], logits[:150] / 2, logits[:150] * 2)

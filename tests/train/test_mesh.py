@@ -1,4 +1,4 @@
-"""One network on several meshes of eight devices: the same numbers, nothing on more devices than need it."""
+"""One network on several meshes of eight devices: the same numbers, and each array on as few devices as possible."""
 
 import functools
 import re
@@ -9,10 +9,9 @@ import pytest
 
 from tests.train.meshes import LENGTH, ROWS
 
-# A microbatch has ROWS rows of LENGTH tokens: an array with an entry for each token has at least ROWS * LENGTH numbers.
-# Each mesh takes ten seconds to compile, so that all of this is slow but what is refused before anything is compiled.
-# Sequences over several devices are in tests/attention/local/test_sharded.py too, and tests/test_sharding.py says what
-# each axis cuts.
+# A microbatch has ROWS rows of LENGTH tokens: an array with an entry per token has at least ROWS * LENGTH numbers. Each
+# mesh takes ten seconds to compile, so every test is slow except those of errors raised before compilation.
+# tests/attention/local/test_devices.py also divides sequences; tests/test_sharding.py says what each axis divides.
 MESHES = ("rows", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("devices")
@@ -28,14 +27,14 @@ def result(devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_device(result, mesh):
+def test_losses_equal_one_devices(result, mesh):
     np.testing.assert_allclose(result(mesh)["losses"], result("one")["losses"], rtol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_each_gradient_is_that_of_one_device(result, mesh):
-    """A few wrong gradients hardly change the losses, so the first step's gradients are compared themselves."""
+def test_each_gradient_equals_one_devices(result, mesh):
+    """A few wrong gradients hardly change the losses, so this compares the first step's gradients directly."""
     for name, expected in result("one")["first"].items():
         error = np.abs(result(mesh)["first"][name] - expected).max()
         assert error <= 1e-4 * np.abs(expected).max(), name
@@ -48,7 +47,7 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(result, mesh, parts):
     for name, (size, share) in result(mesh)["shares"].items():
         vector = name.rsplit("/", 1)[-1] in ("scale", "lambda", "gamma", "filled")
         if "_conv/kernel" in name:
-            # Four numbers for each channel: cut by heads, and too few to gather layer by layer.
+            # Four numbers per channel: divided by heads, and too few to gather layer by layer.
             assert size / share == {"rows": 1, "mixed": 2, "sequence": 1}[mesh], name
         elif not vector:
             expected = {"rows": (8,), "mixed": (4,), "sequence": (1,)}[mesh] if "memory" in name else parts
@@ -58,7 +57,7 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(result, mesh, parts):
 
 
 def is_weight(result, shape):
-    """Whether something gathered has the shape of a layer's weights."""
+    """Whether a gathered array has the shape of a layer's weights."""
     weights = {
         tuple(sorted(leaf.shape[1:] if "layers_" in name else leaf.shape))
         for name, leaf in result("one")["first"].items()
@@ -69,20 +68,20 @@ def is_weight(result, shape):
 @named_gathers
 @pytest.mark.slow
 def test_only_one_layers_weights_are_gathered_at_a_time(result):
-    """Only the weights of the layer at hand are gathered: no activation, no moment, no stack of layers."""
+    """Gathers only the current layer's weights: no activation, no moment, no stack of layers."""
     gathered = result("rows")["gathers"]
     assert len(gathered) > 20
     for shape, where in gathered:
         assert "DecoderLM." in where, f"{shape} gathered outside of the network: {where}"
-        assert is_weight(result, shape), f"{shape} is no weight of a layer: {where}"
+        assert is_weight(result, shape), f"{shape} is not a weight of a layer: {where}"
 
 
 @named_gathers
 @pytest.mark.slow
-def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(result):
-    """Where tokens are sharded, a whole row is gathered only by full attention, and for BRL's history of outputs
-    (those of the last norm). The states of eight stretches are."""
-    # Of both layers with a memory of their own, the five tokens that they carry on, and three to make it eight shares.
+def test_windows_and_blocks_gather_no_tokens_of_other_devices(result):
+    """With tokens sharded, only full attention and BRL's history of outputs (the last norm's) gather a whole row. The
+    states of eight shards are gathered too."""
+    # The five tokens that each of the two memories carries, padded to eight for an even split.
     carried = [2, ROWS, 8, 32]
     states = [ROWS, 8, 4, 8, 8]
     gathered = result("sequence")["gathers"]
@@ -115,13 +114,13 @@ def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(result):
 
 
 @pytest.mark.slow
-def test_packed_rows_of_an_encoder_are_those_of_one_device(result):
+def test_packed_rows_of_an_encoder_equal_one_devices(result):
     for expected, got in zip(*result("packed"), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_devices_cannot_share_is_refused(result):
-    """A window may be longer than the part of a row on each device, and is not among the refused options."""
+    """A window may be longer than a device's part of the row, so it is not among the refused options."""
     length, block, shared, rows = result("refused").values()
     assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
     each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
@@ -132,7 +131,7 @@ def test_what_devices_cannot_share_is_refused(result):
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_other_meshes(result):
-    """From eight devices to one, and back to eight on another mesh."""
+    """From eight devices to one, and back to eight on a different mesh."""
     np.testing.assert_allclose(result("moved"), result("straight"), rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What a user without a terminal sees of long work, and what of a run's metrics is on the disk."""
+"""Progress of long work without a terminal, and which of a run's metrics reach the disk."""
 
 import json
 import resource
@@ -15,14 +15,14 @@ def test_making_of_many_pieces_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(metrics.Progress, "update", lambda *_, **__: None)  # a bar asks for the time too
     assert list(metrics.tracked("abcde", [250, 250, 250, 250, 40], "images, train")) == list("abcde")
-    # After 12 and 24 seconds of 6 a piece.
+    # After 12 and 24 seconds, at 6 seconds each.
     assert capsys.readouterr().err.splitlines() == [
         "images, train: 500 of 1,040  0:00:13 left",
         "images, train: 1,000 of 1,040  0:00:01 left",
     ]
 
 
-def test_events_are_those_that_tensorboard_reads(tmp_path):
+def test_tensorboard_reads_the_events(tmp_path):
     log = metrics.MetricsLog(tmp_path, last_step=4, tensorboard=True)
     log.write({"step": 5, "loss": 0.5, "val_loss": float("1e9")})
     log.close()
@@ -52,8 +52,7 @@ def test_events_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeypatch, tensorboard):
-    """A limit on the size of files stands for the disk. A thread of tensorboardX's ends there, and leaves its caller
-    waiting for ever."""
+    """A file size limit simulates the full disk. It kills one of tensorboardX's threads, whose caller would hang."""
     monkeypatch.setattr(tensorboard_log, "_SECONDS_BETWEEN_FLUSHES", -1.0)
     log, written = metrics.MetricsLog(tmp_path, last_step=0, tensorboard=tensorboard), []
 

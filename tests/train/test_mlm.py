@@ -31,8 +31,8 @@ def _text(rows, length):
     return np.random.default_rng(0).integers(90, size=(rows, length))
 
 
-def test_masks_are_those_of_the_paper():
-    """A share of each row, 80% of it behind the mask, 10% another token and 10% as it was; the rest is untouched."""
+def test_masks_follow_the_paper():
+    """Of the chosen tokens 80% become the mask, 10% a random token and 10% stay; the others are untouched."""
     tokens = _text(400, 120)
     batch = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 2), rows=np.arange(400), **OPTIONS)
     places, shown = batch["places"], np.take_along_axis(batch["tokens"], batch["places"], axis=1)
@@ -44,13 +44,13 @@ def test_masks_are_those_of_the_paper():
     np.testing.assert_array_equal(batch["tokens"][untouched], tokens[untouched])
     masked, same = (shown == 100).mean(), (shown == batch["targets"]).mean()
     assert abs(masked - 0.8) < 0.02
-    assert abs(same - (0.1 + 0.1 / 90)) < 0.015  # a random token may be the one that stood there
+    assert abs(same - (0.1 + 0.1 / 90)) < 0.015  # a random token may equal the original
     assert shown[shown != 100].max() < 90
-    # Every place is as likely as any other.
+    # All positions are equally likely.
     assert np.abs(np.bincount(places.reshape(-1), minlength=120) / 400 - 0.15).max() < 0.08
 
 
-def test_rows_are_masked_alike_on_any_host_and_anew_in_every_batch():
+def test_masks_depend_on_the_row_and_batch_not_the_host():
     tokens = _text(6, 40)
     whole = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 2), rows=np.arange(6), **OPTIONS)
     some = mask_tokens(tokens[[1, 4]], np.ones((2, 40)), seed=(1, 2), rows=np.array([1, 4]), **OPTIONS)
@@ -83,7 +83,7 @@ def test_how_many_are_asked_for():
 
 
 def test_packed_rows_are_trained_on_as_their_documents_alone():
-    """The loss of rows of several documents is the sum of those of the documents in rows of their own."""
+    """The loss of rows that pack several documents is the sum of the documents' losses in separate rows."""
     model = MaskedLM(
         EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
     )
@@ -117,7 +117,7 @@ def _config(text, more=""):
 
 
 def _batch(text, tmp_path, more=""):
-    """The configuration of a run with its data, a training batch and a held-out batch."""
+    """A run's configuration with its data, a training batch and a held-out batch."""
     config = _config(text, more)
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
     data = MLM.load(config, ("train", "valid"))
@@ -135,7 +135,7 @@ def _batch(text, tmp_path, more=""):
 
 
 def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_path):
-    """Segments change exactly where the text says that another document starts."""
+    """Segment ids change exactly where a document starts in the text."""
     folder = tmp_path / "text"
     folder.mkdir()
     content = "".join(f"@{'abcdefgh'[: 3 + i % 5]}." for i in range(2000))

@@ -36,7 +36,7 @@ def test_deviations_of_the_norms():
 
 
 def test_large_norms_that_hardly_differ():
-    """A sum of squares less the square of a sum would lose this in float32."""
+    """In float32, subtracting the square of a sum from a sum of squares would lose the difference."""
     gradients = [{"a": jnp.float32(1e4 + size)} for size in (0.0, 1.0, 2.0, 3.0)]
     got = relative_deviations(_moments(gradients))
     assert float(got["grad_rsd"]) == pytest.approx(np.std([0, 1, 2, 3]) / 10001.5, rel=1e-3)

@@ -1,4 +1,4 @@
-"""muP: which rate each kind of weight gets, and what of the network keeps its size as it widens."""
+"""muP: the learning rate of each kind of weight, and what stays constant in size as the network widens."""
 
 import dataclasses
 import math
@@ -83,8 +83,8 @@ def test_at_the_base_width_muP_changes_nothing():
     ids=str,
 )
 def test_scores_are_over_the_size_of_a_head(mechanism):
-    """Queries whose weights carry muP's factor, in a standard layer, give muP's output; Hopfield's later steps have
-    no query weights, so there the inverse temperature carries it; MLR's scores are over the size as they stand."""
+    """Moving muP's factor into the query weights of a standard layer gives muP's output. Hopfield's later steps have no
+    query weights, so its inverse temperature takes the factor; MLR's scores already divide by the head size."""
     d = small(mechanism).dimensions
     wide = dataclasses.replace(d, base_width=4, base_head_dim=2)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
@@ -140,7 +140,7 @@ def test_an_objective_hands_its_rates_on():
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     assert by_name(objective.rates(boxed))["mixer/out/kernel"] == 0.5
     assert lm_objective(DecoderLM(small(FullConfig()))).rates(boxed) is None
-    # Naming the summed axes of the cores has made no matrix of them that decays.
+    # Naming the summed axes of the cores must not turn them into matrices that decay.
     cores = by_name(decayed(boxed_params(small(BilinearBTTConfig()))))
     assert not cores["mixer/right"]
     assert not cores["mixer/left"]
@@ -158,7 +158,7 @@ def test_bad_settings_are_named():
 
 
 def test_training_takes_the_rates_of_the_objective():
-    """A parameter whose rate is zero stays where it is."""
+    """A parameter whose rate is zero does not move."""
     objective = dataclasses.replace(OBJECTIVE, rates=lambda boxed: {"table": 0.0, "past": 1.0})
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Runs whose folder and data are in object storage: an emulator on the loopback, and real processes."""
+"""Runs whose folder and data are in object storage, with an emulator on the loopback interface and real processes."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def store():
 
 @pytest.fixture
 def train_lm(store, tmp_path):
-    """Starts a run on a machine of this name, whose home is a folder of its own."""
+    """Starts a run on a "machine": a process with a separate home folder."""
 
     def start(machine, workdir, *more, text=f"gs://{BUCKET}/text/*.txt"):
         line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text}"
@@ -71,7 +71,7 @@ def train_lm(store, tmp_path):
 
 @pytest.fixture
 def expected(train_lm, tmp_path):
-    """The losses of a run that never leaves this machine."""
+    """The losses of the same run without a bucket or a move."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "train.txt").write_text(_text(100))
     (tmp_path / "text" / "valid.txt").write_text(_text(15))
@@ -82,7 +82,7 @@ def expected(train_lm, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_a_bucket_goes_on_on_another_machine(store, train_lm, expected, tmp_path):
-    """Bit for bit, from a slow store, and without the text, which is gone by then: its tokens are in the bucket."""
+    """Bit for bit, from a slow store. The text has been deleted, but its tokens are in the bucket."""
     workdir = f"gs://{BUCKET}/runs/one"
     first = train_lm("first", workdir, "--steps", "5")
     assert first.returncode == 0, first.stderr
@@ -116,7 +116,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(store, train_lm, expected,
 
 @pytest.mark.slow
 def test_a_store_that_refuses_for_a_while_loses_nothing(store, train_lm, expected):
-    """The metrics are refused until the second checkpoint is there."""
+    """The store refuses metrics until the second checkpoint exists."""
     workdir = f"gs://{BUCKET}/runs/two"
 
     def refuses(method, address):
@@ -151,7 +151,7 @@ def test_a_store_that_refuses_a_checkpoint_ends_the_run_with_a_line(store, train
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_a_line(train_lm):
+def test_a_missing_bucket_is_a_one_line_error(train_lm):
     done = train_lm("first", "gs://another-bucket/runs/four", "--steps", "2")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -159,7 +159,7 @@ def test_a_bucket_that_is_not_there_is_a_line(train_lm):
 
 
 def test_metrics_that_the_store_did_not_take_are_kept_and_sent_by_the_next_process(tmp_path, monkeypatch):
-    """A local folder stands for the bucket: a file in its place refuses everything."""
+    """A local folder plays the bucket; a file at its path refuses every write."""
     monkeypatch.setattr("train.engine.storage.user_cache", lambda: tmp_path / "home")
     monkeypatch.setattr("train.engine.metrics.is_remote", lambda path: True)
     bucket, lines = tmp_path / "bucket", []
@@ -197,7 +197,7 @@ def test_what_grows_is_copied_in_the_background(tmp_path, monkeypatch):
 
 
 def test_text_from_any_address_is_the_text_of_its_files(tmp_path):
-    """fsspec's store in memory stands for a bucket."""
+    """fsspec's in-memory store plays the bucket."""
     memory = fsspec.filesystem("memory")
     for name, count in (("a.txt", 40), ("b.txt", 30)):
         (tmp_path / name).write_text(_text(count))

@@ -76,7 +76,7 @@ def test_only_matrices_decay():
     assert not any(decays[name] for name in norms + biases)
     assert all(decays[name] for name in kernels)
     assert decays["embedding"]
-    # Stacked over layers, a norm's scale has two axes: shapes alone would have taken it for a matrix.
+    # Stacked over layers, a norm's scale has two axes, so its shape alone would look like a matrix.
     assert any(len(shapes[name]) == 2 for name in norms)
     assert any(len(shapes[name]) == 3 for name in biases)
     assert decayed({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}) == {"w": True, "b": False}
@@ -84,7 +84,7 @@ def test_only_matrices_decay():
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanisms_matrices_decay_and_its_biases_do_not(name):
-    """A kernel is a matrix, but for those of convolutions, which have a few numbers for each channel."""
+    """Kernels are matrices, except those of convolutions, which have a few numbers per channel."""
     kind = MECHANISMS[name]
     fields = {field.name for field in dataclasses.fields(kind)}
     mechanism = kind(**({"max_length": 64} if "max_length" in fields else {}))
@@ -127,7 +127,7 @@ def test_one_step_of_adamw():
 
 
 def test_gradients_are_clipped_before_adam():
-    """Adam's moments are of clipped gradients: a large one does not outweigh the next one."""
+    """Adam's moments are of clipped gradients, so a large one does not outweigh the next."""
     config = OptimizerConfig(
         learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.0, clip_norm=1.0, epsilon=1e-8
     )
@@ -136,7 +136,7 @@ def test_gradients_are_clipped_before_adam():
     state = optimizer.init(params)
     _, state = optimizer.update({"w": jnp.array([[30.0, 40.0]])}, state, params)
     updates, _ = optimizer.update({"w": jnp.array([[0.5, -0.5]])}, state, params)
-    first, second = np.array([0.6, 0.8]), np.array([0.5, -0.5])  # of norm 50, clipped to 1; of norm below 1
+    first, second = np.array([0.6, 0.8]), np.array([0.5, -0.5])  # norm 50, clipped to 1; norm below 1
     mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
     square = (0.95 * 0.05 * first**2 + 0.05 * second**2) / (1 - 0.95**2)
     np.testing.assert_allclose(updates["w"][0], -0.1 * mean / np.sqrt(square), rtol=1e-5)

@@ -12,7 +12,7 @@ from train.tasks.lm import lm_objective
 
 @pytest.mark.slow  # compiles four shapes; law 4 is fast
 def test_a_packed_row_trains_as_its_documents_do():
-    """The loss of two documents in a row is the sum of theirs, whatever memory the row carries."""
+    """The loss of two documents in a row is the sum of their separate losses, whatever memory the row carries."""
     model = DecoderLM(
         DecoderConfig(
             vocab_size=11,
@@ -27,7 +27,7 @@ def test_a_packed_row_trains_as_its_documents_do():
     params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
     tokens = np.random.default_rng(0).integers(0, 11, (1, 13)).astype(np.int32)
     weights = np.ones((1, 12), np.float32)
-    weights[0, 4] = 0.0  # the target of the first document's last token is the second's first
+    weights[0, 4] = 0.0  # the first document's last token must not predict the second document
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     segments = jnp.asarray(np.arange(12)[None] >= 5, jnp.int32)
     memory = jax.tree.map(lambda a: a + jnp.ones((), a.dtype), objective.init_memory(1))

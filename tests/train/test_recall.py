@@ -1,4 +1,4 @@
-"""Recall: the rows against a plain reading of their definition, the objective, the commands as a user runs them."""
+"""Recall: rows checked against their definition, the objective, and the commands as a user runs them."""
 
 import dataclasses
 import json
@@ -75,7 +75,7 @@ def answer_copy(row, place, config, case):
 
 @pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes)))
 def test_rows_follow_their_definition(sizes):
-    """Each answer is what a reader finds who goes through the row token by token; no record is near its question."""
+    """Each answer is what a token-by-token reading of the row finds, and every record keeps its gap to the question."""
     config = config_of(*sizes)
     case = config.cases[0]
     reader = {"mqar": answer_mqar, "induction": answer_induction, "copy": answer_copy}[config.kind]
@@ -95,17 +95,17 @@ def test_rows_follow_their_definition(sizes):
         assert places[0] - last_record > config.gap
         if config.kind == "mqar":
             keys = row[0 : 2 * case.pairs : 2]
-            # Every key is asked for once, and is nowhere else.
+            # Every key is asked for once and occurs nowhere else.
             assert sorted(row[place] for place in places) == sorted(keys)
             assert sum(token in keys for token in row) == 2 * case.pairs
         asked.update(places)
     np.testing.assert_array_equal(batch["weights"], 1)
     if config.kind == "mqar" and case.length > 60:
-        assert len(asked) > case.pairs  # the places differ from row to row
+        assert len(asked) > case.pairs  # the positions differ between rows
 
 
 def test_questions_stand_where_zoology_puts_them():
-    """Of the first question place after the pairs and the others, by the power law without replacement."""
+    """How often each position after the pairs has a question, drawn by the power law without replacement."""
     config = config_of("mqar", 64, 16, 2, 0)
     places = draw_rows(config, config.cases[0], (3,), 20_000)["places"]
     weight = np.arange(1, 7) ** (0.01 - 1)
@@ -119,7 +119,7 @@ def test_questions_stand_where_zoology_puts_them():
 
 @pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
 def test_answers_are_uniform(kind):
-    """The best that can be done without the records is 1 / num_answers."""
+    """Without the records, no guesser beats 1 / num_answers."""
     config = config_of(kind, 12, 24, 3, 4)
     targets = draw_rows(config, config.cases[0], (3,), 6000)["targets"]
     values, counts = np.unique(targets, return_counts=True)
@@ -162,7 +162,7 @@ def tiny_model(more=""):
     return config, model
 
 
-def test_the_loss_is_that_of_the_answers_alone():
+def test_only_answers_count_in_the_loss():
     config, model = tiny_model()
     batch = draw_rows(config.data, config.data.cases[0], (0,), 4)
     batch["weights"][1] = 0.0
@@ -186,7 +186,7 @@ def test_the_loss_is_that_of_the_answers_alone():
     assert float(weight) == 9
     assert float(averages["accuracy"]) == right
     np.testing.assert_allclose(float(total), expected, rtol=1e-5)
-    # Tokens after the last question change nothing; the records before it do.
+    # Only tokens before the last question affect its answer.
     later, earlier = (dict(batch, tokens=batch["tokens"].copy()) for _ in range(2))
     last = batch["places"][0, -1]
     later["tokens"][0, last + 1 :] = 0
@@ -223,7 +223,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
 
 def test_hybrids_in_the_table():
-    """They have both names, and the curve has the best accuracy for the bytes."""
+    """Their rows show both names, and the curve shows the best accuracy for each number of bytes."""
 
     def result(late, size, accuracy, seed=0):
         settings = {"model.mechanism.name": "gla", "optimizer.learning_rate": 0.1}
@@ -262,7 +262,7 @@ def test_measuring_and_the_table(runs, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(case["length"], case["pairs"]) for case in result["cases"]] == [(24, 2), (40, 2)]
     assert [case["answers"] for case in result["cases"]] == [24, 24]
-    # One layer's keys and values of width 16, in float32; what else a cache holds is a few counters.
+    # One layer's keys and values of width 16 in float32; the rest of a cache is a few counters.
     for case in result["cases"]:
         assert 0 <= case["state_bytes"] - 2 * 16 * 4 * case["length"] < 64
     assert not (runs / "full" / "recall_test.json").exists()
@@ -282,7 +282,7 @@ def test_measuring_and_the_table(runs, capsys):
 @pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
 @pytest.mark.parametrize("pairs", [1, 2, 5])
 def test_what_the_answers_of_a_row_alone_are_worth(kind, pairs):
-    """A guesser that names the row's most frequent answer, or in "copy" the most frequent one still to come."""
+    """Guesses the row's most frequent answer; in "copy", the most frequent one still to come."""
     config = config_of(kind, 18, 64, pairs, 0)
     rows = draw_rows(config, config.cases[0], (5,), 20_000)["targets"]
     possible = blind_accuracy(config, pairs)
@@ -304,13 +304,13 @@ def test_many_answers_of_many_are_hardly_ever_alike():
 
 
 def test_state_and_cases():
-    """A window keeps its tokens at any length, full attention all of them."""
+    """A window's state is the same at any length; full attention's grows."""
     _, full = tiny_model()
     _, local = tiny_model("--mechanism local --mechanism.window 8")
     assert eval.tasks.recall.state_bytes(full, 400) > 9 * eval.tasks.recall.state_bytes(full, 40)
     assert eval.tasks.recall.state_bytes(local, 400) == eval.tasks.recall.state_bytes(local, 40)
     assert RecallDataConfig(length=(64,), pairs=(1, 2)).cases == (Case(64, 1), Case(64, 2))
-    # Rows that a network cannot read are left out of those that are measured by default.
+    # By default, rows that a network cannot read are not measured.
     _, short = tiny_model("--mechanism synthesizer --mechanism.max_length 48")
     assert eval.tasks.recall._refusal(short, 48) is None
     assert "max_length" in eval.tasks.recall._refusal(short, 96)
@@ -319,7 +319,7 @@ def test_state_and_cases():
         Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)
     )  # fmt: skip
     assert eval.tasks.recall.chosen_cases(data, (), (4,)) == (Case(32, 4), Case(64, 4))
-    # A combination without rows is left out; a value that has none at all is refused.
+    # A combination without rows is left out; a value without any rows is an error.
     assert eval.tasks.recall.chosen_cases(data, (16, 64), (2, 12)) == (Case(16, 2), Case(64, 2), Case(64, 12))
     with pytest.raises(UserError, match="--pairs must be at least 1, got 0"):
         eval.tasks.recall.chosen_cases(data, (), (0, 4))
@@ -334,7 +334,7 @@ def test_a_run_of_another_task_differs_in_its_task_alone():
 
 
 def test_runs_of_two_kinds_have_no_picture():
-    """What guessing gives differs between them."""
+    """Guessing scores differently on the two kinds."""
     runs = [{"settings": {"model.mechanism.name": "full", "data.kind": kind}} for kind in ("mqar", "copy")]
     with pytest.raises(UserError, match="--picture: expected runs of one kind of rows, got copy, mqar"):
         draw(runs)
@@ -348,7 +348,7 @@ def test_runs_of_two_kinds_have_no_picture():
     ],
 )
 def test_presets_fit(preset):
-    """Traced, not compiled; and a gap beyond the reach of the windows, where there is one."""
+    """Traced, not compiled. If the preset has a gap, it exceeds the windows' reach."""
     config = RECALL.sized(parse(PRESETS, preset, [], prog="", about=""))
     RECALL.build(config)
     reach = config.model.num_layers * (PRESETS["local"].model.mechanism.window - 1)

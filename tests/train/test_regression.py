@@ -1,4 +1,4 @@
-"""In-context regression: the prompts, the commands as a user runs them, and least squares beside the model."""
+"""In-context regression: the prompts, the commands as a user runs them, and a comparison with least squares."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_prompts_are_linear_functions():
     weights = np.stack([np.linalg.lstsq(a, b, rcond=None)[0] for a, b in zip(x, y)])
     np.testing.assert_allclose((x @ weights[..., None])[..., 0], y, atol=1e-5)
     assert np.abs(weights[0] - weights[1]).max() > 0.1
-    # A row is the same whichever others are asked for, and in no other batch.
+    # A row depends neither on the others in its call nor on the batch, and occurs in only one batch.
     np.testing.assert_array_equal(draw_prompts(config, (0, 1), np.array([2]), 4, 6)["x"][0], batch["x"][2])
     assert np.abs(draw_prompts(config, (0, 2), np.arange(3), 4, 6)["x"] - batch["x"]).min() > 0
     many = draw_prompts(config, (0, 3), np.arange(4000), 4, 6)
@@ -88,7 +88,7 @@ def test_held_out_prompts_do_not_hang_on_the_batch():
 
 
 def test_one_step_of_gradient_descent():
-    """The formula's rate is the best of those tried, and its error what prompts show."""
+    """The formula's rate is the best of those tried, and it predicts the error on drawn prompts."""
     config = InContextConfig(input_dim=4, pairs=10)
     batch = draw_prompts(config, (0, 1), np.arange(40_000), 4, 10)
     x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
@@ -104,7 +104,7 @@ def test_least_squares():
     config = InContextConfig(input_dim=4, pairs=7)
     batch = draw_prompts(config, (5,), np.arange(3000), 4, 7)
     errors = least_squares_errors(batch["x"], batch["y"])
-    # Of the least norm it is the posterior mean: 1 - i / d of the variance is left after i pairs.
+    # The least-norm solution is the posterior mean: after i pairs, 1 - i / d of the variance is left.
     np.testing.assert_allclose(errors.mean(axis=0), [1, 0.75, 0.5, 0.25, 0, 0, 0], atol=0.06)
     x, y = batch["x"][7].astype(np.float64), batch["y"][7].astype(np.float64)
     for i in range(1, 7):
@@ -145,7 +145,7 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
     before, after = predictions(batch["y"])[0], predictions(changed)[0]
     np.testing.assert_array_equal(before[:, :2], after[:, :2])
     assert np.abs(before[:, 3:] - after[:, 3:]).min() > 0
-    # Of a target y + n, (prediction - y - n)^2 has the second difference 2, if the prediction does not know the target.
+    # If the prediction ignores the target, (prediction - y - n)^2 has the second difference 2 in n.
     twice = batch["y"].copy()
     twice[:, 2] += 2.0
     squares = [np.square(predictions(y)[0][:, 2].astype(np.float64)) for y in (batch["y"], changed, twice)]
@@ -153,7 +153,7 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
 
 
 def test_held_out_prompts_are_of_no_training_batch():
-    """Nor are those of the two splits the same; whatever the number of a row or of a batch."""
+    """Nor do the two splits share any, whatever the number of a row or batch."""
     config = InContextConfig(input_dim=2, pairs=3, valid_prompts=12, test_prompts=12)
     drawn = [batch["y"] for _, batch in zip(range(12), PromptStream(config, batch=12, seed=0))]
     drawn += [next(iter(HeldOutPrompts(config, batch=12, split=split)))["y"] for split in ("valid", "test")]
@@ -186,14 +186,14 @@ def test_measuring_and_the_table(runs, capsys):
     batch = next(iter(tests))
     expected = least_squares_errors(batch["x"], batch["y"]).mean(axis=0)
     np.testing.assert_allclose(result["least_squares"], expected, rtol=1e-6)
-    # Dense products of a step: per token 2 (4 d d + 2 d 16) forward and twice that backward, and the scores'.
+    # Dense products of a step: per token 2 (4 d d + 2 d 16) forward and twice that backward, plus the scores.
     dense = 3 * 2 * (4 * 16 * 16 + 2 * 16 * 16) * 8 * 10
     assert dense < result["flops_per_step"] < 1.6 * dense
     assert result["curve"]["step"] == [3, 6]
     picture = runs / "table.png"
     eval.tasks.regression.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
-    assert "| full, 1 head | 16 | 16 |" not in text  # two heads here
+    assert "| full, 1 head | 16 | 16 |" not in text  # this run has two heads
     assert "| full, 2 heads | 16 | 8 | 8 |" in text
     assert "| least squares, 3 inputs, 5 pairs |" in text
     assert "| one step of gradient descent, 3 inputs, 5 pairs |" in text
@@ -202,7 +202,7 @@ def test_measuring_and_the_table(runs, capsys):
 
 
 def test_the_table_names_what_runs_differ_in():
-    """Of one mechanism and width: in the table and in the picture. Widths have a column of their own."""
+    """If runs share mechanism and width, the table and picture name what differs. Each width has a separate column."""
 
     def result(rate, width, seed):
         return {
@@ -223,13 +223,44 @@ def test_the_table_names_what_runs_differ_in():
     assert {f"full, 2 heads, learning_rate {rate}, width 16" for rate in (0.1, 0.2)} < texts
 
 
-@pytest.mark.parametrize("preset", ["btt-8", "mlr-8"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "btt-8",
+        "mlr-8",
+        "paper-full-8-128-64",
+        "paper-full-1-16-256",
+        "paper-btt-8-64-256",
+        "paper-mlr-8-32-128",
+    ],
+)
 def test_presets_fit(preset):
     """Traced, not compiled."""
-    config = parse(PRESETS, preset, [], prog="", about="")
-    REGRESSION.build(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, num_inputs=17, max_length=66))
-    )
+    REGRESSION.build(REGRESSION.sized(PRESETS[preset]))
+
+
+def test_presets_of_the_paper():
+    """Six layers, prompts of 2 d pairs, a curriculum from 4 numbers and 8 pairs over 6% of 500,001 steps at a constant
+    rate; scores of standard attention are over the root of the head at every width."""
+    found = {name for name in PRESETS if name.startswith("paper-")}
+    assert len(found) == 64
+    for name in found:
+        config = PRESETS[name]
+        heads, inputs, width = name.split("-")[2:]
+        model, data, optimizer = config.model, config.data, config.optimizer
+        assert (model.num_layers, model.num_heads, model.d_model) == (6, int(heads), int(width))
+        assert model.dimensions.head_score_factor == 1.0
+        assert (data.input_dim, data.pairs, data.sizes(0)) == (int(inputs), 2 * int(inputs), (4, 8))
+        assert data.sizes(30_000) == (int(inputs), 2 * int(inputs))
+        assert (config.loop.steps, config.loop.batch, optimizer.decay) == (500_001, 64, "constant")
+        assert getattr(model.mechanism, "qk_norm", True), name
+    assert PRESETS["paper-mlr-8-64-256"].model.mechanism.ranks == (8, 8, 8, 8)
+    assert PRESETS["paper-mlr-8-16-64"].model.mechanism.ranks == (4, 4)
+
+
+def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
+    run(tmp_path / "run", "--dispatch 2")
+    assert lines(tmp_path / "run") == lines(runs / "full")
 
 
 @pytest.mark.parametrize(
@@ -253,8 +284,8 @@ def test_bad_options(options, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_compilation_is_no_training(tmp_path):
-    """The rate of the first step has it; the step counts like the next one."""
+def test_compilation_does_not_count_as_training(tmp_path):
+    """The first step's rate includes compilation; the step counts as long as the next one."""
     lines = [
         {"step": step, "tokens_per_second": rate, "val_loss": 1.0}
         for step, rate in enumerate((1.0, 100.0, 50.0), 1)

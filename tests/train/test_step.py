@@ -46,7 +46,7 @@ def _batch(seed, reset=False, rows=4):
 
 
 def test_classification_counts_the_likeliest_class():
-    """Right is the class with the largest logit, whatever the number of classes, for tokens in rows as well."""
+    """The prediction is the class with the largest logit, for any number of classes and for tokens in rows as well."""
     logits = np.array(
         [[[0.1, 3.0, -2.0], [5.0, 4.0, 4.9]], [[-3.0, -2.0, -1.0], [1.0, 2.0, -9.0]]], np.float32
     )
@@ -113,7 +113,7 @@ def test_dropout_depends_on_step_key_and_microbatch():
     _, other = step(state.replace(key=state.key + np.uint32(1)), _batch(0))
     assert len({float(m["loss"]) for m in (first, later, other)}) == 3
 
-    # Two equal microbatches: equal masks would give them equal gradients, hence the loss of one alone.
+    # Two equal microbatches with equal masks would have equal gradients, hence the loss of one alone.
     half = batch_of(0, 2)
     both = Batch({name: np.concatenate([value, value]) for name, value in half.items()})
     alone, small = _start(1, rows=2)
@@ -129,7 +129,7 @@ def test_metrics_and_counters():
         before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i).arrays, None)[0]) / 12
         state, metrics = step(state, _batch(i))
         assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(i)))
-        assert float(metrics["loss"]) == pytest.approx(before, rel=0.2)  # dropout apart
+        assert float(metrics["loss"]) == pytest.approx(before, rel=0.2)  # without dropout
         assert float(metrics["grad_norm"]) > 0
     assert int(state.step) == 3
 
@@ -156,7 +156,7 @@ def test_evaluation_has_no_dropout_and_carries_memory():
     np.testing.assert_array_equal(new, batch["tokens"][:, -1])
 
 
-def test_dropout_and_samples_have_streams_of_their_own():
+def test_dropout_and_samples_use_separate_streams():
     assert random_streams(None) == {}
     streams = random_streams(jax.random.key(0))
     drawn = {name: float(jax.random.uniform(key)) for name, key in streams.items()}

@@ -1,4 +1,4 @@
-"""What a run says of itself; the commands that it names when it is done work as they stand."""
+"""What a run prints about itself; the commands that it suggests work as printed."""
 
 import importlib
 import re

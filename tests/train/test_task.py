@@ -1,4 +1,4 @@
-"""A task is one object: a new one in a file of its own trains, resumes, is measured and planned; all have the same."""
+"""A task is one object: a new one in a single file trains, resumes, is measured and planned."""
 
 import json
 
@@ -20,20 +20,20 @@ MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 
 
 def test_a_new_task_end_to_end(tmp_path, capsys):
-    """Trained by its own command, resumed, and measured as it was while training."""
+    """Trained by its command, resumed, and measured as during training."""
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "4"])
     err = capsys.readouterr().err
     assert f"training: 4 steps of 32 tokens (8 rows), in {tmp_path}/cut\n" in err
     assert f"done: 4 steps in {tmp_path}/cut, " in err
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "5"])
-    # The folder alone resumes the run with its own configuration.
+    # The folder alone is enough to resume the run with its configuration.
     parity.main(["--workdir", f"{tmp_path}/cut"])
     assert "nothing is left to train: the run is at step 5, and --steps is 5" in capsys.readouterr().err
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "6"])
     parity.main(["--workdir", f"{tmp_path}/whole"])
     whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))
     assert [entry["step"] for entry in whole] == list(range(1, 7))
-    # Steps 4 and 5 were the last ones once, and were measured.
+    # Steps 4 and 5 were once the last ones, so they were measured.
     assert [entry | {"val_loss": 0, "val_accuracy": 0} for entry in cut] == [
         pytest.approx(entry | {"val_loss": 0, "val_accuracy": 0}) for entry in whole
     ]
@@ -54,7 +54,7 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
         parity.main(["--vocab_size", "3"])
     with pytest.raises(UserError, match=r"config.json is of the task 'parity'; expected lm"):
         read_config([TASKS["lm"]], tmp_path / "cut" / "config.json")
-    # A command that will be refused writes nothing: its data and tokenizer would replace the run's.
+    # A refused command must write nothing: its data and tokenizer would replace the run's.
     before = sorted(path.name for path in (tmp_path / "cut").iterdir())
     (tmp_path / "text.train.txt").write_text("a line\n" * 50)
     with pytest.raises(UserError, match="is of another configuration: task parity -> lm"):
@@ -105,7 +105,7 @@ def test_processes_with_other_data_are_refused(monkeypatch, name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task(name):
-    """Presets are of the task's class, fields are marked, and the objective takes a batch of the shapes it names."""
+    """Presets have the task's class, fields are marked, and the objective takes a batch of the declared shapes."""
     task = TASKS[name]
     assert task.name == name
     for preset in task.presets.values():
@@ -133,7 +133,6 @@ def test_every_task(name):
 
 
 def batch_of(shapes):
-    """Zeros of these shapes."""
     return {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in shapes.items()}
 
 

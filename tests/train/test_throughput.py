@@ -1,4 +1,4 @@
-"""Speeds, profiles, compiled programs that are kept, and metrics in Weights & Biases."""
+"""Speeds, profiles, cached compiled programs, and metrics in Weights & Biases."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def line(tmp_path):
     return f"--workdir {tmp_path}/run --data text:{tmp_path}/*.txt {TINY}".split()
 
 
-def test_the_peak_of_a_device_is_that_of_its_longest_name():
+def test_the_longest_matching_name_gives_a_devices_peak():
     assert peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v5p") == peak_flops("TPU v5") == 459e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
@@ -42,8 +42,8 @@ def test_the_peak_of_a_device_is_that_of_its_longest_name():
     assert peak_flops("cpu") is None
 
 
-def test_the_operations_of_a_step_are_three_times_those_of_the_forward_pass():
-    """Full attention, gated feed-forward networks, tied logits: six for each weight and token, and attention."""
+def test_a_step_takes_three_times_the_operations_of_the_forward_pass():
+    """Full attention, gated feed-forward networks and tied logits: six per weight and token, plus attention."""
     config = train.lm.LM.sized(PRESETS["wikitext103-full"])
     model = DecoderLM(config.model)
     objective = lm_objective(model)

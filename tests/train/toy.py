@@ -1,4 +1,4 @@
-"""A tiny task for tests of the loop: a bigram model with dropout whose rows remember their last token."""
+"""A tiny task for tests of the loop: a bigram model with dropout, in which a row remembers its last token."""
 
 import flax.linen as nn
 import jax
@@ -37,7 +37,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.05, warmup_steps=3)
 
 
 def batch_of(seed, rows=4, length=3):
-    """Random tokens; each is followed by the next in the vocabulary, mostly."""
+    """Random tokens, usually followed by the next one in the vocabulary."""
     rng = np.random.default_rng([seed])
     tokens = rng.integers(VOCAB, size=(rows, length)).astype(np.int32)
     noise = rng.random((rows, length)) < 0.1
@@ -45,7 +45,7 @@ def batch_of(seed, rows=4, length=3):
 
 
 class ToyStream:
-    """Batches numbered by step, five a pass. `at` maps a step to what is done when its batch is asked for."""
+    """Batches numbered by step, five per pass. `at` maps a step to what happens when its batch is fetched."""
 
     def __init__(self, rows=4, at=None):
         self.step, self.rows, self.at, self.closed = 0, rows, at or {}, False

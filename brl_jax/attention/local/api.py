@@ -181,6 +181,7 @@ def local_attention(
             "state and return_state must be given with is_causal=True and a window, without bias, mask, lengths, "
             "segment_ids, offsets and return_residual",
         )  # fmt: skip
+        assert isinstance(pattern, SlidingWindow)
         options = {
             "scale": scale,
             "sinks": sinks,
@@ -245,7 +246,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
-    tpu, gpu = (functools.partial(_imported, module, call) for module in ("tpu", "gpu"))
+    tpu, gpu = functools.partial(_imported, "tpu", call), functools.partial(_imported, "gpu", call)
     return {
         "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],
         "cuda": [

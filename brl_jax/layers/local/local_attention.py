@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -62,6 +63,7 @@ class LocalConfig(SoftmaxConfig):
         # Patterns with fixed boundaries would cut a packed sequence elsewhere than the same sequence alone.
         return self.pattern in ("sliding", "dilated")
 
+    @functools.cache  # noqa: B019 (configurations are few and small)
     def make_pattern(self, is_causal: bool) -> patterns.Pattern:
         """Returns the pattern of a decoder (is_causal) or an encoder."""
         sliding = patterns.SlidingWindow.of_width(self.window, is_causal)

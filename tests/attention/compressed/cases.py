@@ -1,4 +1,4 @@
-"""Inputs of compression, and the comparison of a function with its float64 reference."""
+"""Inputs for compression, and a comparison of functions with their float64 references."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arrays(seed, *shapes):
 
 
 def check(function, oracle, operands, tolerance=1e-4):
-    """The output, and the gradient of a random weighting of it along a random direction of each operand."""
+    """Compares the output, and directional derivatives of a random weighting of it for each operand."""
     rng = np.random.default_rng(1)
     expected = oracle(*operands)
     weight = rng.standard_normal(expected.shape)

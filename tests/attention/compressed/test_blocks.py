@@ -1,4 +1,4 @@
-"""compress_blocks through XLA against the float64 oracle, however many blocks a step has."""
+"""compress_blocks through XLA against the float64 oracle, for any number of blocks per step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ on_xla = functools.partial(compress_blocks, implementation="xla")
 
 
 def blocks_in_a_step(monkeypatch, count, history):
-    """Programs traced with another number are forgotten."""
+    """Clears the cache of programs traced with another number."""
     logits = count * SHAPE[0] * SHAPE[2] * SHAPE[3] * history
     monkeypatch.setattr("brl_jax.attention.compressed.xla_blocks._LOGITS", logits)
     blocks_module._choose_blocks.clear_cache()
@@ -43,7 +43,7 @@ def oracle_blocks(q, k1, k2, v, gamma, bias, *, block, history, exists, scale, s
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
 def test_each_block_reads_what_precedes_it(monkeypatch, block, history, score, step):
-    """Outputs and the gradients of all operands, in steps of one block, of two (the last step has one) and of all."""
+    """Outputs and gradients of all operands, in steps of one block, of two (with one left over) and of all."""
     blocks_in_a_step(monkeypatch, step, history)
     length = history + (BLOCKS - 1) * block
     keys = [(2, length, 2, 4)] * 3
@@ -83,11 +83,11 @@ def test_without_contrast_bias_and_lengths(monkeypatch, step):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
-    """NaN before what exists, in what a last block without a history would read, and after that: neither in the result
-    nor in a gradient."""
+    """NaN before the existing keys, in what a last block without history would read, and after that reaches neither the
+    result nor a gradient."""
     blocks_in_a_step(monkeypatch, step, 8)
     q, k1, k2, v = (jnp.asarray(x, jnp.float32) for x in arrays(5, SHAPE, *[(2, 27, 2, 4)] * 3))
-    lengths = jnp.array([0, 4, 8, 8, 0])  # the first 8 keys do not exist, and the last block reads none
+    lengths = jnp.array([0, 4, 8, 8, 0])  # the first 8 keys do not exist, and the last block reads no keys
     dirty = [x.at[:, :8].set(jnp.nan).at[:, 20:].set(jnp.nan) for x in (k1, k2, v)]
 
     @jax.jit
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_lengths_are_ints_of_any_kind(dtype):
-    """A history may have more places than 8 bits count, and a length beyond it means all of it, unsigned as well."""
+    """A history may be longer than 8 bits can count, and larger lengths mean all of it, also if unsigned."""
     q, k1, k2, v = (jnp.asarray(x, jnp.float32) for x in arrays(5, (1, 2, 3, 1, 4), *[(1, 250, 1, 4)] * 3))
     options = {"gamma": 0.3, "block_size": 50, "history_size": 200}
     lengths = [100, 127] if dtype == "int8" else [100, 255]
@@ -146,7 +146,7 @@ def test_lengths_are_ints_of_any_kind(dtype):
 
 
 def test_memory_does_not_grow_with_the_overlap_of_histories():
-    """Copies of histories of 16 blocks would be 16 times the keys, and so would the logits of all blocks be."""
+    """Copying histories of 16 blocks would take 16 times the memory of the keys; so would the logits of all blocks."""
     batch, blocks, heads, width, block, history = 2, 64, 2, 32, 32, 512
     keys = jax.ShapeDtypeStruct((batch, history + (blocks - 1) * block, heads, width), jnp.float32)
     query = jax.ShapeDtypeStruct((batch, blocks, 32, heads, width), jnp.float32)
@@ -155,13 +155,13 @@ def test_memory_does_not_grow_with_the_overlap_of_histories():
         return jnp.sum(on_xla(q, k1, k2, v, gamma=0.5, block_size=block, history_size=history))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(query, keys, keys, keys).compile()
-    # What the backward pass needs: the three gradients of keys and values, outputs and queries.
+    # What the backward pass needs: the three gradients of keys and values, plus outputs and queries.
     of_keys = 4 * np.prod(keys.shape)
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * of_keys
 
 
 def test_gpus_read_all_blocks_at_once():
-    """Where the kernel does not support them; on other platforms the logits of a few blocks exist at a time."""
+    """If the kernel does not support them. On other platforms only a few blocks' logits exist at a time."""
     shape = (8, 16, 32, 4, 32)
     keys = jnp.zeros((8, 992, 4, 32))
 

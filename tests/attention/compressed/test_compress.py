@@ -18,12 +18,13 @@ from tests.attention.compressed.cases import SCORES, arrays, check
 from tests.laws.networks import relative_error
 from tests.oracles.compressed import compress as oracle_compress
 
-# What runs here in any case: following the TPU kernels too takes as long again (they have test_kernels.py).
+# Only through XLA: including the TPU kernels would double the time, and test_kernels.py tests them.
 xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))
 
 
 def read_in_pieces(monkeypatch, piece):
-    """Histories longer than `piece` are read in pieces of that size; programs traced with others are forgotten."""
+    """Reads histories longer than `piece` in pieces of that size. Clears the cache of programs traced with other
+    sizes."""
     monkeypatch.setattr("brl_jax.attention.compressed.compress._WHOLE", piece)
     monkeypatch.setattr("brl_jax.attention.compressed.xla.piece_size", lambda queries, keys: min(keys, piece))
     compress_module._choose.clear_cache()
@@ -50,7 +51,7 @@ def test_compress_oracle(monkeypatch, score, length, piece):
 
 
 def test_gpus_read_long_histories_at_once(monkeypatch):
-    """Where the kernel does not support them; on other platforms the logits of a piece exist at a time."""
+    """If the kernel does not support them. On other platforms only one piece's logits exist at a time."""
     read_in_pieces(monkeypatch, 8)
     operands = arrays(0, (2, 5, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (3,))
 
@@ -71,7 +72,7 @@ def test_gpus_read_long_histories_at_once(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_a_gpu_reads_all_keys_at_once(monkeypatch, all_at_once, score):
-    """The form of GPUs: outputs and all gradients, with a bias, a mask and ragged lengths."""
+    """The form for GPUs: outputs and all gradients, with a bias, a mask and ragged lengths."""
     read_in_pieces(monkeypatch, 8)
     shapes = (2, 5, 3, 4), *[(2, 37, 3, 4)] * 3, (3,), (1, 3, 5, 37)
     operands = arrays(2, *shapes)
@@ -109,7 +110,7 @@ def test_the_platform_decides_whether_pieces_are_read(monkeypatch, platform, loo
 @pytest.mark.parametrize("piece", [4096, 8])
 @pytest.mark.parametrize("score", SCORES)
 def test_compress_masks_and_poison(monkeypatch, score, piece):
-    """Masked keys weigh nothing, may hold NaN, and get no gradient; a row without keys gives 0."""
+    """Masked keys have no weight or gradient and may hold NaN; a row without keys gives 0."""
     read_in_pieces(monkeypatch, piece)
     q, k1, k2, v = arrays(1, (2, 3, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4))
     gamma = np.array([0.3, -0.2])
@@ -179,7 +180,7 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
     expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=bias)
     assert relative_error(out, expected) < 1e-5
     (grad,) = pull(out)
-    assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 are met, and learn
+    assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 occur and get gradients
     for array in (bias, bias[:, :1]):
         check(
             lambda q, k, v, b: read(q, k, v, scale=0.5, bias=b),
@@ -191,7 +192,7 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("length", [1, 13, 700])
 def test_propagate_oracle(score, length):
-    """T queries on M keys is compression with the roles exchanged and one attention."""
+    """T queries on M keys equal compression with the roles exchanged and a single attention."""
     q, k, v, strength = arrays(5, (2, length, 3, 4), (2, 5, 3, 4), (2, 5, 3, 4), (3,))
 
     def function(q, k, v, strength):
@@ -208,7 +209,7 @@ def test_propagate_oracle(score, length):
 
 
 def test_long_histories_and_queries_are_linear_in_memory():
-    """Neither function ever holds its whole weights: doubling the length adds inputs and gradients only."""
+    """Neither function ever holds all its weights: doubling the length only adds inputs and gradients."""
 
     def temporary(n):
         shape = jax.ShapeDtypeStruct((1, n, 4, 32), jnp.float32)
@@ -251,7 +252,7 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 4500, 5001])
 def test_a_cache_is_read_up_to_its_length(length):
-    """In two pieces; the second begins early. NaN follows the tokens."""
+    """In two pieces, the second of which begins early. NaN follows the tokens."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((2, 2, n, 4)).astype(np.float32) for n in (3, 5001, 5001))
     logits = np.einsum("bnmh,bnsh->bnms", query.astype(np.float64), key[:, :, :length]) * 0.5

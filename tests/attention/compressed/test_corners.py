@@ -1,4 +1,4 @@
-"""Values of another width than the keys, and biases of minus infinity, at lengths that are read in pieces."""
+"""Values wider than the keys, and biases of minus infinity, at lengths that are read in pieces."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.laws.networks import relative_error
 
 @pytest.mark.parametrize("length", [512, 513, 1100])
 def test_values_of_another_width_propagate_at_any_length(length):
-    """Loops over blocks of queries take the width of the values, not of the queries."""
+    """Loops over blocks of queries use the width of the values."""
     operands = arrays(3, (1, length, 2, 8), (1, 3, 2, 8), (1, 3, 2, 5), (2,))
     query, key, value, strength = (jnp.asarray(x, jnp.float32) for x in operands)
     plain = reference.propagate(query, key, value, strength=strength)
@@ -40,7 +40,7 @@ def test_values_of_another_width_compress_at_any_length(length):
 @pytest.mark.parametrize("lowest", [-jnp.inf, jnp.finfo(jnp.float32).min])
 @pytest.mark.parametrize("length", [21, 5000])
 def test_rows_whose_bias_is_minus_infinity_give_zero(length, lowest):
-    """One answer on every path, forward and backward; other rows see what their finite biases leave."""
+    """All paths agree, forward and backward; other rows only lose the keys that their bias hides."""
     query, key, value, gamma = (
         jnp.asarray(x, jnp.float32)
         for x in arrays(5, (1, 3, 2, 8), (1, length, 2, 8), (1, length, 2, 8), (2,))

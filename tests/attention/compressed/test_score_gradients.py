@@ -1,8 +1,7 @@
-"""TransNormer's theory on our functions (arXiv 2210.10340, section 3.1, appendix C).
+"""TransNormer's theory, checked on our functions (arXiv 2210.10340, section 3.1, appendix C).
 
-With one feature per key, the queries' features can be chosen so that the scores s_ij = phi(q_i) . phi(k_j) are
-any matrix S: the functions become functions of S, and their gradient with respect to a score can be taken.
-"""
+With one feature per key, one can choose query features that make the scores s_ij = phi(q_i) . phi(k_j) equal any matrix
+S. The functions then depend on S alone, and have a gradient with respect to each score."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ SIZES = [10.0**-k for k in range(6)]  # of the features
 
 
 def _inverse_feature_map(kind, features):
-    """x with phi(x) = features, which are positive."""
+    """Inverts phi: x with phi(x) = features, for positive features."""
     if kind == "elu+1":
         return jnp.where(features > 1, features - 1, jnp.log(jnp.minimum(features, 1.0)))
     return features  # elu
 
 
 def _problem(seed=0):
-    """Keys' features A (n, n), scores S (n, n), values and the loss's gradient by the outputs (n, n)."""
+    """Keys' features A, scores S, values and the gradient of the loss with respect to the outputs, each (n, n)."""
     rng = np.random.default_rng(seed)
     key_features = np.eye(LENGTH) + 0.5
     query_features = rng.uniform(0.5, 1.5, (LENGTH, LENGTH))
@@ -32,7 +31,7 @@ def _problem(seed=0):
 
 
 def _score_gradient(function, kind, size, is_causal):
-    """dL/dS of L = sum(out * d_out) where `size` multiplies all features of `_problem`."""
+    """dL/dS of L = sum(out * d_out), with all features of `_problem` multiplied by `size`."""
     key_features, scores, value, d_out = _problem()
     inverse = jnp.asarray(np.linalg.inv(size * key_features).T, jnp.float32)
     key, value, d_out = (
@@ -51,7 +50,7 @@ def _score_gradient(function, kind, size, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_linear_attentions_gradient_grows_without_bound_as_features_shrink(is_causal):
-    """dL/ds_ij = d_out_i . (v_j - out_i) / sum_k s_ik: features 10 times as small, a gradient 100 times as large."""
+    """dL/ds_ij = d_out_i . (v_j - out_i) / sum_k s_ik: features 10 times smaller give a gradient 100 times larger."""
     _, scores, value, d_out = _problem()
     scores = np.tril(scores) if is_causal else scores
     total = scores.sum(1, keepdims=True)

@@ -8,7 +8,7 @@ from brl_jax.attention.core.biases import t5_bucket
 
 
 def test_t5_buckets_begin_where_the_paper_has_them():
-    """32 buckets to distance 128: 16 for one distance each, then 16 that widen by 8^(1/16)."""
+    """32 buckets up to distance 128: 16 with one distance each, then 16 whose width grows by 8^(1/16)."""
     starts = [*range(16), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
     starts.insert(16, 16)
     distances = np.arange(300)

@@ -1,4 +1,4 @@
-"""Calls with a form for each platform: what is traced, exported and differentiated."""
+"""Calls with one form per platform: what gets traced, exported and differentiated."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from brl_jax.attention.core.by_platform import Form, branches, by_platform, plat
 
 
 def squares(traced):
-    """x^2 with a form for CPUs and one for others, which note when they are traced; the gradient keeps 2x."""
+    """x^2 with a form for CPUs and one for others, each of which notes when it is traced; the gradient keeps 2x."""
 
     def choose(platform, x):
         factor = 1.0 if platform == "cpu" else 3.0
@@ -69,7 +69,7 @@ def test_a_scan_keeps_what_the_gradient_needs():
 
 
 def test_settings_of_the_call_hold_when_it_is_lowered():
-    """The precision of products is that around the call, not that around compilation."""
+    """Products use the precision in force at the call, not at compilation."""
 
     def product(x):
         return by_platform(lambda *_: Form(lambda x: (x @ x, ())), x, results=x, plain=lambda x: x @ x)
@@ -85,7 +85,7 @@ def test_settings_of_the_call_hold_when_it_is_lowered():
 
 
 def test_branches_inside_a_form():
-    """Inside a form one branch is traced; elsewhere all are, and lowering picks one."""
+    """Inside a form only one branch is traced; elsewhere all are, and lowering picks one."""
     call = lambda x: branches(x, cuda=lambda x: x + 1, default=lambda x: x)  # noqa: E731
     assert "cond" in str(jax.make_jaxpr(call)(1.0)) or "platform_index" in str(jax.make_jaxpr(call)(1.0))
     with traced_for("cuda"):

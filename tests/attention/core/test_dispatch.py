@@ -1,4 +1,4 @@
-"""How calls reach the TPU kernels: chosen when lowering, forced, refused."""
+"""When calls reach the TPU kernels: by lowering, by force, or not at all."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_forced_kernel_equals_xla(name):
 
 @pytest.mark.parametrize("name", slow_unless(CALLS, ("propagate",)))
 def test_forced_kernel_under_transformations(name):
-    """Gradients under vmap, and through scan and remat, are those of XLA."""
+    """Gradients under vmap, scan and remat equal XLA's."""
     call, shapes = CALLS[name]
     operands = arrays(*((2, *shape) for shape in shapes))
 
@@ -89,7 +89,7 @@ def test_forced_kernel_under_transformations(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_platform_decides_when_lowering(name):
-    """Left to itself, a call lowered for a TPU on this host holds the kernel; lowered for a CPU it does not."""
+    """By default, a call lowered on this host for a TPU contains the kernel; lowered for a CPU it does not."""
     call, shapes = CALLS[name]
     gradient = jax.jit(jax.grad(lambda *xs: jnp.sum(call(None, *xs) ** 2)))
     traced = gradient.trace(*arrays(*shapes))
@@ -99,7 +99,7 @@ def test_platform_decides_when_lowering(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_forced_kernel_refuses_other_platforms(name):
-    """A kernel that was asked for runs natively or not at all, in whatever the call is wrapped."""
+    """A requested kernel runs natively or raises an error, whatever wraps the call."""
     call, shapes = CALLS[name]
     operands = arrays(*shapes)
     forced = functools.partial(call, "pallas")
@@ -131,7 +131,7 @@ def test_forced_kernel_refuses_other_platforms(name):
 
 
 def test_the_first_backend_that_serves_is_taken(caplog):
-    """In order of preference; XLA where none serves the call, with each reason in the log once."""
+    """Backends are tried in order of preference. If none supports the call, XLA runs it and logs each reason once."""
 
     def backend(name, reason, unsuited=False):
         number = float(len(name))
@@ -157,7 +157,7 @@ def test_the_first_backend_that_serves_is_taken(caplog):
 
 
 def test_what_no_kernel_serves(caplog):
-    """Forced, it is an error that names the argument; left to itself, XLA serves it and the log says so once."""
+    """If forced, an error names the argument; by default XLA runs the call and logs that once."""
     q, k, v = arrays(TOKENS, TOKENS, TOKENS)
     refused = {
         "bias must be None or depend on the distance alone (`DistanceBias`), got an array": {
@@ -206,7 +206,7 @@ def test_what_no_kernel_serves(caplog):
 
 @pytest.mark.parametrize("bias", [ALiBi(alibi_slopes(2)), T5Bias(jnp.zeros((32, 2)))])
 def test_biases_are_linear_on_a_tpu(bias):
-    """No array of forward and backward grows faster than the length."""
+    """No array in the forward or backward pass grows faster than the length."""
 
     def largest(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
@@ -225,7 +225,7 @@ def test_biases_are_linear_on_a_tpu(bias):
 
 @pytest.mark.parametrize("length", slow_unless([1, 29, 128, 129, 300], (29, 129)))
 def test_short_sequences_lower_for_tpu(length):
-    """Sequences that one or two blocks hold, with windows from nothing to everything, forward and backward."""
+    """Sequences that fit in one or two blocks, with windows from one key to all, forward and backward."""
     x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
     for left in (0, length // 2, length - 1):
 
@@ -237,7 +237,7 @@ def test_short_sequences_lower_for_tpu(length):
 
 
 def test_a_form_may_be_partitioned_by_hand():
-    """As cuDNN's is. JAX tells lowering rules the devices only if a program seems to need them (`by_platform`)."""
+    """Like cuDNN's. JAX tells lowering rules the devices only if a program seems to need them (`by_platform`)."""
     x = jnp.ones(3)
     sine = custom_partitioning(jnp.sin)
     sine.def_partition(partition=lambda *_: None, sharding_rule="i -> i")

@@ -1,4 +1,4 @@
-"""The attention matrix of a function, read off its outputs, against the weights of the tests' own references."""
+"""The attention matrix recovered from a function's outputs, against the weights of the tests' references."""
 
 import functools
 
@@ -34,7 +34,7 @@ def test_softmax_weights(length):
 
 
 def test_it_is_the_matrix_of_the_function_itself():
-    """Patterns, padding and grouped heads: weights @ value is what the function gives."""
+    """For patterns, padding and grouped heads, weights @ value is the function's output."""
     query, key, value = _inputs(11, heads=4, kv_heads=2)
     attend = functools.partial(
         local_attention,
@@ -50,12 +50,12 @@ def test_it_is_the_matrix_of_the_function_itself():
     np.testing.assert_allclose(out, attend(value), rtol=1e-4, atol=1e-5)
     assert (weights[1, :, :, 7:] == 0).all()
     assert (np.triu(weights, 1) == 0).all()
-    assert (weights[:, :, np.arange(1, 11), np.arange(10)] == 0).all()  # dilated: not the neighbour
+    assert (weights[:, :, np.arange(1, 11), np.arange(10)] == 0).all()  # dilated: skips the direct neighbour
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_linear_attention_implies_products_of_features(normalize):
-    """TransNormer eqs. 4 and 6: phi(q_i) . phi(k_j), masked, and divided by its sum."""
+    """TransNormer eqs. 4 and 6: phi(q_i) . phi(k_j), masked, then divided by its sum."""
     query, key, value = _inputs(9)
     attend = functools.partial(
         linear_attention, query, key, is_causal=True, normalize=normalize, chunk_size=4

@@ -1,4 +1,4 @@
-"""Blocks of queries: what the program of a scan over layers keeps of them."""
+"""Blocks of queries: what a scan over layers stores for them."""
 
 import re
 
@@ -10,7 +10,7 @@ from brl_jax.attention.core.query_blocks import by_query_blocks
 
 
 def test_scan_over_layers_makes_no_mask_of_all_pairs():
-    """Causal masks and segment masks depend on no layer, so that JAX would make them before the loop over layers."""
+    """Causal and segment masks don't depend on the layer, so JAX would hoist them out of the loop over layers."""
     length, block = 48, 16
     places = jnp.arange(length, dtype=jnp.int32)
 

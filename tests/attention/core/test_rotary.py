@@ -1,4 +1,4 @@
-"""Rotary positions against their formula in float64, near and far."""
+"""Rotary positions against their float64 formula, near and far."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from brl_jax.attention.core.rotary import RopeScaling, rotate
 
 @pytest.mark.parametrize("first", [0, 1000, 5000, 200_000])
 def test_equals_its_formula(first):
-    """Pair (2 i, 2 i + 1) is turned by position * theta^(-2 i / H)."""
+    """Pair (2 i, 2 i + 1) turns by position * theta^(-2 i / H)."""
     x = np.random.default_rng(0).standard_normal((1, 40, 2, 6)).astype(np.float32)
     positions = first + np.arange(40)
     turned = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions[None], jnp.int32), 10000.0))
@@ -21,7 +21,7 @@ def test_equals_its_formula(first):
 
 
 def test_scaled_frequencies():
-    """Each pair of features by its turns over the original length: few turns are slowed, many are not."""
+    """Depends on each pair's turns over the original length: few turns are slowed down, many are not."""
     plain = 100.0 ** (-np.arange(0, 16, 2) / 16)
     turns = 32 * plain / (2 * np.pi)
     scaling = RopeScaling("llama3", 8.0, original_length=32, slow_turns=1.0, fast_turns=4.0)

@@ -1,8 +1,7 @@
-"""Full and Hopfield attention on several devices: an oracle's numbers, equal work, and no device has a whole row.
+"""Full and Hopfield attention on several devices: results against an oracle, equal work, no device holds a whole row.
 
-Keys go around devices that share a row; or queries are shared, where keys are few. Through XLA: Pallas cannot interpret
-a kernel that reads scalars inside `jax.shard_map`.
-"""
+Either keys travel around the devices that share a row, or queries are divided if there are few keys. Through XLA, since
+Pallas cannot interpret a kernel that reads scalars inside `jax.shard_map`."""
 
 import functools
 
@@ -34,7 +33,7 @@ def mesh(devices):
 
 
 def packed(length):
-    """Segments that end within a device's tokens, where the next device's begin, and that several devices share."""
+    """Segments that end inside a device's tokens, at a device's last token, or several devices later."""
     ids = np.zeros((8, length), np.int32)
     ids[0, length // 4 :] = 1
     ids[0, length // 4 + 3 :] = 2
@@ -48,7 +47,7 @@ def case(
     devices, length, num_keys=None, is_causal=True, dtype="float32", segments=False, lengths=None, sinks=None,
     magnitude=1.0, steps=None, **options,
 ):  # fmt: skip
-    """(function of query, key, value and sinks on the mesh, its arguments, the cotangent of its output)."""
+    """Returns a function of query, key, value and sinks on the mesh, its arguments, and the cotangent of its output."""
     *arrays, d_out = random_qkv(length, num_keys, batch=8, dtype=dtype)
     arrays[0] = arrays[0] * jnp.asarray(magnitude, dtype)
     ids = packed(length) if segments else None
@@ -119,7 +118,7 @@ def compared(name):
 
 
 def after(place, steps=None):
-    """A causal case and the same with other tokens from `place` on."""
+    """The outputs of a causal case, and of the same case with the tokens from `place` on replaced."""
     function, (query, key, value), _ = case(devices=4, length=48, steps=steps)
     function = jax.jit(function)
     other = [x.at[:, place:].set(-1e4 if i else 50.0) for i, x in enumerate((query, key, value))]
@@ -127,8 +126,8 @@ def after(place, steps=None):
 
 
 def moved(**settings):
-    """(operation, elements) of what each collective in the program of 4,096 tokens on 4 devices brings to one of them,
-    with gradients."""
+    """(operation, elements) that each collective brings to one of 4 devices, in the program of 4,096 tokens with
+    gradients."""
     function, arguments, d_out = case(devices=4, length=32, **settings)
 
     def both(arguments, d_out):
@@ -143,8 +142,8 @@ def moved(**settings):
 
 
 def work():
-    """For each of 8 devices and each round, how many pairs of a query and a key its products are of, and how many of
-    these pairs are visible, where each device has 12 tokens."""
+    """For each of 8 devices with 12 tokens and each round: how many pairs of a query and a key are multiplied, and how
+    many of those are visible."""
     half = 6
     ring = sharded.Ring("stretch", True)
 
@@ -288,8 +287,8 @@ def test_all_devices_do_the_same_visible_work_in_each_round(result):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOVED)
 def test_no_row_is_gathered(result, name):
-    """Eight rows on two devices: a device has 1,024 tokens with 4 x 1,024 x 16 numbers of the keys, and four times as
-    many make the rows."""
+    """Eight rows on two devices: a device has 1,024 tokens with 4 x 1,024 x 16 numbers of the keys; whole rows would
+    have four times that."""
     found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"collective-permute"}
     assert max(elements for _, elements in found) <= 4 * 1024 * 32

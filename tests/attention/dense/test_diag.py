@@ -63,7 +63,7 @@ def test_lengths_and_poisoned_padding(score):
 
 @pytest.mark.parametrize("score", EXPECT)
 def test_pieces_of_any_size(score):
-    """2,000 tokens in pieces, with tokens that don't exist (NaN) after some of them."""
+    """2,000 tokens in pieces, some of them followed by padding (NaN)."""
     query, key, value, _ = random_qkv(2000, batch=1, head_dim=8)
     expected = jax.jit(functools.partial(diag_attention, score=score, is_causal=True))(query, key, value)
     state = init_diag_state(1, key.shape[2], 8)
@@ -78,7 +78,7 @@ def test_pieces_of_any_size(score):
         outputs.append(out[:, :size])
         start += size
         assert int(state.length) == start
-        # Nothing but the current block's own tokens is kept.
+        # The state keeps only the current block's tokens.
         np.testing.assert_array_equal(state.key[:, : start % 64], key[:, start - start % 64 : start])
         assert not np.asarray(state.value)[:, start % 64 :].any()
     assert start == 2000
@@ -86,7 +86,7 @@ def test_pieces_of_any_size(score):
 
 
 def test_a_count_of_64_bits_leaves_the_state_its_types():
-    """So that a scan can carry it, with a count from an array of the program."""
+    """A scan can carry the state only if a count from an array leaves its dtypes unchanged."""
     query, key, value, _ = random_qkv(3, batch=2, heads=4, kv_heads=2, head_dim=8)
 
     def step(state, count):

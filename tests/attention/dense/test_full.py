@@ -1,4 +1,4 @@
-"""full_attention against the float64 oracle, and what it does at the edges."""
+"""full_attention against the float64 oracle, and its edge cases."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ run = functools.partial(outputs_and_gradients, full_attention)
 
 @pytest.fixture(params=["at once", "in blocks"])
 def blocks(request, monkeypatch):
-    """The form for few tokens, and the one for many: blocks of queries, in groups where they are causal."""
+    """The form for few tokens, and the form for many: blocks of queries, grouped if causal."""
     if request.param == "in blocks":
         monkeypatch.setattr(full, "MANY_TOKENS", 1)
         monkeypatch.setattr(full_xla, "QUERY_BLOCK", 3)
@@ -147,7 +147,6 @@ KV = jnp.zeros((2, 10, 2, 8))
             r"bias must give shape \(4, 10, 10\), gave \(2, 10, 10\)",
         ),
         ((Q, KV, KV), {"bias": jnp.zeros((10, 9))}, r"bias must broadcast to .* got shape \(10, 9\)"),
-        ((Q, KV, KV), {"implementation": "cudnn"}, "only with bfloat16 or float16 .got float32."),
         (
             (Q, KV, KV),
             {"segment_ids": jnp.zeros((2, 10))},
@@ -160,8 +159,13 @@ def test_bad_input(arrays, options, message):
         full_attention(*arrays, **options)
 
 
+def test_cudnn_takes_half_precision():
+    with pytest.raises(NotImplementedError, match=r"only with bfloat16 or float16 .got float32."):
+        full_attention(Q, KV, KV, implementation="cudnn")
+
+
 def test_rows_whose_bias_is_minus_infinity_give_zero():
-    """Forward and in every gradient, and keys with such a bias are not seen by the other rows."""
+    """Forward and in every gradient; the other rows don't see keys with such a bias."""
     arrays = random_qkv(12)
     bias = np.random.default_rng(4).standard_normal((2, 4, 12, 12)).astype(np.float32)
     bias[:, :, 3] = bias[:, :, :, 5] = -np.inf
@@ -179,7 +183,7 @@ def test_rows_whose_bias_is_minus_infinity_give_zero():
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_lowest_bias_hides_a_key_as_minus_infinity_does(dtype):
-    """A query whose keys all have it gives 0: keys that a causal query or a length hides have the larger scores."""
+    """A query gives 0 if all its keys have this bias, although the keys hidden by causality or length score higher."""
     query, key, value, _ = random_qkv(12)
     lowest = jnp.zeros((2, 1, 1, 12), dtype).at[:, :, :, :4].set(jnp.finfo(dtype).min)
     for bias in (lowest, jnp.broadcast_to(lowest, (2, 4, 12, 12))):
@@ -196,7 +200,7 @@ def test_the_lowest_bias_hides_a_key_as_minus_infinity_does(dtype):
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sinks_and_soft_cap(implementation):
-    """With a bias after the cap, and rows that see nothing but the sink."""
+    """The bias is added after the cap, and some rows see only the sink."""
     query, key, value, d_out = random_qkv(12, 15)
     sinks, bias = jnp.asarray([0.5, -2.0, 3.0, 0.0]), np.random.default_rng(4).standard_normal((4, 12, 15))
     mask = np.random.default_rng(5).random((2, 1, 12, 15)) < 0.5
@@ -229,7 +233,7 @@ def test_sinks_and_soft_cap(implementation):
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("shape", [(12, 15), (4, 1, 15), (2, 1, 12, 15), (2, 4, 12, 15)])
 def test_mask(shape):
-    """As in `jax.nn.dot_product_attention`, by position after the bias; rows without a key give 0."""
+    """As in `jax.nn.dot_product_attention`, applied by position after the bias; rows without a key give 0."""
     arrays = random_qkv(12, 15)
     mask = np.random.default_rng(5).random(shape) < 0.5
     mask[..., 0, :] = False
@@ -253,7 +257,7 @@ def test_bad_mask(mask, message):
 
 
 def test_cudnn_can_be_differentiated_again(monkeypatch):
-    """With a stand-in for cuDNN that can be differentiated once, in reverse mode, as cuDNN can."""
+    """A stand-in for cuDNN that, like cuDNN, can be differentiated once and in reverse mode only."""
     query, key, value, d_out = random_qkv(6, dtype=jnp.bfloat16)
     plain = functools.partial(full_attention, implementation="xla")
     kernel = jax.custom_vjp(lambda *x: plain(*x))

@@ -1,4 +1,4 @@
-"""full_attention on the TPU kernel, interpreted on a CPU, against the float64 oracle, and in programs for a TPU."""
+"""full_attention on the TPU kernel, interpreted on a CPU and compared with the float64 oracle, and in TPU programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ on_kernel = functools.partial(outputs_and_gradients, full_attention, implementat
     [(1, 1, 0), (130, 130, 0), (600, 600, 0), (70, 530, 460), (150, 40, -30)],
 )
 def test_kernel_equals_oracle(num_queries, num_keys, offset, is_causal):
-    """Ragged lengths, more blocks than one, and queries that see no key."""
+    """Ragged lengths, several blocks, and queries that see no key."""
     arrays = random_qkv(num_queries, num_keys)
     visible = oracles.pairs(num_queries, num_keys, oracles.everything, offset, 0, is_causal=is_causal)
     assert_close(on_kernel(*arrays, is_causal=is_causal, query_offset=offset), expect(arrays, visible))
@@ -38,7 +38,7 @@ def test_kernel_equals_oracle(num_queries, num_keys, offset, is_causal):
     ids=["float32", "bfloat16"],
 )
 def test_segments_and_lengths(dtype):
-    """With values wider than the keys, and padding that is NaN."""
+    """Values are wider than the keys, and padding is NaN."""
     query, key, value, d_out = random_qkv(137, 145, dtype=dtype)
     value, d_out = (jnp.concatenate([x, 2 * x, x[..., :3]], -1) for x in (value, d_out))
     query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (2, n))) for n in (137, 145))
@@ -66,7 +66,7 @@ def test_segments_and_lengths(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("offset", [-150, 0, 460])
 def test_traced_offsets(offset):
-    """Blocks of keys after the queries are left out at run time."""
+    """Blocks of keys after the queries are skipped at run time."""
     arrays = random_qkv(140, 600)
     visible = oracles.pairs(140, 600, oracles.everything, offset, 0, is_causal=True)
     assert_close(on_kernel(*arrays, is_causal=True, query_offset=jnp.int32(offset)), expect(arrays, visible))
@@ -75,7 +75,7 @@ def test_traced_offsets(offset):
 @pytest.mark.slow
 @pytest.mark.parametrize("sinks", [None, (0.5, -1.0, 2.0, 0.0)], ids=["no sinks", "sinks"])
 def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
-    """Their values and gradients, where the last rows see no key."""
+    """Values and gradients; the last rows see no key."""
     query, key, value, d_out = random_qkv(150, 140)
     ids = jnp.asarray(np.r_[np.zeros(145), np.ones(5)], jnp.int32)[None].repeat(2, 0)
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -97,7 +97,7 @@ def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
 
 @pytest.mark.parametrize("packed", slow_unless([False, True], (False,)))
 def test_mask_of_keys(packed):
-    """A mask of padding in any place, whose keys may be NaN; also with segments."""
+    """A mask with padding anywhere, whose keys may be NaN; also with segments."""
     query, key, value, d_out = random_qkv(137, 145)
     mask = np.random.default_rng(5).random((2, 1, 1, 145)) < 0.7
     options, visible = {}, np.broadcast_to(mask, (2, 1, 137, 145))
@@ -112,7 +112,7 @@ def test_mask_of_keys(packed):
 
 @jax.tree_util.register_static
 class _Parity:
-    """A bias of odd keys alone."""
+    """A bias on odd keys only."""
 
     def __call__(self, query_positions, key_positions):
         return (
@@ -128,7 +128,7 @@ class _Parity:
     ),
 )
 def test_bias_equals_oracle(kind, offset, traced):
-    """Its gradient too; causal where the offset is known only at run time. With a cap, before which it is not added."""
+    """Also its gradient. Causal cases know the offset only at run time. With a cap, the bias is added after it."""
     num_queries, num_keys = (140, 600) if traced else (300, 290)
     query, key, value, d_out = random_qkv(num_queries, num_keys, batch=1)
     distance = np.arange(num_queries)[:, None] + offset - np.arange(num_keys)
@@ -176,7 +176,7 @@ def _all_pairs(text, length):
     ids=["kernel", "xla", "bias"],
 )
 def test_many_tokens_on_a_tpu_take_no_array_of_all_pairs(options):
-    """Law 8 for full attention, forward and backward; through XLA on a GPU the scores do exist."""
+    """Law 8 for full attention, forward and backward. XLA on a GPU does hold the scores."""
     length = MANY_TOKENS + 1
     text = _program("tpu", length, **options)
     assert not _all_pairs(text, length)

@@ -22,8 +22,8 @@ def retrieved(query, key, value, visible, steps, scale):
 
 
 def test_a_stored_pattern_is_found_from_a_noisy_query():
-    """What the network is for (the paper's theorem 4): with separated patterns and a high inverse temperature, one
-    update brings a query near its pattern."""
+    """The network's purpose (the paper's theorem 4): for separated patterns and a high inverse temperature, one update
+    brings a query close to its pattern."""
     rng = np.random.default_rng(0)
     key = rng.standard_normal((1, 20, 1, 32))
     query = key + 0.5 * rng.standard_normal(key.shape)
@@ -34,7 +34,7 @@ def test_a_stored_pattern_is_found_from_a_noisy_query():
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
-    """Packed sequences, padding with NaN in it, an offset: 20 queries at once and in blocks of 8."""
+    """Packed sequences, padding of NaN and an offset: 20 queries at once equal blocks of 8."""
     query, key, value, d_out = random_qkv(20, 30)
     rng = np.random.default_rng(2)
     segments = tuple(jnp.asarray(np.sort(rng.integers(0, 3, (2, n)), 1)) for n in (20, 30))
@@ -65,7 +65,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 
 
 def test_no_square_array():
-    """4096 queries on 4096 keys, forward and backward: nothing of 4096 x 4096 numbers."""
+    """4096 queries on 4096 keys, forward and backward: no array has 4096 x 4096 numbers."""
     shape = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     call = functools.partial(hopfield_attention, steps=2, is_causal=True)
     grad = jax.jit(jax.grad(lambda *a: call(*a).sum(), argnums=(0, 1, 2)))

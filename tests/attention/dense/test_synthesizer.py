@@ -18,7 +18,7 @@ def array(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-# More queries than one block of them.
+# More queries than fit in one block.
 VALUE, COLUMNS, BIAS = array(B, L - 7, K, V), array(L, N, R), array(L, N)
 ROWS = {"random": array(L - 7, N, R), "dense": array(B, L - 7, N, R)}
 

@@ -1,4 +1,4 @@
-"""The patterns of local attention with the pairs that each sees, and a call through XLA."""
+"""The patterns of local attention, which pairs each sees, and a call through XLA."""
 
 import functools
 
@@ -30,7 +30,7 @@ from tests.support.attention import outputs_and_gradients
 
 MASK = np.random.default_rng(5).random((12, 12)) < 0.3
 BIG_BIRD = BigBird(8, window_blocks=3, global_blocks=1, random_blocks=2, seed=1)
-# name: (pattern, sees(i, j) of absolute positions)
+# name: (pattern, sees(i, j) for absolute positions)
 PATTERNS = {
     "sliding": (SlidingWindow(7, 3), oracles.sliding(7, 3)),
     "sliding_wide": (SlidingWindow(40, 300), oracles.sliding(40, 300)),
@@ -50,10 +50,10 @@ PATTERNS = {
     "big_bird": (BIG_BIRD, oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-130 // 8)))),
     "block_mask": (BlockMask.of(13, MASK), oracles.block_mask(13, MASK)),
 }
-# Inputs of sinks for four heads.
+# Sinks for four heads.
 SINKS = jnp.asarray([0.7, -1.3, 2.0, 0.1])
-# What runs on a CPU anyway. Following the TPU kernels too would take twice as long; test_tpu.py does.
+# Only what runs on a CPU: including the TPU kernels would double the time, and test_tpu.py tests them.
 xla_attention = functools.partial(local_attention, implementation="xla")
 run = functools.partial(outputs_and_gradients, local_attention, implementation="xla")
-# Both run the same code on blocks: arguments that test_pattern_equals_oracle leaves out are tried in the loop first.
+# Both schedules run the same code on blocks, so arguments outside test_pattern_equals_oracle are fast only in the loop.
 BOTH = pytest.mark.parametrize("schedule", slow_unless(("loop", "at_once"), ("loop",)), indirect=True)

@@ -1,14 +1,14 @@
-"""Patterns that run the parts of another pattern with another rule: only their tests in test_patterns.py are fast."""
+"""Some patterns reuse another pattern's parts with a different rule: only their tests in test_patterns.py are fast."""
 
 from pathlib import Path
 
 import pytest
 
-# The name in PATTERNS of test_local.py, and the pattern whose parts it has.
+# The name in PATTERNS of cases.py, and the pattern whose parts it reuses.
 REPEATS = {"surrounded": "bucketed"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
+@pytest.hookimpl(tryfirst=True)  # runs before marks deselect tests
 def pytest_collection_modifyitems(items):
     for item in items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")

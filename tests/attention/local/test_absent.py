@@ -1,4 +1,4 @@
-"""Segment ids may be any int32: no backend takes a caller's id for its own mark of a token that does not exist."""
+"""Segment ids may be any int32: no backend mistakes one for its own mark of a missing token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.oracles import attention as oracles
 from tests.support.attention import expect, random_qkv
 
 ENDS = np.iinfo(np.int32)
-# The ids of each row of a batch, and how many of its keys exist.
+# Each row's ids, and its number of existing keys.
 ROWS = (
     ([-1], 80),
     ([-2], 100),
@@ -33,7 +33,7 @@ PATTERNS = {
 
 
 def check(name, implementation):
-    """Outputs and gradients are the oracle's for segment ids of every kind together with lengths."""
+    """Outputs and gradients equal the oracle's for all kinds of segment ids, together with lengths."""
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(130, batch=len(ROWS), heads=2, kv_heads=1)
     segments = np.stack([np.resize(np.repeat(ids, 25), 130) for ids, _ in ROWS]).astype(np.int32)
@@ -46,7 +46,7 @@ def check(name, implementation):
         assert oracles.relative_error(got, expected) < 1e-5
 
 
-# Fast: the window kernel and the kernel for any pattern. Dilated windows are the first, on rearranged tokens.
+# Fast: the window kernel and the kernel for any pattern. Dilated windows use the former, on rearranged tokens.
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
 def test_interpreted_kernels(name):
     check(name, "pallas_interpret")
@@ -59,7 +59,7 @@ def test_xla(schedule, name):
 
 
 def test_padded_keys_stay_unseen():
-    """The case that was reported: a padding id of -1 made padded keys visible to the kernel for windows."""
+    """A reported bug: padding ids of -1 made padded keys visible to the window kernel."""
     query, key, value, _ = random_qkv(130, batch=1, heads=2)
     options = {
         "local_window_size": 31,

@@ -1,4 +1,4 @@
-"""Corners of local attention: patterns without visible keys, and replicated arrays under shard_map."""
+"""Corner cases of local attention: patterns without visible keys, and replicated arrays under shard_map."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Local attention and compression on sequences that four devices share: the numbers of one, and what travels.
+"""Local attention and compression on sequences shared by four devices: the same numbers as one device, and what
+travels.
 
-Each case runs twice, whole on one device and in parts on four: results and gradients of a random weighting of them.
-"""
+Each case runs whole on one device and in shards on four, and compares results and gradients of a random weighting."""
 
 import functools
 import re
@@ -36,11 +36,10 @@ def normal(seed, *shape):
 
 
 def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
-    """Results and gradients of a function on whole sequences, and of the same on parts of them.
+    """Results and gradients of a function on whole sequences, and of its sharded form.
 
-    interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`. None where it no longer takes
-    the gradient of a result that lanes share.
-    """
+    interpreted: whether it is a kernel, which JAX interprets under `vmap` but not under `shard_map`. Returns None if
+    JAX can no longer differentiate a result that lanes share."""
     if interpreted and jax.__version_info__ >= (0, 12):
         return None
 
@@ -64,7 +63,7 @@ def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted
 
 
 def in_lanes(function, in_specs):
-    """`shard_map` imitated by `vmap`, for a result that all devices share."""
+    """Imitates `shard_map` with `vmap`, for a result that all devices share."""
 
     def run(*arrays):
         cut = [spec == CUT for spec in in_specs]
@@ -117,7 +116,7 @@ ENDS = np.iinfo(np.int32)
 
 
 def packed(first=(3, 1, 7), second=(0, 5)):
-    """Ids of packed sequences that end within a device's tokens; one spans several devices."""
+    """Ids of packed sequences that end inside a device's tokens; one spans several devices."""
     return np.stack([np.repeat(first, [4, 15, 9]), np.repeat(second, [26, 2])]).astype(np.int32)
 
 
@@ -155,7 +154,7 @@ def compressed(score="softmax", contrast=True, lengths=None, bias=False, impleme
 
 
 def blocks(history, block, earlier):
-    """Four devices of two blocks each; `earlier`: tokens that precede the sequence."""
+    """Four devices with two blocks each; `earlier` tokens precede the sequence."""
     count = 8
     query = normal(0, BATCH, count, 3, HEADS, SIZE)
     arrays = [query, *(normal(seed, BATCH, count * block, HEADS, SIZE) for seed in (1, 2, 3))]
@@ -228,7 +227,7 @@ def travelled():
 
 
 def kernels():
-    """The kernels in the program of a window's gradients for a TPU, reaching into the next device and over several."""
+    """The kernels in a TPU program of a window's gradients, for windows reaching one device or several."""
     lowered = [
         gradients(jnp.bfloat16, pattern=SlidingWindow(left, 0), is_causal=True)
         .lower(lowering_platforms=("tpu",))

@@ -1,4 +1,5 @@
-"""What `local_attention` says where its GPU kernel does not support a call; tests/pallas_kernels/triton has numbers."""
+"""Messages of `local_attention` for calls that its GPU kernel does not support; tests/pallas_kernels/triton tests
+numbers."""
 
 import importlib.machinery
 import importlib.util
@@ -153,7 +154,7 @@ def test_cudnn_wants_ampere(monkeypatch, capability, served):
 
 
 WINDOW = {"local_window_size": (63, 0), "is_causal": True}
-# What a call lowered for a GPU consists of: cuDNN, our kernels, or neither.
+# What a call lowered for a GPU contains: cuDNN, our kernels, or neither.
 CUDNN, TRITON, XLA = "__cudnn$fmhaSoftmax", "triton_kernel_call", None
 Q, FEW = half(256, 64), half(16, 64)
 LOWERED = {
@@ -194,8 +195,8 @@ LOWERED = {
 )
 @pytest.mark.parametrize("name", LOWERED)
 def test_what_a_gpu_gets(name, monkeypatch):
-    """Lowered for a GPU that is not there, forward and with gradients, and for the T4, which gets XLA."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without it
+    """Lowered for GPUs that this machine lacks, forward and with gradients; the T4 gets XLA."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns otherwise
     function, query, wanted = LOWERED[name]
 
     def calls(function):
@@ -205,7 +206,7 @@ def test_what_a_gpu_gets(name, monkeypatch):
     assert calls(function) == ({wanted} if wanted else set())
     both = {None: set(), TRITON: {TRITON}, CUDNN: {CUDNN, f"{CUDNN}Backward"}}[wanted]
     assert calls(lambda q: jax.vjp(function, q)[1](function(q))) == both
-    if wanted == TRITON:  # in a program for several platforms the CPU's part never runs the kernel
+    if wanted == TRITON:  # with several platforms in one program, the CPU's part never runs the kernel
         traced = jax.jit(function).trace(query)
         assert TRITON in traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
     jax.clear_caches()
@@ -215,7 +216,7 @@ def test_what_a_gpu_gets(name, monkeypatch):
 
 
 def test_importing_the_library_imports_no_kernels():
-    """A GPU user's start would otherwise wait for Triton, and its interpreter could no longer be chosen."""
+    """Otherwise GPU users would wait for Triton at start-up and could no longer choose its interpreter."""
     code = (
         "import sys, jax.numpy as jnp, brl_jax\n"
         "x = jnp.ones((1, 4, 2, 8))\n"

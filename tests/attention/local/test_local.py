@@ -1,4 +1,4 @@
-"""local_attention against the float64 oracle, by the CPU's loop and with all blocks at once; its laws."""
+"""local_attention against the float64 oracle, in the CPU's loop and with all blocks at once; its laws and cost."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.marks import slow_unless
 from tests.oracles import attention as oracles
 from tests.support.attention import assert_close, expect, largest_array, random_qkv
 
-# Fast: every pattern in the loop, causal where it can be, and one pattern of each kind with all blocks at once.
+# Fast: every pattern in the loop, causal if it can be, and one pattern of each kind with all blocks at once.
 CASES = [
     pytest.param(
         name,
@@ -47,7 +47,7 @@ def test_pattern_equals_oracle(schedule, name, is_causal):
 )
 @BOTH
 def test_offsets_static_and_traced(schedule, name):
-    """Queries behind a cache, keys that don't start at 0, known (all at once) or traced (in the loop)."""
+    """Queries after a cache whose keys don't start at 0, with offsets known (all at once) or traced (in the loop)."""
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(30, 50)
@@ -79,7 +79,7 @@ def test_ragged_lengths(length):
 )
 @BOTH
 def test_different_lengths(schedule, num_queries, num_keys, offset):
-    """T != S, queries beyond the last key and before the first: those that see nothing give 0."""
+    """T != S, with queries after the last key and before the first: queries that see nothing give 0."""
     arrays = random_qkv(num_queries, num_keys)
     got = run(*arrays, local_window_size=(6, 2), query_offset=offset)
     visible = oracles.pairs(num_queries, num_keys, oracles.sliding(6, 2), offset, 0)
@@ -101,14 +101,14 @@ def test_bfloat16(schedule, name):
 
 @BOTH
 def test_scale_and_many_heads(schedule):
-    """More (sequence, head) pairs than one step of the loop takes, each with its own keys."""
+    """More (sequence, head) pairs than one step of the loop processes, each with separate keys."""
     arrays = random_qkv(300, batch=3, heads=12, kv_heads=6)
     got = run(*arrays, local_window_size=(200, 0), is_causal=True, scale=0.3)
     assert_close(got, expect(arrays, oracles.pairs(300, 300, oracles.sliding(200, 0)), scale=0.3))
 
 
 def test_window_size_is_exact():
-    """Negative control: one key more or less on either side is seen in the result."""
+    """Negative control: one more or one fewer key on either side changes the result."""
     query, key, value, _ = random_qkv(70)
 
     def attend(**options):
@@ -180,7 +180,7 @@ def test_array_bias(schedule, name, shape):
     assert_close(got, expected)
     full = bias.reshape((1,) * (4 - bias.ndim) + shape)
     summed = expected[4].sum(tuple(a for a in range(4) if full.shape[a] == 1), keepdims=True).reshape(shape)
-    # A bias that is one number for a whole row changes nothing: its gradient is 0 up to rounding.
+    # A bias constant along a row changes nothing, so its gradient is 0 up to rounding.
     assert np.linalg.norm(got_bias - summed) < 1e-4 * max(np.linalg.norm(summed), 1.0)
 
 
@@ -214,7 +214,7 @@ def test_lengths_and_poisoned_padding(schedule, name):
 @pytest.mark.parametrize("name", slow_unless(["dilated", "fixed", "block_mask"], ("dilated", "fixed")))
 @BOTH
 def test_segments(schedule, name):
-    """Only equal ids see each other; the pair form is for T != S; some rows see nothing."""
+    """Only equal ids see each other. A pair of id arrays covers T != S. Some rows see nothing."""
     pattern, sees = PATTERNS[name]
     rng = np.random.default_rng(7)
     arrays = random_qkv(60, 130)
@@ -233,7 +233,7 @@ def test_segments(schedule, name):
     ),
 )
 def test_causal_bitwise(name):
-    """Whatever happens at token t leaves every output before t as it was, to the last bit (jax#39576)."""
+    """Whatever happens at token t leaves every earlier output bitwise unchanged (jax#39576)."""
     pattern, sees = PATTERNS[name]
     query, key, value, _ = random_qkv(130, batch=1)
     attend = jax.jit(functools.partial(xla_attention, pattern=pattern, is_causal=True))
@@ -260,7 +260,7 @@ def test_runs_again_to_the_same_bits():
         np.testing.assert_array_equal(x, y)
 
 
-# --- Cost: nothing of size n x n, and memory in proportion to n. ---
+# --- Cost: no array of size n x n, and memory proportional to n ---
 
 LINEAR = {
     "sliding": SlidingWindow(255, 0),
@@ -312,7 +312,7 @@ def test_largest_array_sees_one_of_all_pairs():
 
 @pytest.mark.parametrize(("platform", "loops"), [("cpu", True), ("tpu", False), ("cuda", False)])
 def test_schedule_is_chosen_when_lowering(platform, loops):
-    """Lowered on this CPU machine for another platform, it takes that platform's schedule."""
+    """Lowering on this CPU for another platform uses that platform's schedule."""
     shape = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
     attend = jax.jit(functools.partial(xla_attention, local_window_size=(64, 0)))
     text = attend.trace(*[shape] * 3).lower(lowering_platforms=(platform,)).as_text()
@@ -344,10 +344,11 @@ def test_bad_input(arrays, options, message):
 )
 @BOTH
 def test_parts_merge_exactly_at_large_scores(schedule, name):
-    """Patterns of several parts are as exact as one softmax at scores of 10,000, where a log-sum-exp rounds to 1e-3."""
+    """Patterns with several parts are as exact as one softmax at scores of 10,000, where a log-sum-exp rounds to
+    1e-3."""
     pattern, sees = PATTERNS[name]
     rng = np.random.default_rng(0)
-    # Products of small integers are exact in float32, so that rounding comes from the softmax alone.
+    # Products of small integers are exact in float32, so only the softmax rounds.
     query, key = (rng.integers(0, 2, (1, 130, 1, 8)).astype(np.float32) for _ in range(2))
     query[..., 0], key[..., 0] = 100.0, 100.0
     value = rng.standard_normal((1, 130, 1, 8)).astype(np.float32)

@@ -16,7 +16,7 @@ def test_bias_and_mask_by_position(shape):
     mask = jnp.asarray(random.random(shape) < 0.7).reshape((1,) * (4 - len(shape)) + shape)
     mask = (
         mask | jnp.eye(LENGTH, dtype=bool)[None, None]
-    )  # without a key, `jax.nn` gives the mean of all values
+    )  # for rows without a key, `jax.nn` gives the mean of all values
     bias = jnp.asarray(random.normal(size=(1, HEADS, LENGTH, LENGTH)), jnp.float32)
     arrays = (query, key, value, bias)
 

@@ -1,4 +1,4 @@
-"""Patterns: what they see, pair by pair; what they refuse; and that their parts cover each pair once."""
+"""Patterns: which pairs they see, what they refuse, and that their parts cover each pair once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def test_visible_says_what_is_seen(name):
 
 
 def covered(pattern, call, block):
-    """How often each (query, key) pair is in a part of the pattern, rules applied."""
+    """How often each (query, key) pair is in one of the pattern's parts, with rules applied."""
     times = np.zeros((call.num_queries, call.num_keys), int)
     for part in pattern.parts(call, lambda width: block):
         for i in range(part.num_blocks):
@@ -47,7 +47,7 @@ def covered(pattern, call, block):
 @pytest.mark.parametrize("block", slow_unless([4, 16, 128], (16,)))
 @pytest.mark.parametrize("name", PATTERNS)
 def test_parts_cover_each_pair_once(name, block):
-    """For any size of query block, at any offsets: no pair is missing, none is counted twice."""
+    """For query blocks of any size at any offsets, no pair is missing and none counts twice."""
     pattern, sees = PATTERNS[name]
     for num_queries, num_keys, query_offset, key_offset in (
         (130, 130, 0, 0),
@@ -73,7 +73,7 @@ def test_parts_cover_each_pair_once(name, block):
 
 @pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])
 def test_lookback_and_lookahead_bound_what_is_seen(name):
-    """Tight: some query sees as far as they say, none sees farther."""
+    """The bounds are tight: some query sees that far, none sees farther."""
     pattern = PATTERNS[name][0]
     size = 700
     i, j = np.nonzero(pattern.visible(np.arange(size)[:, None], np.arange(size)[None, :]))
@@ -97,7 +97,7 @@ def test_patterns_are_hashable_values():
 
 
 def test_random_blocks_of_big_bird():
-    """Distinct, outside of what is seen anyway, and of the number asked for if there are enough; drawn by the seed."""
+    """Distinct, not visible anyway, as many as requested if enough exist, and determined by the seed."""
     lists = BigBird(8, 3, 1, 3, seed=0).random_lists(20)
     for b, row in enumerate(lists):
         assert len(set(row)) == len(row) == (3 if b >= 1 else 0)

@@ -1,4 +1,4 @@
-"""Sinks and the soft cap of local attention, on XLA's forms and on the TPU kernels, against the float64 oracle."""
+"""Sinks and the soft cap of local attention, through XLA and on the TPU kernels, against the float64 oracle."""
 
 import functools
 
@@ -49,7 +49,7 @@ def assert_close(got, expected, tolerance=1e-4):
 
 
 def large(*sizes, **options):
-    """Arrays whose scores reach far into the bend of a cap of 2."""
+    """Arrays whose scores are far into the nonlinear range of a cap of 2."""
     query, *rest = random_qkv(*sizes, **options)
     return 3 * query, *rest
 
@@ -67,7 +67,7 @@ def test_equals_oracle(schedule, name):
 
 @BOTH
 def test_bias_lengths_and_segments(schedule):
-    """The cap comes before the bias; padding and other segments are out of the softmax, the sink is not."""
+    """The cap precedes the bias. The softmax excludes padding and other segments, but not the sink."""
     arrays = large(90)
     bias = ALiBi(alibi_slopes(4))
     lengths, ids = jnp.asarray([61, 0]), jnp.asarray(np.arange(90)[None] // 40 + np.zeros((2, 1)), jnp.int32)
@@ -84,7 +84,7 @@ def test_bias_lengths_and_segments(schedule):
 
 @pytest.mark.parametrize("name", slow_unless(["sliding", "strided", "block_mask"], ["sliding", "block_mask"]))
 def test_tpu_kernels_equal_oracle(name):
-    """The kernel for windows, two launches that are merged, and the one for lists with bits."""
+    """The window kernel, two merged launches, and the kernel for lists with bits."""
     pattern, sees = PATTERNS[name]
     arrays = large(130, batch=1)
     visible = oracles.pairs(130, 130, sees, is_causal=True)
@@ -101,7 +101,7 @@ def test_bfloat16():
 
 
 def test_extreme_sinks_and_the_plain_form():
-    """A sink of -inf changes nothing; one far above all scores takes everything; the reference agrees."""
+    """A sink of -inf changes nothing, and one far above all scores takes all the weight. The reference agrees."""
     query, key, value, _ = random_qkv(40)
     attend = functools.partial(local_attention, query, key, value, local_window_size=(5, 0), is_causal=True)
     plain = attend(logits_soft_cap=2.0)

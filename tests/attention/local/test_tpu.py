@@ -21,10 +21,10 @@ from tests.support.attention import assert_close, expect, random_qkv
 on_kernels = functools.partial(run, implementation="pallas_interpret")
 
 
-# Fast: the kernel for windows, and the one for any pattern with a mask of blocks and with parts that are merged.
+# Fast: the window kernel, and the kernel for any pattern with a mask of blocks and with merged parts.
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "block_mask", "global_window")))
 def test_pattern_equals_oracle(name):
-    """Causal where there is that form; strided and fixed ones look ahead too in the padded rows below."""
+    """Causal where possible; strided and fixed patterns look ahead too in the padded rows below."""
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(130, batch=1, heads=2)
@@ -37,7 +37,7 @@ def test_pattern_equals_oracle(name):
     slow_unless(["dilated", "sliding", "block_mask", "fixed", "global_window", "strided"], ("dilated",)),
 )
 def test_offsets(name):
-    """A chunk of queries behind a cache whose keys do not start at 0."""
+    """A chunk of queries after a cache whose keys do not start at 0."""
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(30, 50, batch=1, heads=2)
@@ -47,7 +47,7 @@ def test_offsets(name):
 
 @pytest.mark.parametrize("name", slow_unless(["bucketed", "fixed"], ("bucketed",)))
 def test_traced_offset(name):
-    """Where a cache's first key stands is known only at run time, and may lie before the first token."""
+    """The position of a cache's first key is known only at run time, and may be negative."""
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(150, 170, batch=1, heads=2)
     for key_offset in (-20, 13):
@@ -61,7 +61,7 @@ def test_traced_offset(name):
 
 @pytest.mark.parametrize("name", slow_unless(["dilated", "strided", "fixed", "global_window"], ("dilated",)))
 def test_padding_and_segments(name):
-    """Padding may hold NaN; packed sequences see their own segment only; rows that see nothing give 0."""
+    """Padding may hold NaN; packed sequences see only their segment; rows that see nothing give 0."""
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(140, batch=2, heads=2, kv_heads=1)
     segments = jnp.asarray(np.arange(140)[None] // 50 + np.zeros((2, 1)), jnp.int32)
@@ -104,7 +104,7 @@ def test_padding_and_segments(name):
     ids=lambda x: type(x).__name__,
 )
 def test_blocks_as_large_as_the_kernels_own(pattern, sees):
-    """Lists alone where granules are whole blocks, bits of several granules, lists across many blocks."""
+    """Only lists where granules are whole blocks; bits for several granules; lists across many blocks."""
     length = 384
     arrays = random_qkv(length, batch=1, heads=2, head_dim=16)
     at = np.arange(length)
@@ -166,7 +166,7 @@ def test_bias_equals_oracle(name, kind):
 
 
 def test_bias_of_packed_rows_in_bfloat16():
-    """Segments and lengths, NaN in the padding, a bias of vectors that turn with the distance."""
+    """Segments and lengths, NaN in the padding, and a bias of vectors that rotate with the distance."""
     rng = np.random.default_rng(5)
     left, right = rng.standard_normal((2, 2, 8)).astype(np.float32)
     arrays = random_qkv(140, batch=2, heads=2, kv_heads=1, dtype=jnp.bfloat16)

@@ -1,7 +1,6 @@
 """Sliding windows in tiles (the CPU's path for long sequences) against the float64 oracle.
 
-The sizes make several steps of several blocks, windows that end inside a tile and windows of whole tiles.
-"""
+The sizes give several steps of several blocks, windows that end inside a tile, and windows of whole tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ def test_tiles_equal_oracle(name):
 
 @pytest.mark.parametrize(("right", "is_causal"), slow_unless([(0, True), (20, False)], (0,)))
 def test_lengths_segments_and_head_groups(right, is_causal):
-    """NaN in padding, packed rows, and more heads than one step takes."""
+    """NaN in padding, packed rows, and more heads than one step processes."""
     length, left = 400, 150
     arrays = random_qkv(length, batch=2, heads=24, kv_heads=12)
     tiling = WindowTiling.of(make_call(left, right, is_causal, arrays), *arrays[:2])
@@ -78,7 +77,7 @@ def test_lengths_segments_and_head_groups(right, is_causal):
 
 
 def test_causal_bitwise():
-    """A changed token changes nothing before it, in whichever block and step it stands."""
+    """A changed token leaves all earlier outputs unchanged, in every block and step."""
     query, key, value, _ = random_qkv(700, batch=1)
     attend = jax.jit(lambda k, v: local_attention(query, k, v, local_window_size=(99, 0), is_causal=True))
     before = attend(key, value)

@@ -1,8 +1,7 @@
-"""Windows in two dimensions by shifts (the CPU's path) against the float64 oracle.
+"""Two-dimensional windows by shifts (the CPU's path) against the float64 oracle.
 
-The grids have a last row that is not whole, margins between heads that a wrong offset would cross, and windows as wide
-as a row, in which two places of the window are one distance in the sequence.
-"""
+The grids have an incomplete last row, margins between heads that a wrong offset would cross, and windows as wide as a
+row, for which two cells of the window have the same distance in the sequence."""
 
 import dataclasses
 
@@ -105,7 +104,7 @@ def test_left_to_the_general_loop():
 
     assert shifts(Neighbourhood(20, 1, 1)) is not None
     assert shifts(SlidingWindow(20, 20)) is None
-    assert shifts(Neighbourhood(20, 3, 9)) is None  # it sees nearly all keys within its reach
+    assert shifts(Neighbourhood(20, 3, 9)) is None  # a dense window gains nothing from shifts
     assert shifts(Neighbourhood(20, 1, 1), query_offset=3) is None
     assert shifts(Neighbourhood(20, 1, 1), key_offset=None) is None
     assert shifts(Neighbourhood(20, 1, 1), query=arrays[0][:, 1:]) is None

@@ -1,4 +1,4 @@
-"""The Long-Short Transformer's attention: what it costs, and what it refuses."""
+"""The Long-Short Transformer's attention: its cost, and what it refuses."""
 
 import functools
 
@@ -25,7 +25,7 @@ def arrays(length, rank=3):
 
 @pytest.mark.slow
 def test_projected_keys_that_nobody_notices():
-    """Far from the scores of the window they leave it alone: local attention in surrounded blocks."""
+    """If their scores are far below the window's, only local attention in surrounded blocks remains."""
     query, key, value, projection = arrays(40)
     norms = Norms(None, jnp.zeros((2, 8)))
     query = query.at[..., 0].set(60.0)
@@ -40,7 +40,7 @@ def test_projected_keys_that_nobody_notices():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_memory_grows_linearly(is_causal):
-    """Bidirectional; causal with 64 chunks at both lengths."""
+    """Bidirectional, and causal with 64 chunks at both lengths."""
 
     def size(length):
         call = functools.partial(

@@ -14,7 +14,7 @@ attend = jax.jit(nystromformer_attention, static_argnames=("num_landmarks", "ite
 
 @pytest.mark.slow
 def test_a_landmark_for_each_token_is_full_attention():
-    """Where the matrix of weights is far from singular, so that the iteration converges."""
+    """The weights are far from singular here, so the iteration converges."""
     query, key, value, _ = random_qkv(5, heads=2)
     query = key = 6 * jnp.eye(5, key.shape[3])[None, :, None] + 0.1 * key
     expected = full_attention(query, key, value)
@@ -23,7 +23,7 @@ def test_a_landmark_for_each_token_is_full_attention():
 
 
 def test_a_convolution_alone():
-    """A kernel with a single 1 moves the values of its head."""
+    """A kernel with a single 1 shifts the values of its head."""
     query, key, value, _ = random_qkv(9, heads=2)
     one, none = jnp.zeros((2, 3)).at[0, 0].set(1.0), jnp.zeros((2, 3))
     moved = np.asarray(attend(query, key, value, value_kernel=one))

@@ -1,4 +1,4 @@
-"""Skyformer with all tokens as samples, how samples are drawn, and what the function refuses."""
+"""Skyformer with all tokens as samples, how it draws samples, and what the function refuses."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The form of the recurrent functions in which a GPU computes all chunks at once, run on a CPU."""
+"""The recurrent functions' form for GPUs, which computes all chunks at once; run on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.oracles.recurrent import decayed, delta
 from tests.support.attention import close
 
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
-PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined
+PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks, so both even and odd numbers of chunks are joined
 DIRECTIONS = np.random.default_rng(0).standard_normal((7, SIZE))
 
 
@@ -54,7 +54,7 @@ def _normalized(weights, seen, least=0.0):
 
 
 def _log_decay(beta):
-    """From almost no decay to a state that is almost emptied."""
+    """From almost no decay to an almost empty state."""
     return -20 * beta**4
 
 
@@ -72,7 +72,7 @@ def _mixed(q, k, seen):
 
 
 def oracle(name, query, key, value, beta, segments):
-    """(n, N, V) in float64 for one row of tokens that all exist; complex inputs give directional derivatives."""
+    """(n, N, V) in float64 for a row without padding; complex inputs give directional derivatives."""
     n = len(query)
     seen = np.tri(n, dtype=bool) & (segments[:, None] == segments)
     out = []
@@ -119,7 +119,8 @@ def call(name, query, key, value, beta, **options):
 
 
 def with_states(name, arrays, ids, lengths):
-    """The outputs of three pieces; the second has segments and lengths. Without states, of the second alone."""
+    """The outputs of three pieces, the second with segments and lengths. A function without states runs only the
+    second."""
     cuts = list(itertools.pairwise(np.cumsum([0, PAST, MIDDLE, REST])))
     past, middle, rest = ([x[:, a:b] for x in arrays] for a, b in cuts)
     options = {"key_value_seq_lengths": lengths, "chunk_size": CHUNK}
@@ -194,7 +195,7 @@ def test_oracle(name, all_at_once):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "performer"])
 def test_both_directions_see_their_segment(name, all_at_once):
-    """Packed sequences without causality pass the chunks in both directions."""
+    """Without causality, chunks of packed sequences are scanned in both directions."""
     rng = np.random.default_rng(2)
     arrays = [rng.standard_normal((1, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
@@ -214,7 +215,7 @@ def test_both_directions_see_their_segment(name, all_at_once):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flash", "bsbr", "bsbr_compressed"])
 def test_a_prompt_is_read_at_once(name, all_at_once):
-    """Pieces that begin and end within chunks, with padding, equal the plain form of the whole sequence."""
+    """Pieces that begin and end inside chunks, with padding, equal the plain form of the whole sequence."""
     rng = np.random.default_rng(6)
     total, lengths = PAST + MIDDLE + REST, (MIDDLE, 107)
 
@@ -283,7 +284,7 @@ def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
 
 
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
-    """Pieces of 24 queries, which fit into the memory, although 8 are asked for."""
+    """Takes 24 queries per piece, since they fit in memory, although 8 are requested."""
     rng = np.random.default_rng(4)
     arrays = [rng.standard_normal((2, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
@@ -305,7 +306,7 @@ def test_the_platform_that_a_call_is_lowered_for_decides(name, platform, loops):
 
 @pytest.mark.slow
 def test_long_products_of_the_delta_rule_stay_precise(all_at_once):
-    """4,096 chunks' maps, joined in float32, against the recurrence in float64."""
+    """The joined float32 maps of 4,096 chunks, against the recurrence in float64."""
     rng = np.random.default_rng(3)
     length = 2**15
     query, key, value = rng.standard_normal((3, 1, length, 1, SIZE))

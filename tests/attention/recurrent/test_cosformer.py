@@ -10,7 +10,7 @@ from brl_jax import cosformer_attention
 
 
 def test_an_array_of_the_longest_length():
-    """As a decoding cache keeps it: also with enough tokens for a kernel, and with gradients."""
+    """A decoding cache keeps it so. Also with enough tokens for a kernel, and with gradients."""
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 600, 2, 8)) for i in range(3))
 
     def loss(longest, *arrays):

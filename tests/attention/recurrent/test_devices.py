@@ -1,4 +1,4 @@
-"""Mechanisms with a state on sequences that four devices share: the numbers of one device, and no row travels."""
+"""Mechanisms with a state on sequences shared by four devices: the same numbers as one device, and no row travels."""
 
 import functools
 
@@ -48,7 +48,7 @@ def features(length):
 
 
 def packed(length):
-    """Segments that end within a device's tokens, where the next device's begin, and that several devices share."""
+    """Segments that end inside a device's tokens, at a device's last token, or several devices later."""
     ids = np.zeros((BATCH, length), np.int32)
     for row, ends in enumerate(([length // 4, length // 4 + 3], [5, length // 2 + 9, length - 2])):
         for end in ends:
@@ -101,7 +101,7 @@ def performer(query, key, value, projection, **options):
 
 
 def flow(query, key, value, **options):
-    """The output, and the state without its count of tokens."""
+    """The output, and the state without its token count."""
     out = flowformer_attention(query, key, value, **options)
     return (out[0], out[1]._replace(length=None)) if "state" in options else out
 
@@ -181,7 +181,7 @@ CASES = {
 }
 
 
-# Keys of these go around the devices.
+# Their keys travel around the devices.
 AROUND = ("gau", "gau, both directions, padded")
 MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flow", "luna", "flash")
 
@@ -219,7 +219,8 @@ def test_results_and_gradients_are_those_of_one_device(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOVED)
 def test_states_travel_and_no_rows(result, name):
-    """Four devices have 1,024 tokens each, 16 numbers of a key; a state has 128 to 256 numbers, and 8 are gathered."""
+    """Four devices have 1,024 tokens each, with 16 numbers per key. A state has 128 to 256 numbers; 8 states are
+    gathered."""
     collectives = result(f"moved {name}")
     assert any(kind == "all-gather" for kind, _ in collectives)
     assert max(elements for _, elements in collectives) <= 2048
@@ -228,7 +229,7 @@ def test_states_travel_and_no_rows(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_keys_go_around_and_no_row_is_gathered(result, name):
-    """A device's 1,024 tokens have 4 heads of 16 features of keys, including a bias; a row has four times more."""
+    """A device's 1,024 tokens have 4 heads of 16 key features, including a bias; a whole row has four times that."""
     collectives = result(f"moved {name}")
     assert "collective-permute" in {kind for kind, _ in collectives}
     assert max(elements for _, elements in collectives) <= 1024 * 4 * 16

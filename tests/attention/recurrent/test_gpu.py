@@ -1,7 +1,6 @@
-"""What `gau_attention` and `compress_blocks` give the GPU kernels, which stand here as dense forms in JAX.
+"""What `gau_attention` and `compress_blocks` pass to the GPU kernels, replaced here by dense forms in JAX.
 
-The kernels' own numbers: tests/pallas_kernels/triton.
-"""
+tests/pallas_kernels/triton tests the kernels themselves."""
 
 import functools
 
@@ -16,7 +15,8 @@ from tests.support.attention import close
 
 
 def dense(query, key, value, ranges):
-    """The kernel's formula; every pair that is seen lies in the queries' ranges of its key."""
+    """The kernel's formula. Each visible pair must lie in the query's range of keys and in the key's range of
+    queries."""
     at_query, at_key = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None]
     seen = (ranges.first[..., None] <= at_key) & (at_key < ranges.stop[..., None])
     seen_by = (ranges.begin[:, None] <= at_query) & (at_query < ranges.end[:, None])

@@ -1,4 +1,4 @@
-"""The short convolution against its sum token by token, in rows of several sequences and piece by piece."""
+"""The short convolution against its sum token by token, in rows of several sequences and in pieces."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from brl_jax.attention.recurrent.short_convolution import short_convolution
 from tests.laws.networks import as_float64, relative_error
 
 SIZE, LENGTH = 4, 13
-# The first id comes back after one token of another: that is a third sequence.
+# The first id returns after one token with another id: that makes a third sequence.
 IDS = np.asarray([[5] * 6 + [2] + [5] * 6, [1] * 2 + [2] * 9 + [3] * 2])
 
 
@@ -49,7 +49,7 @@ def test_outputs_and_gradients_are_those_of_the_sum():
 
 
 def test_pieces_are_the_whole():
-    """Bitwise, wherever pieces end: a prompt, single tokens, and pieces whose last tokens do not exist."""
+    """Bitwise, wherever pieces end: a prompt, single tokens, and pieces that end in padding."""
     x, kernel, bias, _ = arrays()
     step = jax.jit(
         lambda x, ids, recent, count: short_convolution(
@@ -66,7 +66,7 @@ def test_pieces_are_the_whole():
             if ids is not None:
                 own = np.full((2, size), -7, np.int32)
                 own[:, :exist] = ids[:, start : start + exist]
-                # A piece belongs to the sequence before it or begins another.
+                # A piece continues the sequence before it or begins another.
                 recent = jnp.where(
                     (own[:, 0] == ids[:, start - 1])[:, None, None, None] | (exist == 0), recent, 0
                 )

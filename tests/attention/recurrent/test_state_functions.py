@@ -1,4 +1,4 @@
-"""Properties of every attention function with a recurrent state: pieces, padding, packing, long and bad input."""
+"""Properties of all attention functions with a recurrent state: pieces, padding, packing, long and bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.attention import close
 
 
 class Case(NamedTuple):
-    """A function of query (B, T, N, H), key and value (B, T, K, H), and its state before the first token."""
+    """A function of query (B, T, N, H), key and value (B, T, K, H), and its initial state."""
 
     call: Callable[..., Any]
     init: Callable[[int, int, int], Any]  # batch, key heads, head_dim
@@ -157,8 +157,8 @@ def compiled(name: str, return_state: bool) -> Callable[..., Any]:
 
 
 each = pytest.mark.parametrize("name", CASES)
-# Fast: a sum of outer products, the delta rule's triangular systems, and keys kept with a state. Layers of every
-# kind go through pieces and packing in tests/laws.
+# Fast: a sum of outer products, the delta rule's triangular systems, and a state with keys. tests/laws checks pieces
+# and packing of layers of every kind.
 each_engine = pytest.mark.parametrize("name", slow_unless(CASES, ("linear", "delta", "bsbr")))
 
 
@@ -178,14 +178,14 @@ def test_pieces_of_any_size_continue_the_state(name):
 
 @each_engine
 def test_padding_leaves_no_trace(name):
-    """NaN from a row's length on reaches neither its outputs, nor the state, nor any gradient."""
+    """NaN after a row's end reaches neither its outputs nor the state nor any gradient."""
     run = compiled(name, True)
     arrays = inputs(150, seed=1)
     lengths = jnp.array([150, 70])
 
     @jax.jit
     def all_of_it(*arrays):
-        """The outputs, the state and the gradients of the tokens that exist in the second row."""
+        """The outputs, the state and the gradients of the existing tokens in the second row."""
 
         def loss(*arrays):
             out, state = CASES[name].call(*arrays, key_value_seq_lengths=lengths, return_state=True)
@@ -207,7 +207,8 @@ def test_padding_leaves_no_trace(name):
     "name", slow_unless([name for name, case in CASES.items() if case.packs], ("linear", "delta"))
 )
 def test_segments_are_apart(name):
-    """A segment gives what it gives alone; the given state precedes the first, and the returned one is the last's."""
+    """A segment gives the same as alone. The given state precedes the first segment; the returned one follows the
+    last."""
     run = compiled(name, True)
     arrays = inputs(200, seed=2, batch=1)
     cuts = [0, 3, 68, 200]
@@ -220,14 +221,14 @@ def test_segments_are_apart(name):
         past = {"state": before} if a == 0 else {}
         expected, last = run(*(x[:, a:b] for x in arrays), **past)
         close(out[:, a:b], expected)
-    more = inputs(3, seed=6, batch=1)  # the program is compiled already for the first segment's shape
+    more = inputs(3, seed=6, batch=1)  # reuses the program compiled for the first segment's shape
     close(run(*more, state=state)[0], run(*more, state=last)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.linear])
 def test_64k_tokens_in_bfloat16(name):
-    """The state keeps its precision: the last tokens have the outputs of float32."""
+    """The state keeps its precision: the last tokens' outputs match float32."""
     run = compiled(name, False)
     arrays = [x.astype(jnp.bfloat16) for x in inputs(2**16, batch=1, heads=1, kv_heads=1, seed=4)]
     out = run(*arrays)
@@ -237,7 +238,7 @@ def test_64k_tokens_in_bfloat16(name):
 
 @each_engine
 def test_devices_share_heads_under_shard_map(name):
-    """Loops whose state starts at zeros pass shard_map's checks of the axes that arrays vary over."""
+    """Loops whose state starts at zeros pass shard_map's checks of varying axes."""
     case = CASES[name]
     arrays = inputs(130, seed=5, batch=1)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -297,7 +298,7 @@ def test_bsbr_clamps_lengths_beyond_the_sequence(is_causal):
 
 @pytest.mark.parametrize("name", slow_unless(["delta", "mlr", "diag"], ("delta",)))
 def test_gradients_of_replicated_keys_under_shard_map(name):
-    """Queries are split over the mesh and keys are on every device, so the gradient of keys is summed over devices."""
+    """Queries are sharded and keys replicated, so the gradient of keys is summed over devices."""
     arrays = inputs(40, seed=10, batch=1, heads=2, kv_heads=1)
     function = {
         "delta": _delta,

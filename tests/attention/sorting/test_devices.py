@@ -1,4 +1,5 @@
-"""Functions of whole rows that four of eight devices share: the numbers of one, and no device has rows of all heads."""
+"""Functions of whole rows, shared by four of eight devices: the same numbers as one, and no device has all heads'
+rows."""
 
 import functools
 
@@ -31,7 +32,7 @@ def informer(query, key, value, **options):
     return by_heads(of_rows, (query, key, value), whole=(jax.random.key(1),))
 
 
-# The function, and the heads of each of its arrays.
+# The function, and the number of heads of each of its arrays.
 CASES = {
     "reformer": (functools.partial(reformer, is_causal=True), (4, 4)),
     "reformer, fewer heads than devices": (functools.partial(reformer, is_causal=True), (4, 2)),
@@ -66,7 +67,7 @@ def test_results_and_gradients_are_those_of_one_device(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reformer", "informer"])
 def test_parts_of_rows_are_exchanged_and_no_row_is_gathered(result, name):
-    """A device has 1,024 tokens of 4 heads of 8 features: the numbers of one head of the whole row."""
+    """A device has 1,024 tokens of 4 heads of 8 features, as many numbers as one head of the whole row."""
     found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"all-to-all"}
     assert max(elements for _, elements in found) <= 1024 * 4 * 8

@@ -36,7 +36,7 @@ def test_a_budget_of_all_is_full_attention():
 
 
 def test_budgets():
-    """Of ints and of arrays alike, at the powers of e."""
+    """For ints and arrays, near powers of e."""
     lengths = [1, 2, 3, 7, 8, 20, 21, 22026, 22027, 2**24]
     logarithms = [max(1, math.ceil(math.log(n))) for n in lengths]
     assert [informer.log_ceiling(n) for n in lengths] == logarithms
@@ -85,7 +85,7 @@ def test_other_lengths_and_sizes_are_refused():
 
 @pytest.mark.parametrize("sizes", [{"factor": 1}, {"num_heads": 2}])
 def test_a_state_of_other_sizes_is_refused(sizes):
-    """It would rank a query among too few of the earlier ones."""
+    """With them, it would rank a query among too few of the earlier ones."""
     query, key, value = (x[:1, :2] for x in random_qkv(90, heads=4)[:3])
     sizes = {"length": 90, "num_heads": query.shape[2], "factor": 2} | sizes
     state = init_informer_state(1, key.shape[2], key.shape[3], **sizes)

@@ -21,7 +21,7 @@ def arguments(length, batch=2, seed=0):
 
 
 def attend(query, key, value, gates, sizes=SIZES, segment_ids=None, **options):
-    """Blocks are compressed to their means."""
+    """Compresses blocks to their means."""
     blocks = (compression_blocks(x, sizes, segment_ids).mean(2) for x in (key, value))
     return native_sparse_attention(
         query, key, value, *blocks, gates, sizes=sizes, window=3, segment_ids=segment_ids, **options
@@ -76,7 +76,8 @@ def test_with_all_blocks_the_second_branch_is_full_attention():
 
 @pytest.mark.slow
 def test_a_query_finds_the_block_that_answers_it():
-    """One far token has the query's key; its block's mean points to it, and the chosen block gives its value back."""
+    """One distant token has the query's key; its block's mean points to it, and the selected block returns its
+    value."""
     length, place = 64, 21
     key = 0.01 * jax.random.normal(jax.random.key(0), (1, length, 1, 8))
     key = key.at[0, place].set(jnp.asarray([8.0] + [0.0] * 7))

@@ -1,4 +1,4 @@
-"""Functions that rank tokens against their plain form in `reference.py`."""
+"""Functions that rank tokens, against their plain forms in `reference.py`."""
 
 import functools
 

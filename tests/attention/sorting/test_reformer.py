@@ -1,4 +1,4 @@
-"""Attention in the buckets of a hash: reductions, padding, generation in pieces, and what it refuses."""
+"""Attention in the buckets of a hash: special cases, padding, generation in pieces, and what it refuses."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ def rotations_for(query, **sizes):
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_bucket_is_full_attention_to_others(is_causal):
-    """Directions of 0 give all tokens one bucket, in each of three rounds."""
+    """With directions of 0, all tokens share one bucket in each of three rounds."""
     query, value = arrays_of(11)
     rotations = jnp.zeros((3, query.shape[3], 1))
     key = query / jnp.linalg.norm(query, axis=-1, keepdims=True)
@@ -36,7 +36,7 @@ def test_one_bucket_is_full_attention_to_others(is_causal):
     expected = full_attention(query, key, values, mask=jnp.asarray(mask))
     call = jax.jit(functools.partial(reformer_attention, chunk_size=11, is_causal=is_causal))
     assert relative_error(call(query, value, rotations), expected) < 1e-5
-    # Smaller chunks reach less far back.
+    # Smaller chunks don't reach back far enough.
     assert relative_error(reformer_attention(query, value, rotations, chunk_size=3), expected) > 1e-2
 
 
@@ -122,7 +122,7 @@ def test_an_odd_number_of_buckets_is_refused(number, expected):
     ],
 )
 def test_a_state_of_other_sizes_is_refused(sizes, message):
-    """With other numbers of buckets a step would count tokens in the wrong one."""
+    """With another number of buckets it would count tokens in the wrong ones."""
     query, value = arrays_of(9)
     query, value = (jnp.concatenate([x, x])[:4, :2] for x in (query, value))
     sizes = {"num_heads": query.shape[2], "num_rounds": 2, "num_buckets": 4} | sizes

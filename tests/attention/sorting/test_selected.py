@@ -13,8 +13,8 @@ LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3
 
 
 def listed_blocks():
-    """Lists (1, T, K, M) with each query's own block, others before it and holes, in packed sequences; and which keys
-    each head sees, (1, N, T, S)."""
+    """Lists (1, T, K, M) with each query's block, earlier blocks and holes, in packed sequences; and which keys each
+    head sees, (1, N, T, S)."""
     rng, total = np.random.default_rng(7), sum(LENGTHS)
     starts = np.full((1, total, 2, BLOCKS), total, np.int32)
     seen = np.zeros((1, 2, total, total), bool)

@@ -11,7 +11,7 @@ from tests.support.attention import random_qkv
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "interleaved", "max_exchange"])
 def test_padding_stays_behind(order):
-    """Whatever the padding holds, a row gives what it gets alone, and padded rows give 0."""
+    """Whatever the padding holds, a row gives the same as alone, and padded rows give 0."""
     value = random_qkv(9)[2]
     lengths = jnp.asarray([5] + [9] * (value.shape[0] - 1), jnp.int32)
     alone = sliceformer_attention(value[:1, :5], order=order)

@@ -1,4 +1,4 @@
-"""Bilinear MLR and BTT attention and split heads against dense score matrices, with their gradients; what rank buys."""
+"""Bilinear MLR and BTT attention and split heads against dense score matrices, with gradients; the effect of rank."""
 
 import inspect
 
@@ -17,7 +17,7 @@ STATIC = ("normalize", "scale", "is_causal", "ranks", "window", "implementation"
 
 
 def compiled(function):
-    """As one program: called as they are, functions compile each of their operations."""
+    """As one program; uncompiled functions compile each of their operations."""
     names = inspect.signature(function).parameters
     return jax.jit(function, static_argnames=[name for name in STATIC if name in names])
 
@@ -49,7 +49,7 @@ def btt_weights(heads, width, rank):
 
 
 def attended(scores, value, is_causal):
-    """softmax(scores) value, from scores (B, N, T, T), by the oracle."""
+    """softmax(scores) value from scores (B, N, T, T), computed by the oracle."""
     length, heads = scores.shape[-1], scores.shape[1]
     zero = np.zeros((scores.shape[0], length, heads, value.shape[3]))
     visible = np.tri(length, dtype=bool) if is_causal else np.ones((1, 1), bool)
@@ -58,7 +58,7 @@ def attended(scores, value, is_causal):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_bilinear_mlr_is_its_structured_matrix(is_causal):
-    """The scores are x_i^T M x_j with M the dense matrix of an MLR; grouped keys and values."""
+    """The scores are x_i^T M x_j with M the dense matrix of an MLR; keys and values are grouped."""
     ranks, kv_heads = (3, 2, 1), 2
     x, value = normal(BATCH, LENGTH, WIDTH), normal(BATCH, LENGTH, 1, SIZE)
     query, key = mlr_weights(HEADS, WIDTH, ranks, 1), mlr_weights(kv_heads, WIDTH, ranks, 2)
@@ -95,7 +95,7 @@ def test_bilinear_btt_is_its_structured_matrix(rank):
 
 
 def test_layer_norms():
-    """Over each head's and level's features, and over the width; their scales are shared by the heads."""
+    """Normalizes each head's and level's features, or the whole width; heads share the scales."""
     x, ranks = normal(BATCH, LENGTH, WIDTH), (3, 2)
     weights, scales = mlr_weights(HEADS, WIDTH, ranks, 1), [normal(3), normal(4)]
 
@@ -115,7 +115,7 @@ def test_layer_norms():
 
 
 def test_feature_attention_is_full_attention():
-    """From either path: one MLR level, and blocks of queries at an offset."""
+    """On either path: one MLR level, and blocks of queries at an offset."""
     query, key, value = normal(1, 300, 4, 6), normal(1, 300, 4, 6), normal(1, 300, 2, 3)
     wide = jnp.repeat(value, 2, axis=2)
     expected = full_attention(query, key, wide, scale=1.0, is_causal=True)
@@ -129,8 +129,8 @@ def test_feature_attention_is_full_attention():
 
 
 def test_eight_bilinear_heads_score_by_the_identity_and_eight_standard_heads_cannot():
-    """x -> x_i . x_j at width 64: with 8 heads each bilinear form gives it exactly, in every head; a standard head's
-    scores have rank 8 at most, and are never nearer to it than sqrt(64 - 8) on 64 orthonormal tokens."""
+    """x -> x_i . x_j at width 64: with 8 heads, each bilinear form computes it exactly in every head. The scores of a
+    standard head have rank at most 8, so on 64 orthonormal tokens they are at least sqrt(64 - 8) away."""
     width, heads = 64, 8
     x = jnp.eye(width)[None]
     identity = np.eye(width)
@@ -139,7 +139,7 @@ def test_eight_bilinear_heads_score_by_the_identity_and_eight_standard_heads_can
     left = jnp.broadcast_to(eye[None, None, :, :, None], (heads, 8, 8, 8, 1))  # (N, b, a, c, t)
     keys = bilinear_btt_keys(x, right, left, normalize=False)
     btt = np.einsum("td,snd->nts", x[0], keys[0])
-    # Ranks that sum to the head_dim 8, as standard attention's: the last level's 32 blocks of 2 channels, each in full.
+    # Ranks that sum to the head_dim 8, as in standard attention; the last level has 32 full blocks of 2 channels.
     ranks = (1, 1, 1, 1, 2, 2)
     weights = [jnp.zeros((2**level, width // 2**level, heads, rank)) for level, rank in enumerate(ranks)]
     weights[-1] = jnp.broadcast_to(jnp.eye(2)[None, :, None], weights[-1].shape)
@@ -151,7 +151,7 @@ def test_eight_bilinear_heads_score_by_the_identity_and_eight_standard_heads_can
     query, key = normal(width, heads, 8), normal(width, heads, 8, seed=1)
     standard = np.einsum("tnh,snh->nts", query, key)
     for scores in standard:
-        # The nearest multiple of this head's scores, and the bound for any head at all.
+        # The nearest multiple of this head's scores, then the bound for any head.
         best = scores * (scores * identity).sum() / (scores**2).sum()
         assert np.linalg.matrix_rank(scores) == 8
         assert np.linalg.norm(identity - best) > np.sqrt(width - 8)
@@ -173,6 +173,25 @@ def test_btt_factors():
         btt_factors(0)
     with pytest.raises(ValueError, match=r"got 2 = 1\*2; the nearest such widths are 4 = 2\*2"):
         btt_factors(2)
+
+
+def test_tokens_are_multiplied_in_the_order_that_costs_least():
+    """Appendix D of arXiv:2509.07963, tables 2 and 3, for a head of width 64: of all orders, a level of MLR multiplies
+    queries and keys by their factors first (eq. 32), and a BTT of rank 2 one side by both cores, and then the tokens of
+    the other side (eq. 35)."""
+
+    def order(products, *shapes):
+        arrays = [np.empty(shape) for shape in shapes]
+        _, steps = np.einsum_path(products, *arrays, optimize="optimal", einsum_call=True)
+        return [set(step[1].split("->")[0].split(",")) for step in steps]
+
+    tokens, blocks = (256, 4, 16), (4, 16, 4)
+    mlr = order("ipd,pdr,per,jpe->ij", tokens, blocks, blocks, tokens)
+    assert {"pdr", "ipd"} in mlr
+    assert {"per", "jpe"} in mlr
+    btt = order("iab,bact,cebt,jce->ij", (256, 8, 8), (8, 8, 8, 2), (8, 8, 8, 2), (256, 8, 8))
+    assert btt[-1] & {"iab", "jce"}
+    assert {"bact", "cebt"} <= btt[0] | btt[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Structured scores on rows that four of eight devices share: an oracle's numbers, and no device has a whole row."""
+"""Structured scores on rows shared by four of eight devices: results against an oracle, no device holds a whole row."""
 
 import functools
 
@@ -20,12 +20,12 @@ LENGTH, WIDTH = MANY_TOKENS, 16
 
 
 def featured():
-    """Query (of 4 heads), key (2) and value (1) of different features."""
+    """A query (4 heads), key (2) and value (1) with different feature sizes."""
     return [0.5 * draw(2, LENGTH, *size, seed=seed) for seed, size in enumerate(((4, 12), (2, 12), (1, 6)))]
 
 
 def packed():
-    """Segments that end within a device's tokens, where the next device's begin, and that several devices share."""
+    """Segments that end inside a device's tokens, at a device's last token, or several devices later."""
     ids = np.zeros((2, LENGTH), np.int32)
     ids[0, LENGTH // 4 :] = 1
     ids[1, 100:], ids[1, 700:] = 3, 4
@@ -40,8 +40,8 @@ FEATURES = {
         "key_value_seq_lengths": jnp.array([LENGTH, 300]),
     },
 }
-# Four devices have parts of 4 tokens of a causal row of 32, and of 8 tokens of another. Blocks have several parts, one
-# part, and less.
+# Four devices have parts of 4 tokens of a causal row of 32, and of 8 tokens of another. A block spans several parts,
+# one part, or less.
 MLR = {
     "causal": {"ranks": (2, 2, 1, 2, 1), "block_sizes": (None, 16, 8, 4, 2), "is_causal": True},
     "causal, no common block": {
@@ -106,7 +106,7 @@ def result(devices):
 
 
 def seen(length, options, shape):
-    """The pairs that a call's options let see each other, (2, 1, T, T), and the gradient of its output."""
+    """Which pairs the options let see each other, (2, 1, T, T), and the gradient of the output."""
     places = np.arange(length)
     visible = np.ones((2, 1, length, length), bool)
     d_out = np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
@@ -155,7 +155,7 @@ def test_results_and_gradients_are_those_of_one_device(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_row_is_gathered(result, name):
-    """A device has 1,024 of a row's 4,096 tokens. Keys have more features than x where scores are bilinear."""
+    """A device has 1,024 of a row's 4,096 tokens. Bilinear scores have keys with more features than x."""
     found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"collective-permute"}
     features = {"bilinear_mlr": 4 * (5 + 2 * 3), "bilinear_btt": 4 * WIDTH}

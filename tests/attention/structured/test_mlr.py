@@ -42,7 +42,7 @@ def causal_pairs(length):
     return np.tri(length, dtype=bool)
 
 
-# Fast: levels of many blocks that divide each other, and blocks without a common one; all rectangles at once; and
+# Fast: levels of many blocks that divide each other, and blocks without a common divisor; all rectangles at once; and
 # without causality, where no tile is cut.
 CASES = slow_unless(
     [
@@ -82,7 +82,7 @@ def test_ragged_lengths(length):
 
 
 def test_many_tiles_and_steps(monkeypatch):
-    """A cache so small that every rectangle is cut into tiles and processed one after the other."""
+    """With such a small cache, every rectangle is cut into tiles that are processed one after the other."""
     monkeypatch.setattr(mlr_tiles, "CACHE_BYTES", 2**12)
     arrays = random_qkv(301)
     ranks, sizes = levels_of("small_blocks", 301)

@@ -1,4 +1,4 @@
-"""mlr_attention gives a sequence in pieces what it gives the whole sequence; the size of its cache."""
+"""mlr_attention on a sequence in pieces equals the whole sequence; the size of its cache."""
 
 import functools
 

@@ -1,9 +1,10 @@
-"""Costs of programs whose matrix products and communication are known."""
+"""Costs of programs with known matrix products and communication."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from eval.chips.gpu_training import tuned_products
 from eval.chips.program_costs import collective_bytes
 from train.engine.flops import matrix_flops
 
@@ -110,9 +111,21 @@ ENTRY %main (p0: f32[4]) -> f32[4] {
 
 def test_bytes_between_devices_by_kind():
     assert collective_bytes(HLO) == {
-        # Six times in the loop, once though two computations wait for it and a loop in the loop runs meanwhile.
+        # Six times in the loop and once outside: two computations that wait for it and a nested loop add nothing.
         "all-gather": 6 * (64 * 16 * 2) * 7 / 8 + 8 * 4 * 3 / 4,
         "reduce-scatter": 6 * (64 * 32 * 4) * 7 / 8 + 2 * 4 * 3,
         "all-reduce": 2 * (4 + 4) * 4 * 3 / 4,
         "collective-permute": 4 * 4,
     }
+
+
+def test_the_products_that_xla_tunes_on_a_gpu():
+    """Library calls and kernels that XLA generates for a product; not calls of cuDNN, nor other fusions."""
+    program = """
+  %a = f32[4] custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %b = f32[4] custom-call(%x), custom_call_target="__cublas$gemm"
+  %c = f32[4] fusion(%x), kind=kCustom, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %d = f32[4] fusion(%x), kind=kCustom, backend_config={"fusion_backend_config":{"kind":"__custom_fusion"}}
+  %e = f32[4] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+"""
+    assert tuned_products(program) == 3

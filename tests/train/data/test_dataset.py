@@ -1,4 +1,4 @@
-"""Loading: made once, kept whole or not at all, settled when the run starts."""
+"""Loading: data are made once, kept complete or not at all, and fixed when the run starts."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ def test_loaded_corpora_are_the_text(text, tmp_path, spec):
 
 
 @pytest.mark.parametrize("spec", ["bpe:300", "words", "words:max=5"])
-def test_every_stretch_of_lines_has_the_bytes_of_its_lines(text, tmp_path, monkeypatch, spec):
+def test_every_run_of_lines_has_the_bytes_of_its_lines(text, tmp_path, monkeypatch, spec):
     monkeypatch.setattr(corpus_module, "text_pieces", functools.partial(text_pieces, size=100))
     tokenizer, corpora = load(config(text, tokenizer=spec), tmp_path / "run")
     lines = (text / "train.txt").read_text().splitlines(keepends=True)
@@ -96,7 +96,7 @@ def test_a_run_keeps_its_text(text, tmp_path):
     tokenizer, again = load(config(text, tokenizer="words"), run)
     assert {n: c.digest for n, c in again.items()} == {n: c.digest for n, c in first.items()}
     assert list(load(config(text, tokenizer="words"), run, ("valid",))[1]) == ["valid"]
-    # Its tokens gone too, they are made again from the text as it is, with the run's own vocabulary.
+    # With its tokens gone too, the run makes them again from the current text with its own vocabulary.
     shutil.rmtree(run / "data")
     with pytest.raises(UserError, match="no file matches"):
         load(config(text, tokenizer="words"), run)
@@ -157,7 +157,7 @@ def test_another_configuration_of_the_same_run_is_refused(text, tmp_path, change
 
 
 def test_the_tokenizer_of_another_run_is_not_replaced(text, tmp_path):
-    """A run on shards, or on pairs of texts, has a tokenizer and no data.json."""
+    """A run on shards or on pairs of texts has a tokenizer but no data.json."""
     run = tmp_path / "run"
     tokenizer, _ = load(config(text, tokenizer="words"), run)
     (run / "data.json").unlink()
@@ -176,7 +176,7 @@ def test_files_of_others_stay_where_no_run_has_begun(text, tmp_path):
     load(config(text), tmp_path / "ours")
     forget_unstarted(tmp_path / "ours")
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"data"}
-    # Runs on pairs of texts, shards and mixtures have a tokenizer and no data.json.
+    # Runs on pairs of texts, shards and mixtures have a tokenizer but no data.json.
     load(config(text), tmp_path / "pairs")[0].save(tmp_path / "pairs")
     (tmp_path / "pairs" / "data.json").unlink()
     forget_unstarted(tmp_path / "pairs")

@@ -1,4 +1,4 @@
-"""Where documents start: in sources, corpora on disk, shards, mixtures and the rows of batches."""
+"""Where documents start: in sources, corpora on disk, shards, mixtures and rows of batches."""
 
 import dataclasses
 import gzip
@@ -28,12 +28,12 @@ WIKI = (
     " \n = First = \n \n words of it \n = not a title = \n \n = nor this = \n one \n \n = = A section = = \n more \n"
     " \n = Second é = \n \n text , x = 3 \n x = \n \n = Third = \n"
 )
-# Where the documents of WIKI start, found by hand; the empty line at the beginning is the first one's.
+# Where the documents of WIKI start, found by hand; the first includes the empty line before it.
 TITLES = (" \n = First", " = Second", " = Third")
 
 
 def documents_of(blocks):
-    """The documents of blocks, joined."""
+    """Joins the blocks of each document."""
     found = []
     for block in blocks:
         if isinstance(block, DocumentStart):
@@ -43,7 +43,7 @@ def documents_of(blocks):
 
 
 def parts_of(text, beginnings):
-    """The text cut where these pieces of it stand."""
+    """Cuts the text where each of `beginnings` occurs."""
     places = [text.index(each) for each in beginnings] + [len(text)]
     return [text[start:stop] for start, stop in itertools.pairwise(places)]
 
@@ -54,7 +54,7 @@ def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
     blocks = [content[i : i + size] for i in range(0, len(content), size)]
     first_line = check_documents("wikitext")
     assert documents_of(cut_documents(blocks, first_line=first_line, keep=False)) == parts_of(WIKI, TITLES)
-    # Lines that an expression matches as a whole, with either line end.
+    # The expression must match the whole line, whichever line ending it has.
     own = "ab\n# 1\nx # 2\n# 3\r\ny\n# 4"
     blocks = [own.encode()[i : i + size] for i in range(0, len(own), size)]
     found = documents_of(cut_documents(blocks, first_line=check_documents(r"# \d"), keep=False))
@@ -62,8 +62,9 @@ def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 20, 1000])
-def test_long_lines_hide_no_first_line_and_are_none(monkeypatch, size):
-    """Neither before nor behind a line that is too long to wait for; a part of one that looks like a first line."""
+def test_long_lines_hide_no_first_line(monkeypatch, size):
+    """A line too long to buffer hides no first line before or after it, and its own tail never counts as a first
+    line."""
     monkeypatch.setattr(documents_module, "_LONGEST", 16)
     text = "# 1\n" + 50 * "a" + "\n# 2\n" + 34 * "b" + "# 3\n\n# 4\nc\n" + 40 * "d" + "\n# 5\n" + 20 * "e"
     blocks = [text.encode()[i : i + size] for i in range(0, len(text), size)]
@@ -71,7 +72,7 @@ def test_long_lines_hide_no_first_line_and_are_none(monkeypatch, size):
     assert found == parts_of(text, ("# 1", "# 2", "# 4", "# 5"))
 
 
-def test_files_start_documents_beside_the_lines_and_rows_do_not():
+def test_a_file_starts_a_document_and_a_row_does_not():
     blocks = [DocumentStart(b"a\n = T = \n"), b"b\n\n = U = \n\n", DocumentStart(b"c\n\n"), b" = V = \n"]
     first_line = check_documents("wikitext")
     kept, replaced = (
@@ -96,7 +97,7 @@ def test_no_piece_has_two_documents(size):
 
 
 def novel(number):
-    """A short text, which begins and ends with blanks that a tokenizer would join across documents."""
+    """A short text that begins and ends with blanks, which a tokenizer could merge across documents."""
     return (
         f"\n\n  Story {number} é.\n\n" + "".join(f"Line {i} of {number}.\n" for i in range(5 * number)) + "\n"
     )
@@ -114,7 +115,7 @@ def novels(tmp_path):
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300", "bpe-uncased:300", "words", "chars"])
 def test_a_corpus_knows_where_its_documents_start(novels, tmp_path, monkeypatch, spec):
-    """Between two starts are the tokens of the document alone."""
+    """The tokens between two starts encode exactly one document."""
     monkeypatch.setattr(sources_module, "_BLOCK", 37)
     tokenizer, corpora = load(DataConfig(data=novels, tokenizer=spec), tmp_path / "run")
     starts = corpora["train"].starts
@@ -127,8 +128,8 @@ def test_a_corpus_knows_where_its_documents_start(novels, tmp_path, monkeypatch,
     assert corpora["valid"].starts.tolist() == [0]
 
 
-def test_documents_without_tokens_are_none(tmp_path):
-    """A tokenizer that drops blanks gives some documents no token, and the bytes to the next one."""
+def test_documents_without_tokens_are_dropped(tmp_path):
+    """The tokenizer drops blanks, so some documents have no tokens; their bytes go to the next token."""
     (tmp_path / "train-a.txt").write_text("one two\n")
     (tmp_path / "train-b.txt").write_text(" \n \n")
     (tmp_path / "train-c.txt").write_text("three\n")
@@ -142,7 +143,7 @@ def test_documents_without_tokens_are_none(tmp_path):
     assert corpus.num_bytes(first) == len(" \n \nthree\n")
 
 
-@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not beside the checkout")
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not next to the checkout")
 def test_wikitext_2_has_the_published_number_of_articles(tmp_path):
     data = DataConfig(data=f"text:{WIKITEXT}/*.gz", tokenizer="words:1000", documents="wikitext")
     tokenizer, corpora = load(data, tmp_path / "run")
@@ -150,7 +151,7 @@ def test_wikitext_2_has_the_published_number_of_articles(tmp_path):
     assert articles == {"train": 600, "valid": 60, "test": 60}
     text = gzip.decompress((WIKITEXT / "wiki.valid.tokens.gz").read_bytes()).decode()
     titles = re.findall(r"(?<= \n) = [^=\n]+ = (?=\n)", text)
-    # The empty line before the first title is its document's.
+    # The empty line before the first title belongs to its document.
     begins = [corpora["valid"].tokens[start + (start == 0) :][:12] for start in corpora["valid"].starts]
     for title, tokens in zip(titles, begins, strict=True):
         line = tokenizer.encode_corpus([title.encode() + b"\n"])
@@ -213,7 +214,7 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
             break
     with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))
-    # A document without tokens at the end starts there, and does not count.
+    # A last document without tokens, which starts at the end, is ignored.
     summary = json.loads((folder / "train-00000.json").read_text())
     (folder / "train-00000.json").write_text(
         json.dumps(summary | {"starts": [*summary["starts"], summary["tokens"]]})
@@ -238,7 +239,7 @@ def numbered(size, starts):
 
 
 def segments_by_hand(tokens, starts):
-    """Counts the starts in a row of tokens that are positions."""
+    """Numbers the documents in a row whose tokens are their positions."""
     ids = [0]
     for token in tokens[1:]:
         ids.append(ids[-1] + (token in starts))
@@ -260,7 +261,7 @@ def test_rows_say_which_document_each_token_is_of():
         for tokens, ids, weights in zip(batch["tokens"], batch["segment_ids"], batch["weights"]):
             count = int(weights.sum())
             assert ids[:count].tolist() == segments_by_hand(tokens.tolist(), starts)[:count]
-    # One of several processes gives its rows' own.
+    # A process that reads some rows gets the same documents for them.
     one = TokenStreams(corpus, batch=3, length=15, seed=4, rows=[2], segments=True)
     np.testing.assert_array_equal(
         next(one)["segment_ids"],
@@ -277,7 +278,7 @@ def test_mixed_rows_know_their_documents():
     for _, batch in zip(range(3 * STRETCH), stream):
         for tokens, ids in zip(batch["tokens"].tolist(), batch["segment_ids"].tolist()):
             assert ids in (segments_by_hand(tokens, [0, 5, 300]), segments_by_hand(tokens, [0, 123]))
-    # Held-out texts take turns; each turn starts a document but where the same text goes on.
+    # Held-out texts alternate; a turn starts a document unless it continues the same text.
     other = numbered(5000, [0, 4500])
     both = joined(
         [numbered(5000, [0, 10]), dataclasses.replace(other, tokens=other.tokens + 10_000)], [0.5, 0.5]
@@ -301,6 +302,6 @@ def test_mixed_rows_know_their_documents():
         ),
     ],
 )
-def test_documents_that_are_none(options, message):
+def test_documents_that_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         DataConfig(**options)

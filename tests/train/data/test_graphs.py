@@ -1,4 +1,4 @@
-"""Graphs: their files, token lists by metapath, subgraphs, and batches."""
+"""Graphs: their files, token lists by metapath, subgraphs and batches."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ PAPERS, AUTHORS = 60, 12
 
 
 def write_graph(folder, changes=(), papers=PAPERS):
-    """60 papers with features of noise, 12 authors without features, and two authors a paper, who write papers of one
-    class. `changes` are (file, line number, line) to put instead of others. Returns the authors of each paper."""
+    """Writes 60 papers with random features and 12 authors without; the two authors of a paper write papers of one
+    class. `changes` are (file, line number, replacement line). Returns the authors of each paper."""
     rng = np.random.default_rng(0)
     authors = [[i % 3 + 3 * k for k in rng.choice(4, 2, replace=False)] for i in range(papers)]
     noise = rng.integers(3, size=(papers, 5))
@@ -48,12 +48,12 @@ def load(folder, **options):
 def test_a_folder_of_the_benchmark(tmp_path):
     authors = write_graph(tmp_path / "g")
     graph = load(tmp_path / "g", features=16)
-    again = load(tmp_path / "g", features=16)  # from what was kept
+    again = load(tmp_path / "g", features=16)  # from the cache
     assert graph.counts == again.counts == (PAPERS, AUTHORS)
     assert [(r.receiver, r.sender) for r in graph.relations] == [
         (1, 0),
         (0, 1),
-    ]  # link.dat has the reverses
+    ]  # link.dat also has the reverse links
     to_papers = graph.relations[1].adjacency.toarray()
     assert [sorted(np.flatnonzero(row)) for row in to_papers] == [sorted(row) for row in authors]
     assert {split: len(nodes) for split, (nodes, _) in graph.splits.items()} == {
@@ -72,7 +72,7 @@ def test_a_folder_of_the_benchmark(tmp_path):
 
 
 def test_other_links_are_another_graph(tmp_path):
-    """Also where they change no features: a run that is resumed, and other hosts, find it by the digest."""
+    """The digest covers the links too, since resumed runs and other hosts look a graph up by it."""
     authors = write_graph(tmp_path / "g")
     other = next(PAPERS + a for a in range(AUTHORS) if a not in authors[0])
     changes = [("link.dat", 1, f"0\t{other}\t0\t1.0"), ("link.dat", 2 * PAPERS + 1, f"{other}\t0\t1\t1.0")]
@@ -140,7 +140,7 @@ def test_missing_and_damaged_files(tmp_path):
         load(tmp_path / "g")
     (tmp_path / "g/info.dat").unlink()
     damaged = bytearray(gzip.compress(b"{}"))
-    damaged[10] = 7  # behind gzip's header
+    damaged[10] = 7  # after gzip's header
     (tmp_path / "g/info.dat.gz").write_bytes(damaged)
     with pytest.raises(UserError, match=r"info\.dat\.gz cannot be read: .*invalid block type"):
         load(tmp_path / "g")
@@ -173,7 +173,7 @@ def test_features_from_a_file(tmp_path):
     np.savez(tmp_path / "b.npz", features=points)
     np.savez_compressed(tmp_path / "d.npz", features=points, labels=labels)
     damaged = bytearray((tmp_path / "d.npz").read_bytes())
-    damaged[30 + len("features.npy") + 20] = 7  # the first byte of what is compressed, behind zip's header
+    damaged[30 + len("features.npy") + 20] = 7  # the first compressed byte, after zip's header
     (tmp_path / "d.npz").write_bytes(damaged)
     (tmp_path / "e.npz").write_bytes(b"")
     np.save(tmp_path / "f.npy", points)
@@ -219,7 +219,7 @@ def test_features_and_labels_that_mean_nothing(features, labels, message, tmp_pa
 
 
 def test_images_are_described_by_their_edges(tmp_path):
-    """As by a float64 sum over the pixels; contrast and brightness count nothing, and a flat image has zeros alone."""
+    """Matches a float64 sum over the pixels; contrast and brightness don't matter, and a flat image gives zeros."""
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(3, 10, 13)).astype(np.uint8)
     found = describe(images)
@@ -275,7 +275,7 @@ def test_token_lists_hold_means_along_metapaths_and_drawn_nodes(tmp_path):
         tmp_path / "g", [("link.dat", 1, None), ("link.dat", 1, None)]
     )  # paper 0 has no authors
     authors[0] = []
-    # The reverses remain in link.dat; without the lines above both ways would be one relation each.
+    # link.dat still has the reverse links; without the lines above, each direction would be a relation.
     graph = load(tmp_path / "g", features=16)
     assert metapaths(graph.relations[1:2], 0, 3) == [(0,)]
     relations = [r for r in graph.relations if r.adjacency.nnz == 2 * PAPERS - 2]
@@ -314,7 +314,7 @@ def test_subgraphs_have_what_their_nodes_receive_from(tmp_path):
     source = Subgraphs(graph, hops=2, neighbours=2, targets=2)
     asked = np.array([7, 4])
     found = source.draw(asked, 5)
-    # Each type's features have the mean 0 and the size 1.
+    # The features of each type have mean 0 and unit size.
     papers, writers = (rows - rows.mean(axis=0) for rows in map(np.float64, graph.features))
     papers, writers = papers / np.sqrt(np.mean(papers**2)), writers / np.sqrt(np.mean(writers**2))
     np.testing.assert_allclose(found.features[found.places], papers[asked], rtol=1e-4, atol=1e-5)

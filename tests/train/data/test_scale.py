@@ -1,4 +1,4 @@
-"""Data that no memory holds: shards of tokens, streamed data sets, mixtures, and tokenizers that exist."""
+"""Data larger than memory: token shards, streamed data sets, mixtures and existing tokenizers."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def _tokenized(text, folder, *more):
 
 @pytest.mark.slow
 def test_shards_are_the_tokens_of_the_text(text, tmp_path, capsys):
-    """The same batches as from the text itself, whatever rows a process has, and after a stop."""
+    """The same batches as from the text itself, whichever rows a process reads, and after a restart."""
     _tokenized(text, tmp_path / "shards", "--record", "1000")
     assert len(list((tmp_path / "shards").glob("train-*.array_record"))) == 3
     assert "next: python -m train.lm --data tokens:" in capsys.readouterr().err
@@ -67,7 +67,7 @@ def test_shards_are_the_tokens_of_the_text(text, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys):
-    """Only the shards that are missing are written again; another text or tokenizer is refused."""
+    """Only missing shards are written again; a different text or tokenizer is refused."""
     folder = tmp_path / "shards"
     _tokenized(text, folder, "--tokenizer", "bpe:300")
     shards = sorted(folder.glob("*.array_record"))
@@ -89,7 +89,7 @@ def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys
 
 
 def _dataset(folder, files):
-    """A local data set of JSON lines, which `datasets` streams like one of the hub."""
+    """A local data set of JSON lines, which `datasets` streams like one from the hub."""
     folder.mkdir(parents=True)
     for number in range(files):
         lines = [json.dumps({"text": line, "id": i}) for i, line in enumerate(_lines(40, number))]
@@ -109,7 +109,7 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
     whole = training_batches(corpora["train"], **sizes)
     expected = _take(whole, 40)
     whole.close()
-    # Row b reads file b, again and again, each time in another order.
+    # Row b keeps reading file b, in a new order each pass.
     for b in range(4):
         lines = bytes(expected[:, b].astype(np.uint8)).decode().split("\n")
         passes = [lines[:40], lines[40:80]]
@@ -119,7 +119,7 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
     np.testing.assert_array_equal(_take(stream, 17), expected[:17])
     state = json.loads(json.dumps(stream.get_state()))
     stream.close()
-    # Two processes of two rows each, with the state of one.
+    # Two processes with two rows each resume from the state of one process.
     for rows in ([0, 1], [2, 3]):
         part = training_batches(corpora["train"], **sizes, rows=rows)
         part.set_state(state)
@@ -127,7 +127,7 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
         part.close()
     with pytest.raises(UserError, match="input position is of length 100, now it is 50"):
         training_batches(corpora["train"], batch=4, length=50, seed=0).set_state(state)
-    # Other files are other data, for the held-out tokens of a new run too.
+    # Other files are other data, for a new run's held-out tokens too.
     (tmp_path / "set" / "validation-0.jsonl").write_text(json.dumps({"text": "another", "id": 0}) + "\n")
     _, others = load(DataConfig(data=spec, cache_dir=str(tmp_path / "run" / "data")), tmp_path / "new")
     assert bytes(others["valid"].tokens) == b"another\n"
@@ -152,9 +152,9 @@ def test_the_seed_decides_the_order_of_a_streamed_data_set(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("files", [1, 3, 4])
 def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeypatch, files):
-    """The held-out documents are the first ones of all files, and each row reads another file if there are enough.
+    """The first documents of all files are held out, and each row reads a different file if there are enough.
 
-    Each document that is not held out is read once in every pass."""
+    Every other document is read once per pass."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hf_stream, "_HELD_OUT_DOCUMENTS", 10)
     folder = tmp_path / "set"
@@ -168,7 +168,7 @@ def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeyp
     held_out = bytes(corpora["valid"].tokens).decode().split()
     assert held_out == written[:10]
     stream = training_batches(corpora["train"], batch=4, length=5, seed=0)
-    # A document is five bytes. A row reads at most 24 of them before its second pass, or 6.
+    # A document has five bytes. Before its second pass a row reads at most 24 documents (6 if the rows share a file).
     read = _take(stream, 24).astype(np.uint8)
     stream.close()
     documents = {bytes(row).decode().strip() for batch in read for row in batch}
@@ -181,7 +181,7 @@ def _corpus(letter, size):
     )
 
 
-def test_a_mixture_has_its_weights_in_every_stretch():
+def test_a_mixture_has_its_weights_in_every_segment():
     assert parse_mixture("3*text:a,b.txt,1*stdlib") == {"text:a,b.txt": 0.75, "stdlib": 0.25}
     assert parse_mixture("1e-1*text:a,.3*stdlib") == pytest.approx({"text:a": 0.25, "stdlib": 0.75})
     for wrong in ("", "text:a", "0*stdlib", "1*stdlib,1*stdlib", "1*mix:1*stdlib"):
@@ -204,7 +204,7 @@ def test_a_mixture_has_its_weights_in_every_stretch():
     assert held_out.num_bytes() == 60_000
 
 
-def test_a_row_of_a_mixture_reads_on_within_a_stretch():
+def test_a_row_of_a_mixture_reads_on_within_a_segment():
     counting = Corpus(
         np.arange(2000, dtype=np.int32), np.ones(2000, np.int64), np.zeros((0, 2), np.int64), "x"
     )
@@ -228,7 +228,7 @@ def test_mixtures_of_texts_train_and_hold_out_together(text, tmp_path):
 
 
 def _check_tokenizer(spec, tmp_path):
-    """Round trip, bytes that add up, and what `save` writes reads back."""
+    """Text survives the round trip, byte counts add up, and what `save` writes can be read back."""
     content = "\n".join(_lines(50)) + "\n"
     tokenizer = train_tokenizer(spec, lambda: ())
     encoded = list(tokenizer.encode_corpus([content.encode()]))

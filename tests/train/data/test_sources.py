@@ -1,4 +1,4 @@
-"""Sources: every byte in one split, splits by name or cut at a line, errors in one line."""
+"""Sources: each byte in exactly one split, splits by name or cut at a line, and one-line errors."""
 
 import bz2
 import gzip
@@ -96,7 +96,9 @@ def test_the_cut_can_fall_between_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"y" * 10)
     splits = texts(f"text:{tmp_path}/*.txt", 0.1)
     assert splits == {"train": b"x" * 89 + b"\n", "valid": b"y" * 10 + b"\n"}
-    (tmp_path / "b.txt").write_bytes(b"y" * 20)  # the share begins inside it, in a line that is whole
+    (tmp_path / "b.txt").write_bytes(
+        b"y" * 20
+    )  # the held-out share begins inside this file; its line stays whole
     assert texts(f"text:{tmp_path}/*.txt", 0.1)["valid"] == b"y" * 20 + b"\n"
 
 
@@ -110,7 +112,7 @@ def test_files_are_joined_at_lines_and_only_once(tmp_path):
 
 
 def test_a_link_has_its_own_name_and_its_targets_text(tmp_path):
-    """As in caches that keep files under a hash: the link says which split it is, and that it is compressed."""
+    """Caches may store files under a hash: the link's name gives the split and the compression."""
     (tmp_path / "blobs").mkdir()
     for name, text in (("train", lines(50)), ("valid", lines(5))):
         (tmp_path / "blobs" / f"1f{name[0]}").write_bytes(gzip.compress(text))
@@ -238,7 +240,7 @@ def test_hf_without_validation_holds_out_the_last_rows(tmp_path, offline):
     ("rows", "holdout", "kept"), [(3, 0.01, 2), (3, 0.99, 1), (10, 0.26, 7), (2, 0.5, 1)]
 )
 def test_rows_that_are_held_out(rows, holdout, kept):
-    """The nearest number, at least one, and one row at least is left to train on."""
+    """Rounded to the nearest number, but at least one row is held out and at least one is left."""
     blocks = lambda *bounds: iter([repr(bounds).encode()])  # noqa: E731
     splits = _split_rows("--data x", {"train": rows}, blocks, holdout)
     found = {name: b"".join(split.blocks()).decode() for name, split in splits.items()}
@@ -246,7 +248,7 @@ def test_rows_that_are_held_out(rows, holdout, kept):
 
 
 def rows_of(tmp_path, rows):
-    """A folder of JSON lines, as streams and as tables read it."""
+    """A folder of JSON lines, readable as a stream and as a table."""
     for name in ("train", "validation"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -255,7 +257,7 @@ def rows_of(tmp_path, rows):
 @pytest.mark.parametrize("kind", ["hf", "hf-stream"])
 @pytest.mark.parametrize("first", [{"id": "row-0", "text": None}, {"id": "row-0"}], ids=["null", "absent"])
 def test_a_first_row_without_text(kind, first, tmp_path, offline):
-    """The column named text is read, and not the ids, which are the only strings of the first row."""
+    """Reads the column named text, not the ids, which are the only strings in the first row."""
     folder = rows_of(tmp_path, [first, *({"id": f"row-{i}", "text": f"text {i}"} for i in range(1, 5))])
     assert texts(f"{kind}:{folder}")["train"].split(b"\n") == [
         b"",
@@ -304,7 +306,7 @@ def test_hf_errors_are_one_line(tmp_path, offline):
 
 
 def write_info(builder, features, folder, splits):
-    """Writes a prepared data set's own files: metadata, and records where there are rows."""
+    """Writes the files of a prepared data set: metadata, and records if there are rows."""
     folder.mkdir(parents=True)
     infos = []
     for split, rows in splits.items():

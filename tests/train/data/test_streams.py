@@ -1,4 +1,4 @@
-"""Streams: rows that go on, passes that wrap, states that resume, shares of processes, one count a target."""
+"""Streams: contiguous rows, wrapping passes, states that resume, shares of processes, each target counted once."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_rows_go_on_and_follow_each_other(size, batch, length):
         assert [bool(b.reset) for b in batches] == [True] + [False] * (steps - 1)
         tokens = np.concatenate([b["tokens"] for b in batches], 1)
         targets = np.concatenate([b["targets"] for b in batches], 1)
-        # Row after row, position after position: one part of the text, round its end.
+        # Row after row, position after position: one part of the text, wrapping at its end.
         np.testing.assert_array_equal(np.diff(tokens.ravel()) % size, 1)
         np.testing.assert_array_equal(targets, (tokens + 1) % size)
         assert tokens.shape == (batch, steps * length)
@@ -61,9 +61,9 @@ def test_a_row_gives_the_text_back():
     stream = TokenStreams(corpus_of(np.frombuffer(text, np.uint8)), batch=2, length=16, seed=1)
     batches = take(stream, stream.steps_per_pass)
     for row in range(2):
-        stretch = b"".join(b["tokens"][row].astype(np.uint8).tobytes() for b in batches)
-        assert stretch in text + text
-        assert stretch not in text[1:] + b"!" + text[:-1] or stretch in text
+        span = b"".join(b["tokens"][row].astype(np.uint8).tobytes() for b in batches)
+        assert span in text + text
+        assert span not in text[1:] + b"!" + text[:-1] or span in text
 
 
 def test_batches_are_plain_int32_arrays(tmp_path):
@@ -89,7 +89,7 @@ def test_the_seed_draws_the_offsets():
 @pytest.mark.parametrize("step", [0, 1, 5, 6, 7, 13, 40])
 def test_resumed_it_is_the_stream_never_stopped(step):
     def make():
-        return TokenStreams(counting(100), batch=2, length=8, seed=5)  # 6 steps a pass
+        return TokenStreams(counting(100), batch=2, length=8, seed=5)  # 6 steps per pass
 
     whole = take(make(), step + 15)
     stopped = make()
@@ -100,12 +100,12 @@ def test_resumed_it_is_the_stream_never_stopped(step):
     take(resumed, 3)
     resumed.set_state(state)
     assert_same(take(resumed, 15), whole[step:])
-    stopped.set_state(state)  # also in place, over what was read ahead
+    stopped.set_state(state)  # also in place, discarding what was read ahead
     assert_same(take(stopped, 15), whole[step:])
 
 
 class Counting(np.ndarray):
-    """Counts the reads of an array."""
+    """An array that counts how often it is read."""
 
     reads = 0
 
@@ -212,7 +212,7 @@ def test_evaluation_counts_every_target_once(size, batch, length):
     counted = np.concatenate([b["weights"] for b in batches], 1).astype(bool)
     tokens = np.concatenate([b["tokens"] for b in batches], 1)
     targets = np.concatenate([b["targets"] for b in batches], 1)
-    # In the order of the rows, the whole text but its first token; and each row without a gap.
+    # Row by row, the whole text except its first token, and no row has a gap.
     np.testing.assert_array_equal(targets[counted], np.arange(1, size))
     np.testing.assert_array_equal(tokens[counted], np.arange(size - 1))
     assert not (np.diff(counted.astype(int), axis=1) > 0).any()

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, and a count of bytes that adds up to the text whatever the tokenizer."""
+"""Tokenizers: round trips, and byte counts that add up to the text for every tokenizer."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from train.engine.errors import UserError
 
 SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8", "chars", "chars:max=8")
 TEXT = " the cat sat on the mat , the dog did not \n \n the café was on the mat \n" * 3
-# Letters, blanks of several widths, line ends, signs of two to four bytes, the marks themselves.
+# Letters, several widths of blanks, line endings, characters of two to four bytes, the markers themselves.
 TEXTS = st.lists(
     st.sampled_from(
         [
@@ -45,7 +45,7 @@ def make(spec, text=TEXT):
 
 
 def encoded(tokenizer, pieces):
-    """All tokens, and the bytes of text of each."""
+    """All tokens, and how many bytes of text each one covers."""
     ids, sizes = [], []
     for piece_ids, extra, _ in tokenizer.encode_corpus(pieces):
         size = tokenizer.token_bytes[piece_ids].copy()
@@ -109,7 +109,7 @@ def test_words_round_trip_and_vocabulary():
     words = TOKENIZERS["words"]
     assert words.decode(words.encode("the cat\n\non the mat\n")) == "the cat\n\non the mat\n"
     assert words.encode("the <unk> cat").tolist().count(words.encode("<unk>")[0]) == 1
-    # " the cat ..." thrice: every word comes at least three times, so a count of 2 cuts nothing, a size does.
+    # The text repeats " the cat ..." three times, so a minimum count of 2 removes nothing but a size does.
     assert TOKENIZERS["words:2"].vocab_size == words.vocab_size
     assert TOKENIZERS["words:max=8"].vocab_size == 8
     assert make("words:4").vocab_size == 2 + 3  # the, mat, on
@@ -120,7 +120,7 @@ def test_characters_round_trip_and_vocabulary():
     chars = TOKENIZERS["chars"]
     assert chars.decode(chars.encode(TEXT)) == TEXT
     assert chars.vocab_size == len(set(TEXT)) + 1
-    assert [chars.decode([i]) for i in range(3)] == ["\ufffd", " ", "t"]  # by how often they come
+    assert [chars.decode([i]) for i in range(3)] == ["\ufffd", " ", "t"]  # by frequency
     assert TOKENIZERS["chars:max=8"].vocab_size == 8
     assert make("chars:4", "abbb" * 3 + "cc").vocab_size == 2
     ids, sizes = encoded(chars, ["z é 🙂".encode()])
@@ -138,7 +138,7 @@ def test_words_refuse_a_prompt_with_unknown_words():
 def test_bytes_that_are_no_text():
     tokenizer = TOKENIZERS["bytes"]
     assert tokenizer.decode([0xC3, 0x28]) == "�("
-    # What the shell hands over undecodable comes as surrogates.
+    # The shell passes undecodable bytes as surrogates.
     assert tokenizer.encode(os.fsdecode(b"a\xff")).tolist() == [97, 255]
     with pytest.raises(UserError, match="not UTF-8"):
         TOKENIZERS["bpe:300"].encode("a\udcff")
@@ -156,12 +156,12 @@ def test_bpe_merges_and_is_the_same_again():
 
 
 def test_uncased_has_one_form_of_each_word_and_counts_every_byte():
-    """At the start of a sentence and inside it, with and without an accent, its mark behind a blank or not."""
+    """Whether or not it starts the sentence, has an accent, or has a blank before its punctuation."""
     text = " The cat sat , didn't it ? \n It did . \n" * 20
     uncased = make("bpe-uncased:300", text)
     plain = uncased.encode("it did . the cat sat, didn't it?")
     np.testing.assert_array_equal(uncased.encode("It díd.\n\tThe CAT sat , didn 't it ?"), plain)
-    assert len(plain) == 12  # one for each word and mark
+    assert len(plain) == 12  # one for each word and punctuation mark
     assert uncased.encode("cat")[0] not in uncased.encode("concat")
     assert uncased.decode(uncased.encode("The cat 猫 sat")) == " the cat 猫 sat"
     assert encoded(uncased, [text.encode()])[1].sum() == len(text)
@@ -246,7 +246,7 @@ def test_pieces_end_with_a_line_a_blank_or_a_character():
     assert max(map(len, pieces)) <= 10
 
 
-@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not beside the checkout")
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not next to the checkout")
 def test_wikitext_2_has_the_published_counts():
     import gzip
 
@@ -259,7 +259,7 @@ def test_wikitext_2_has_the_published_counts():
 
 
 def _file(model, tmp_path, **parts):
-    """The specification of a tokenizer.json of this model."""
+    """The specification of a tokenizer.json that holds this model."""
     tokenizer = tokenizers.Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
@@ -294,7 +294,7 @@ def test_ids_with_gaps(model, tmp_path):
     ids=["characters", "blanks and bytes"],
 )
 def test_bytes_of_a_cut_text_that_is_not_byte_level(tokens, text, sizes, tmp_path):
-    """A token has the bytes of its own text, and not the number of its characters."""
+    """A token counts the bytes of its text, not its characters."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     model = tokenizers.models.Unigram([(token, -1.0) for token in vocabulary], 0, False)
     tokenizer = train_tokenizer(_file(model, tmp_path), lambda: [])

@@ -1,4 +1,4 @@
-"""Batches: every example once a pass, padded to the bucket of its length, the same for any number of processes."""
+"""Batches: each example once per pass, padded to the bucket of its length, whatever the number of processes."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ def examples(count=23, parts=1, longest=16, seed=0):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, (count, parts)).astype(np.int32)
     tokens = rng.integers(1, 256, lengths.sum()).astype(np.uint8)
-    labels = np.arange(count, dtype=np.int32)  # tells which example a row is
+    labels = np.arange(count, dtype=np.int32)  # the label identifies the example of a row
     return Examples(tokens, lengths, labels, truncated=0, digest=f"{count}-{parts}-{seed}")
 
 
 def check_rows(batch, data):
-    """Each row that counts is its example, followed by zeros."""
+    """Each weighted row is its example, followed by zeros."""
     for tokens, lengths, target, weight in zip(
         *(batch[n] for n in ("tokens", "lengths", "targets", "weights"))
     ):
@@ -44,7 +44,7 @@ def test_a_pass_has_every_example_once_but_a_remainder(parts):
             check_rows(batch, data)
             width = batch["tokens"].shape[-1]
             widths.append(width)
-            # No longer than its longest row needs.
+            # The bucket is the smallest that fits the longest row.
             assert width == min(b for b in BUCKETS if b >= batch["lengths"].max())
             assert batch["tokens"].shape[:-1] == ((4, 2) if parts == 2 else (4,))
         assert len(set(widths)) > 1

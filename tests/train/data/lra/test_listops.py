@@ -1,4 +1,4 @@
-"""ListOps: labels by another evaluator, the distribution of the specification, files as the release's."""
+"""ListOps: labels against a second evaluator, the distribution of the specification, and the release's file format."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ SMALL = ListOpsSpec(min_tokens=10, max_tokens=80, max_depth=5, max_args=4)
 
 
 def evaluate(words):
-    """The value, depth and largest number of arguments of an expression, by a stack over its words."""
+    """The value, depth and largest number of arguments of an expression, evaluated with a stack."""
     stack, depth, most = [[]], 0, 0
     for word in words:
         if word.startswith("["):
@@ -49,7 +49,7 @@ def words_of(trees):
 
 @pytest.fixture(scope="module")
 def published():
-    """Trees of the published specification."""
+    """Trees drawn from the published specification."""
     return generate_trees(np.random.default_rng(3), 600, ListOpsSpec())
 
 
@@ -61,17 +61,17 @@ def test_every_label_is_the_value(published):
 def test_lengths_depths_and_arguments_are_the_specifications(published):
     assert published.lengths.min() > 500
     assert published.lengths.max() < 2000
-    # The release's lengths thin out towards the long end.
+    # Long trees are rarer than short ones, as in the release.
     assert 950 < published.lengths.mean() < 1150
     measured = [evaluate(words)[1:] for words in words_of(published)]
     assert max(depth for depth, _ in measured) == 10
     assert max(most for _, most in measured) == 10
     counts = np.bincount(published.tokens, minlength=15)
-    # Operators and digits are drawn evenly, and every operator is closed.
+    # Operators and digits are equally likely, and every operator is closed.
     assert counts[14] == counts[10:14].sum()
     np.testing.assert_allclose(counts[10:14] / counts[14], 0.25, atol=0.02)
     np.testing.assert_allclose(counts[:10] / counts[:10].sum(), 0.1, atol=0.01)
-    # Minima and maxima make 0 and 9 the most frequent values.
+    # MIN and MAX make 0 and 9 the most frequent values.
     shares = np.bincount(published.labels, minlength=10) / 600
     assert set(np.argsort(shares)[-2:]) == {0, 9}
     assert shares.min() > 0.03
@@ -79,7 +79,7 @@ def test_lengths_depths_and_arguments_are_the_specifications(published):
 
 
 def test_small_trees_are_as_a_walk_draws_them():
-    """Lengths against the specification's own recursion, drawn node by node."""
+    """The lengths match the specification's own recursion, drawn node by node."""
     rng = np.random.default_rng(5)
 
     def size(depth):
@@ -110,7 +110,7 @@ def test_files_are_as_the_releases_and_read_back(tmp_path):
         assert evaluate(source.replace("( ", "").replace(") ", "").removesuffix(" )").split())[0] == int(
             target
         )
-        # A bracket for each argument and one for the end, closed after it, as in ( ( ( [MAX 2 ) 3 ) ] ).
+        # One bracket per argument and one for the end, each closed afterwards: ( ( ( [MAX 2 ) 3 ) ] ).
         assert (
             source.count("(")
             == source.count(")")

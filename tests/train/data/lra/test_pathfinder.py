@@ -1,4 +1,5 @@
-"""Pathfinder: labels by following the drawn path, balance, no shortcut by distance, folders as the release's."""
+"""Pathfinder: labels checked by tracing the path, balanced classes, no shortcut by distance, and the release's
+folders."""
 
 import dataclasses
 import itertools
@@ -15,7 +16,7 @@ from train.engine.errors import UserError
 
 
 def is_connected(image, gap):
-    """Whether the two dots of an image are on one path: goes from piece to lit piece over up to `gap` dark pixels."""
+    """Whether one path joins the two dots of an image: walks between lit pieces over up to `gap` dark pixels."""
     dots, count = ndimage.label(image > 200)
     sizes = ndimage.sum_labels(np.ones_like(image), dots, range(1, count + 1))
     places = ndimage.center_of_mass(dots > 0, dots, np.argsort(sizes)[-2:] + 1)
@@ -49,7 +50,7 @@ def test_a_scene_has_two_long_paths_and_short_ones():
     both = render(scene, 64)
     assert (both == 255).sum() > 2 * 9
     assert both.max() == 255
-    # No path comes near another one.
+    # Paths keep their distance from each other.
     paths = [np.concatenate([np.linspace(a, b, 5) for a, b in itertools.pairwise(p)]) for p in scene.paths]
     for i, first in enumerate(paths):
         for second in paths[:i]:
@@ -58,7 +59,7 @@ def test_a_scene_has_two_long_paths_and_short_ones():
 
 @pytest.mark.parametrize(("dashes", "level"), [(6, "curv_baseline"), (9, "curv_contour_length_9")])
 def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
-    """Shorter paths, whose labels are as right, in the release's folder of that level."""
+    """Images with shorter paths have correct labels too, and go into the release's folder for that level."""
     monkeypatch.setattr(pathfinder, "_CHUNK", 6)
     scene = draw_scene(np.random.default_rng(1), 32, connected=True, dashes=dashes)
     assert [len(path) - 1 for path in scene.paths] == [dashes] * 2 + [dashes // 3] * 5
@@ -80,7 +81,7 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
 
 
 def test_marks_say_which_paths_have_a_dot():
-    """The pixels of one path where the dots are connected, and of two where they are not, with both dots among them."""
+    """One path's pixels if the dots are connected, two paths' if they are not; both dots lie on them."""
     images, labels, marks = generate_images(np.random.default_rng(3), 20, 32, 9, marked=True)
     np.testing.assert_array_equal(images, generate_images(np.random.default_rng(3), 20, 32, 9).images)
     assert marks.dtype == np.uint8
@@ -140,7 +141,7 @@ def test_folders_are_as_the_releases_and_read_back(tmp_path, monkeypatch):
 
 @pytest.fixture
 def release(tmp_path):
-    """A whole folder of ten black images."""
+    """A complete folder of ten black images."""
     (tmp_path / "metadata").mkdir()
     (tmp_path / "imgs").mkdir()
     Image.new("L", (32, 32)).save(tmp_path / "imgs" / "a.png")

@@ -1,4 +1,4 @@
-"""Images, texts and pairs: from TensorFlow Datasets (its mock data), files, and what is wrong with them in one line."""
+"""Images, texts and pairs from TensorFlow Datasets (mocked) and from files, and one-line errors for bad input."""
 
 import gzip
 import json
@@ -68,7 +68,7 @@ def test_colours_become_grey(tmp_path):
     }
     np.savez(tmp_path / "x.npz", **arrays)
     _, found = read(tmp_path, "image", tmp_path)
-    # As TensorFlow's rgb_to_grayscale has them.
+    # The weights of TensorFlow's rgb_to_grayscale.
     assert set(found["train"][0][0]) == {int((0.2989 * 100 + 0.587 * 200 + 0.114 * 50) * 255.5 / 255)}
     assert set(found["train"][1][0]) == {255}
 
@@ -103,7 +103,7 @@ def test_bad_npz_files(tmp_path):
     arrays = {name: np.zeros((4, 32, 32), np.uint8) for name in ("x_train", "y_train")}
     np.savez_compressed(tmp_path / "x.npz", **arrays)
     content = bytearray((tmp_path / "x.npz").read_bytes())
-    content[30 + len("x_train.npy") + 20] = 7  # the first byte of what is compressed, behind zip's header
+    content[30 + len("x_train.npy") + 20] = 7  # the first compressed byte, after zip's header
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot read .*x\.npz \(truncated\?\): .*invalid block type"):
         read(tmp_path, "image", tmp_path)
@@ -141,7 +141,7 @@ def test_the_releases_reviews(tmp_path):
         for label in ("pos", "neg"):
             (tmp_path / "aclImdb" / split / label).mkdir(parents=True)
             for i in range(10):
-                # The classes alternate by name, as the release's files do.
+                # The classes alternate by file name, as in the release.
                 stars = 7 if label == "pos" else 2
                 (tmp_path / "aclImdb" / split / label / f"{i}_{stars}.txt").write_text(f"{label} {i}")
     for folder in (tmp_path, tmp_path / "aclImdb"):
@@ -228,7 +228,7 @@ def test_aan(tmp_path):
 
 
 def novels(folder):
-    """Three books of a kind by two known authors, each repeating another letter."""
+    """Three books of each kind by two known authors; each book repeats a different letter."""
     books = [("train", "Emma_158", "a"), ("train", "Pride_1342", "b"), ("test", "Dracula_345", "c")]
     lines, texts = ["split\tindex\trepo\toffset_bytes\tlength_bytes\twords"], dict.fromkeys(SPLITS, "")
     for split, repo, letter in books:
@@ -255,7 +255,7 @@ def test_pairs_of_passages_from_novels(tmp_path):
             if label and author[a[0]] == "Austen":
                 assert a[0] != b[0]
     whole = (tmp_path / "test.txt.gz").read_bytes()
-    (tmp_path / "test.txt.gz").write_bytes(whole[:10] + b"\7" + whole[11:])  # behind gzip's header
+    (tmp_path / "test.txt.gz").write_bytes(whole[:10] + b"\7" + whole[11:])  # after gzip's header
     with pytest.raises(UserError, match=r"--data_dir: the books of .* cannot be read: .*invalid block type"):
         read(tmp_path, "retrieval", tmp_path)
     (tmp_path / "test.txt.gz").write_bytes(whole)
@@ -264,7 +264,7 @@ def test_pairs_of_passages_from_novels(tmp_path):
         read(tmp_path, "retrieval", tmp_path, **sizes)
 
 
-# --- what the tests' machine has ---
+# --- what is installed on the test machine ---
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/data")
