@@ -120,7 +120,7 @@ def test_bytes_between_devices_by_kind():
 
 
 def test_the_products_that_xla_tunes_on_a_gpu():
-    """Two library calls and a kernel that XLA generates for a product. A call of cuDNN and another fusion do not count."""
+    """Two library calls and a kernel that XLA generates for a product; not a call of cuDNN, nor another fusion."""
     program = """
   %a = f32[4] custom-call(%x), custom_call_target="__cublas$lt$matmul"
   %b = f32[4] custom-call(%x), custom_call_target="__cublas$gemm"
