@@ -15,10 +15,10 @@ from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, HGTLayer, RGCNLayer, add_loops, by_kind
 from brl_jax.models.networks import make_stack
 
-Network = Literal["tokens", "nodes", "mlp", "gcn", "gat", "simple_hgn"]
+Network = Literal["tokens", "nodes", "mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt"]
 
 SIMPLE_HGN_BETA = 0.05
 """How much of the previous layer's attention Simple-HGN keeps (Lv et al. 2021, arXiv:2112.14936)."""
@@ -35,7 +35,9 @@ class GraphConfig(StackConfig):
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
-    passes messages along the edges ("gcn", "gat" or "simple_hgn")."""
+    passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn" or "hgt")."""
+    identities: bool = False
+    """Whether each node of the graph has a learned vector, and its features are not read."""
     input_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate of the features."""
     kinds: tuple[int, ...] = (0,)
@@ -53,12 +55,16 @@ class GraphConfig(StackConfig):
         super().__post_init__()
         if not self.kinds or min(self.kinds) < 0:
             raise ValueError("kinds must not be empty or negative")
+        if self.identities and self.network == "tokens":
+            raise ValueError(
+                "identities must be False with network 'tokens', whose tokens are means of nodes"
+            )
         self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property
     def has_edges(self) -> bool:
         """Whether the network reads edges."""
-        return self.network in ("gcn", "gat", "simple_hgn")
+        return self.network in ("gcn", "rgcn", "gat", "simple_hgn", "hgt")
 
     @property
     def dimensions(self) -> Dimensions:
@@ -88,7 +94,8 @@ def kind_means(
 
 
 class Projection(nn.Module):
-    """Features (B, T, F) to rows (B, T, D): a linear map and a bias for each kind, a norm, and a ReLU."""
+    """Features (B, T, F) to rows (B, T, D): a linear map and a bias for each kind, or a learned vector for each node; a
+    norm, and a ReLU."""
 
     config: GraphConfig
     dimensions: Dimensions
@@ -96,20 +103,20 @@ class Projection(nn.Module):
     @nn.compact
     def __call__(self, features: Float[Array, "B T F"], deterministic: bool) -> Float[Array, "B T D"]:
         c, d = self.config, self.dimensions
-        x = nn.Dropout(c.input_dropout)(features.astype(d.dtype), deterministic=deterministic)
         number, width = max(c.kinds) + 1, d.d_model
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
-        kernel = parameter(self, "kernel", init, (number, c.num_features, width), (None, "inputs", "embed"))
-        bias = parameter(self, "bias", nn.initializers.normal(0.1), (number, width), (None, "embed"))
-        kernel, bias = kernel.astype(d.dtype), bias.astype(d.dtype)
-        # One product for each run of equal kinds: a graph's nodes are sorted by kind.
-        rows, start = [], 0
-        for end in range(1, len(c.kinds) + 1):
-            if end == len(c.kinds) or c.kinds[end] != c.kinds[start]:
-                kind = c.kinds[start]
-                rows.append(x[:, start:end] @ kernel[kind] + bias[kind][None, None])
-                start = end
-        x = jax.nn.relu(norm(d, name="norm")(jnp.concatenate(rows, axis=1)))
+        if c.identities:
+            shape = (len(c.kinds), width)
+            # Small, so that what the nodes learn soon exceeds where they start.
+            table = parameter(self, "nodes", nn.initializers.normal(0.01), shape, (None, "embed"))
+            x = jnp.broadcast_to(table.astype(d.dtype)[None], (features.shape[0], *shape))
+        else:
+            x = nn.Dropout(c.input_dropout)(features.astype(d.dtype), deterministic=deterministic)
+            init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+            axes = (None, "inputs", "embed")
+            kernel = parameter(self, "kernel", init, (number, c.num_features, width), axes).astype(d.dtype)
+            bias = parameter(self, "bias", nn.initializers.normal(0.1), (number, width), (None, "embed"))
+            x = by_kind(x, kernel, c.kinds) + bias.astype(d.dtype)[np.asarray(c.kinds)][None]
+        x = jax.nn.relu(norm(d, name="norm")(x))
         return nn.Dropout(c.dropout)(x, deterministic=deterministic)
 
 
@@ -132,7 +139,7 @@ class SetEncoder(nn.Module):
 
 
 class MessagePassing(nn.Module):
-    """The layers of an MLP, a GCN, a GAT or a Simple-HGN over one graph: (n, D) -> (n, D)."""
+    """The layers of a network without attention, or of one that passes messages, over one graph: (n, D) -> (n, D)."""
 
     config: GraphConfig
 
@@ -160,6 +167,10 @@ class MessagePassing(nn.Module):
                 x = jax.nn.relu(dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x))
             elif c.network == "gcn":
                 x = jax.nn.relu(GCNLayer(d, d.d_model, name=name)(x, edges))
+            elif c.network == "rgcn":
+                x = jax.nn.relu(RGCNLayer(d, d.d_model, c.num_relations, name=name)(x, edges, relations))
+            elif c.network == "hgt":
+                x = HGTLayer(d, c.kinds, c.num_relations, name=name)(x, edges, relations)
             else:
                 is_hgn = c.network == "simple_hgn"
                 attend = GATLayer(

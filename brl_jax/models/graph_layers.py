@@ -164,6 +164,92 @@ class GCNLayer(nn.Module):
         return x + bias.astype(x.dtype)[None]
 
 
+def _from_kinds(edges: Array, relations: Array, count: int) -> Array:
+    """Returns the edges with the sender's row among rows that each node has for each of `count` kinds of edges."""
+    return jnp.stack([edges[:, 0] * count + relations, edges[:, 1]], axis=-1)
+
+
+class RGCNLayer(nn.Module):
+    """W x_i + b, plus for each kind r of edges the mean of W_r x_j over the edges of this kind that node i receives
+    (Schlichtkrull et al. 2017, arXiv:1703.06103, eq. 2, with a matrix for each kind)."""
+
+    dimensions: Dimensions
+    features: int
+    relations: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "n I"], edges: Int[Array, "E 2"], relations: Int[Array, "E"]
+    ) -> Float[Array, "n O"]:
+        nodes, kinds, d = x.shape[0], self.relations, self.dimensions
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+        shape = (kinds, x.shape[1], self.features)
+        kernel = parameter(self, "kernel", init, shape, (None, "embed", "outputs")).astype(x.dtype)
+        rows = jnp.einsum("ni,rio->nro", x, kernel).reshape(nodes * kinds, 1, self.features)
+        groups = edges[:, 1] * kinds + relations
+        count = sum_at(jnp.ones(edges.shape[0], x.dtype), groups, (nodes + 1) * kinds)
+        means = sum_of_messages(rows, (1.0 / count[groups])[:, None], _from_kinds(edges, relations, kinds))
+        own = dense(d, self.features, ("embed", "outputs"), name="own", use_bias=True)(x)
+        return own + means[:nodes, 0]
+
+
+def by_kind(
+    x: Float[Array, "*B n I"], kernel: Float[Array, "K I O"], kinds: tuple[int, ...]
+) -> Float[Array, "*B n O"]:
+    """Returns each row times the matrix of its kind: one product for each run of equal kinds, in which a graph's nodes
+    are sorted."""
+    rows, start = [], 0
+    for end in range(1, len(kinds) + 1):
+        if end == len(kinds) or kinds[end] != kinds[start]:
+            rows.append(x[..., start:end, :] @ kernel[kinds[start]])
+            start = end
+    return jnp.concatenate(rows, axis=-2)
+
+
+class HGTLayer(nn.Module):
+    """Attention with queries, keys, values and outputs by the kinds of nodes, and maps of keys and values by the kinds
+    of edges, (n, D) -> (n, D) (HGT, Hu et al. 2020, arXiv:2003.01332, eq. 3 to 5).
+
+    The edge of kind r from j to i scores (K x_j) W_r . (Q x_i) p_r / sqrt(H), a softmax over all edges that i receives
+    weights the messages (V x_j) M_r, and the output is x_i + A GELU(sum).
+    """
+
+    dimensions: Dimensions
+    kinds: tuple[int, ...]
+    relations: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "n D"], edges: Int[Array, "E 2"], relations: Int[Array, "E"]
+    ) -> Float[Array, "n D"]:
+        d, nodes, width, count = self.dimensions, *x.shape, self.relations
+        heads, size = d.num_heads, width // d.num_heads
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+
+        def typed(name: str, x: Array) -> Array:
+            shape = (max(self.kinds) + 1, width, width)
+            kernel = parameter(self, name, init, shape, (None, "embed", "outputs"))
+            return by_kind(x, kernel.astype(x.dtype), self.kinds)
+
+        def related(name: str, x: Array) -> Array:
+            """A row for each node and kind of edges, of all heads."""
+            split = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0, 1))
+            shape = (count, heads, size, size)
+            kernel = parameter(self, name, split, shape, (None, "heads", "head_dim", None)).astype(x.dtype)
+            rows = jnp.einsum("nhf,rhfg->nrhg", x.reshape(nodes, heads, size), kernel)
+            return rows.reshape(nodes * count, heads, size)
+
+        query = typed("query", x).reshape(nodes, heads, size)
+        keys, values = related("key_map", typed("key", x)), related("value_map", typed("value", x))
+        prior = parameter(self, "prior", nn.initializers.ones_init(), (count, heads), (None, "heads"))
+        places = _from_kinds(edges, relations, count)
+        scores = jnp.sum(query.at[edges[:, 1]].get(mode="clip") * keys[places[:, 0]], axis=-1)
+        scores = scores * prior.astype(x.dtype)[relations] * jnp.asarray(size**-0.5, x.dtype)
+        weights = softmax_at(scores, edges[:, 1], nodes)
+        summed = sum_of_messages(values, weights, places)[:nodes].reshape(nodes, width)
+        return x + typed("out", jax.nn.gelu(summed, approximate=False))
+
+
 class GATLayer(nn.Module):
     """Attention of each node to its senders and itself, (n, I) -> (n, N, O).
 

@@ -25,27 +25,12 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation, plus_minus
+from eval.tasks.paper_tables.graphs import TABLES
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.metrics import read_metrics
 from train.tasks.graph import GRAPH, GraphData
 
-_NETWORKS = ("gcn", "gat", "simple_hgn", "full", "local", "brl")
-# BRL-Attention (OpenReview Vpyg3fqXbl), table 4: micro and macro F1 of `_NETWORKS`.
-_FIGURES = {
-    "DBLP": (91.47, 90.84, 93.39, 93.83, 94.46, 94.01, 95.33, 94.96, 94.96, 94.87, 95.67, 95.35),
-    "IMDB": (64.82, 57.88, 64.84, 58.94, 67.36, 63.53, 68.81, 65.91, 67.93, 65.45, 68.99, 66.29),
-    "ACM": (92.12, 92.17, 92.19, 92.26, 93.35, 93.42, 93.72, 93.79, 93.33, 93.58, 93.78, 93.81),
-    "Freebase": (60.23, 27.84, 65.26, 40.74, 67.49, 62.49, 68.74, 61.73, 67.78, 60.98, 69.54, 61.80),
-}
-PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    name: dict(zip(_NETWORKS, zip(figures[::2], figures[1::2]))) for name, figures in _FIGURES.items()
-}
-# Its table 5: accuracy.
-PAPER_SETS: Mapping[str, Mapping[str, float]] = {
-    "20news": {"gcn": 65.98, "gat": 64.06, "full": 64.94, "local": 64.61, "brl": 65.19},
-    "mini_imagenet": {"gcn": 85.96, "gat": 85.41, "full": 87.46, "local": 87.17, "brl": 87.55},
-}
 _SCORES = ("micro_f1", "macro_f1")
 _METRICS = (*_SCORES, "step_megabytes")
 
@@ -102,11 +87,12 @@ def measure(run: Run, options: TableOptions) -> dict[str, Any]:
 
 def paper_figures(dataset: str, network: str) -> tuple[float, ...]:
     """The paper's micro and macro F1 of a network, its accuracy alone, or nothing."""
-    for name, rows in PAPER.items():
-        if name.lower() == dataset.lower():
-            return rows.get(network, ())
-    found = PAPER_SETS.get(dataset.lower(), {}).get(network)
-    return () if found is None else (found,)
+    for number in (4, 5):
+        table = TABLES.get(f"brl-{number}-{dataset.lower()}")
+        for preset, *figures in table.rows.values() if table else ():
+            if str(preset).partition("-")[2] == network:
+                return tuple(float(figure) for figure in figures if figure is not None)
+    return ()
 
 
 def summarise(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, tuple[float, float, int]]]:

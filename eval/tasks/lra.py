@@ -26,7 +26,7 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
-from eval.tasks.lra_figures import AVERAGES, PAPERS
+from eval.tasks.lra_figures import AVERAGES, PAPERS, PRESETS
 from train.cli.summary import mechanism_names
 from train.data.lra import LRA_TASKS
 from train.tasks.lra import LRA
@@ -129,10 +129,12 @@ def markdown(results: Sequence[Result]) -> str:
     parts = [str(table), "", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
         averages = AVERAGES[paper]
-        table = Table("model", *LRA_TASKS, *(["average"] if averages else []), title=f"{paper}:")
+        columns = (*LRA_TASKS, *(["average"] if averages else []), "train.lra lra-TASK-")
+        table = Table("model", *columns, title=f"{paper}:")
         for model, numbers in figures.items():
             cells = [numbers.get(task) for task in LRA_TASKS] + ([averages.get(model)] if averages else [])
-            table.add(model, *(None if number is None else f"{number:.2f}" for number in cells))
+            printed = (None if number is None else f"{number:.2f}" for number in cells)
+            table.add(model, *printed, PRESETS[paper][model])
         parts += ["", str(table)]
         notes = [average_note(model, figures[model], averages[model]) for model in averages]
         parts += [f"- {note}" for note in notes if note is not None]

@@ -1,4 +1,4 @@
-"""The papers' accuracies on the Long Range Arena, in percent, and the averages that they print."""
+"""The papers' accuracies on the Long Range Arena in percent, the averages they print, and the presets of the rows."""
 
 from __future__ import annotations
 
@@ -60,6 +60,55 @@ PAPERS: dict[str, dict[str, dict[str, float]]] = {
         "TransNormer T2": _row(41.60, 72.20, 83.82, 49.60, 76.80),
     },
 }
+
+PRESETS: dict[str, dict[str, str]] = {
+    BRL: {
+        "Transformer": "original",
+        "Transformer (our-imp)": "full",
+        "Linformer": "original-linformer",
+        "Linear Trans": "original-linear",
+        "Performer": "original-performer",
+        "Luna": "original-luna",
+        "cosFormer": "original-cosformer",
+        "Flowformer": "original-flowformer",
+        "Local-Attn": "original-local",
+        "Sparse Trans": "original-sparse",
+        "Longformer": "original-longformer",
+        "BigBird": "original-bigbird",
+        "Sliceformer": "original-sliceformer",
+        "Reformer": "original-reformer",
+        "Sinkhorn Trans": "original-sinkhorn",
+        "Synthesizer": "original-synthesizer",
+        "BRL-Former (m = 64)": "brl-64",
+        "BRL-Former (m = 128)": "brl-128",
+        "BRL-Former (m = 256)": "brl-256",
+    },
+    BRL_ABLATION: {
+        "Transformer": "original",
+        "Transformer (our-imp)": "full",
+        "Local-Attn (m = 0)": "original-local",
+        "BRL-Former (w/o Attn-Diff)": "brl-256 --mechanism.gamma 0",
+        "BRL-Former": "brl-256",
+    },
+    TRANSNORMER: {
+        "Transformer": "transnormer-full",
+        "Kernelized Attention": "transnormer-kernelized",
+        "Nystromformer": "transnormer-nystromformer",
+        "Linformer": "transnormer-linformer",
+        "Informer": "transnormer-informer",
+        "Performer": "transnormer-performer",
+        "Reformer": "transnormer-reformer",
+        "BigBird": "transnormer-bigbird",
+        "Skyformer": "transnormer-skyformer",
+        "LS": "transnormer-long-short",
+        "cosFormer": "transnormer-cosformer",
+        "FLASH-quad": "transnormer-flash-quad",
+        "FLASH": "transnormer-flash",
+        "TransNormer T1": "transnormer-t1",
+        "TransNormer T2": "transnormer-t2",
+    },
+}
+"""What follows lra-TASK- in the command that trains each row's network."""
 
 # Table 1's average of BRL-Former (m = 64) is missing in the paper's text, and table 2 has none.
 AVERAGES: dict[str, dict[str, float]] = {

@@ -82,7 +82,7 @@ def beside_runs(table: PaperTable, folder: Path) -> Table:
     columns = [name for title in table.measures for name in (f"{title}, paper", "here")]
     shown = Table("row", "preset", *columns, "step", "differs from the preset", title=table.source)
     for name, (preset, *figures) in table.rows.items():
-        runs = [path for path in paths if preset in path.relative_to(folder).parts]
+        runs: list[Path | None] = [path for path in paths if preset in path.relative_to(folder).parts]
         for path in runs or [None]:
             found = {} if path is None else measures(path)
             cells = [

@@ -69,7 +69,7 @@ def test_presets_of_the_papers_data_are_all_there():
         name
         for command in ("lm", "mlm")
         for name in _presets(command)
-        if re.match("wikitext103|openwebtext|roberta", name)
+        if re.match("wikitext103|openwebtext|owt|roberta", name)
     }
     assert papers - named - own == set()
     assert not named & own

@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "full": {
         "": Case(FullConfig()),
         "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
-        "gate": Case(FullConfig(rotary_dim=2, output_gate=True), repeats="full"),
+        "gate": Case(FullConfig(rotary_dim=2, output_gate=True, qk_norm=True), repeats="full"),
     },
     # tests/attention/local/test_local.py has each pattern. Causal ones go through one loop over blocks; the others add
     # a part that all queries see.
@@ -229,7 +229,9 @@ VARIANTS: dict[str, dict[str, Case]] = {
     },
     "global_window": {
         "": Case(GlobalWindowConfig(window=5, ranks=(1, 3))),
-        "scale": Case(GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5), repeats="global_window"),
+        "scale": Case(
+            GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5, qk_norm=True), repeats="global_window"
+        ),
     },
     "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},
     "tlinformer": {"": Case(TLinFormerConfig(window=8, context=5, hidden=1))},

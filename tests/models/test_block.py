@@ -58,7 +58,7 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
     got = run(Encoded(outputs, lengths))
     expected = dense_cross_attention(variables["params"], x, outputs, lengths)
     assert relative_error(got, expected) < 1e-5
-    # Padding changes nothing, not even NaN, and all exist by default.
+    # Padding has no effect, even if it is NaN; by default all outputs exist.
     poisoned = outputs.at[0, 4:].set(jnp.nan)
     np.testing.assert_array_equal(run(Encoded(poisoned, lengths)), got)
     whole = dense_cross_attention(variables["params"], x, outputs, [9, 9])
@@ -75,7 +75,7 @@ def test_a_stack_reads_an_encoder_in_every_layer(remat):
     assert set(block) - set(plain["params"]["layers_0"]["block_0"]) == {"cross_mixer", "cross_norm"}
     run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs, encoded.lengths))[0])
     y = run(encoded.outputs)
-    # Every existing output counts for every token, and padding for none.
+    # Every existing output affects every token, and padding affects none.
     np.testing.assert_array_equal(run(encoded.outputs.at[0, 3:].set(9.0)), y)
     moved = run(encoded.outputs.at[0, 2].multiply(-1.0))
     assert (np.abs(moved - y)[0].max(axis=-1) > 1e-4).all()
@@ -116,7 +116,7 @@ def test_what_cross_attention_refuses():
 
 @pytest.mark.parametrize("sublayer", ["mixer", "cross_mixer", "feed_forward"])
 def test_dropout_reaches_each_sublayer(sublayer):
-    """What one sublayer adds, with the others silent: half of it is 0, the other half doubled."""
+    """One sublayer's contribution, with the others silent: half of it is 0, the other half doubled."""
     block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=CrossConfig())
     x, encoded = draw(2, 40, 16), Encoded(draw(2, 5, 16, seed=1))
     params = nn.unbox(block.init(jax.random.key(0), x, None, None, CALL, True, CrossCall(encoded)))["params"]
@@ -147,7 +147,7 @@ def test_dropout_reaches_each_sublayer(sublayer):
 
 
 def test_output_norms_own_logits_and_their_bound():
-    """Norms remove the size of what the sublayers give, the logits have their own table, and a bound bounds."""
+    """Norms remove the scale of the sublayers' outputs, the logits have a separate table, and the bound holds."""
     config = DecoderConfig(
         num_layers=1, d_model=8, num_heads=3, head_dim=6, d_ff=8, vocab_size=5, mechanism=FullConfig(qk_norm=True),
         norm="rms", output_norms=True, tied_embeddings=False, embedding_scale=0.5, norm_epsilon=0.0,
@@ -188,7 +188,7 @@ def test_logits_begin_at_unit_size_also_for_the_token_itself(options):
 
 
 def test_cross_attention_reads_a_window_and_compressed_tokens():
-    """Both are added before the output projection; queries and keys are rotated by their places (float64 oracle)."""
+    """Both are added before the output projection; queries and keys are rotated by their positions (float64 oracle)."""
     d = dataclasses.replace(D, num_heads=2, num_kv_heads=2, head_dim=4)
     layer = CrossAttention(CrossConfig(window=4, rope=True), d)
     x, outputs, compressed = draw(2, 7, 16), draw(2, 5, 16, seed=1), draw(2, 3, 6, seed=2)
@@ -196,7 +196,7 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
     variables = nn.unbox(layer.init(jax.random.key(0), x, call))
     got = layer.apply(variables, x, call)[0]
-    for start in range(7):  # from any place, as in generation
+    for start in range(7):  # from any position, as in generation
         piece = slice(start, start + 2)
         found = layer.apply(variables, x[:, piece], call._replace(start=jnp.int32(start)))[0]
         assert relative_error(found, got[:, piece]) < 1e-5

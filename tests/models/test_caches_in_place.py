@@ -1,4 +1,4 @@
-"""A decoding step writes into its caches in place: the compiled program copies nothing as long as the context."""
+"""A decoding step updates its caches in place: the compiled program copies no array as long as the context."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from tests.support.programs import optimised
 
 CONTEXT = 4096
 SIZES = {"d_model": 64, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
-# What may be as large as a layer's cache, by a part of its name in the program: the layers' parameters, and what is no
-# copy of a cache as long as the context.
+# Names in the program that may be as large as a layer's cache: the layers' parameters, and arrays that are not copies
+# of a cache.
 PARAMETERS = "stack._unrolled/s(lice|queeze)"
 OTHERS = {
     "gau": "mixer.attend/vmap",  # the rotation of all positions
@@ -77,8 +77,8 @@ def compiled(model):
 
 
 def copies(hlo, limit):
-    """The operations of a program that move `limit` bytes or more, except in branches (`lax.cond`), which run
-    once a chunk or window."""
+    """The operations of a program that move `limit` bytes or more, except in branches (`lax.cond`), which run once per
+    chunk or window."""
     bodies, entry, current = {}, None, None
     for line in hlo.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
@@ -144,7 +144,7 @@ def test_the_mechanisms_with_such_a_cache_are_known():
 
 
 def test_a_scan_over_layers_would_copy(monkeypatch):
-    """The control: with the layers in a loop, the test finds copies."""
+    """The control: with the layers in a loop, the check does find copies."""
     monkeypatch.setattr(Stack, "_is_observed", lambda self: True)
     model = model_of("full")
     assert copies(compiled(model), max(growing(model)))

@@ -1,4 +1,5 @@
-"""Encoders that classify: padding changes nothing, poolings and positions do what they say, pairs see both."""
+"""Encoders that classify: padding has no effect, poolings and positions match their definitions, pairs see both
+texts."""
 
 import dataclasses
 
@@ -26,7 +27,7 @@ from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}
-# One case of each listed mechanism; max_length of Linformer and cosFormer are enough for a token in front.
+# One case of each listed mechanism; max_length of Linformer and cosFormer leaves space for a token in front.
 BIDIRECTIONAL = {
     name: next(m for case, m in CASES.items() if case == name or case.startswith(f"{name}-"))
     for name in MECHANISMS
@@ -37,7 +38,7 @@ LENGTHS = jnp.array([9, 14])
 
 
 def make(config, kind=Classifier, tokens=TOKENS):
-    """A model's parameters, drawn here (which spares compiling its own drawing of them), and its compiled call."""
+    """A model's compiled call, and its parameters drawn here, which saves compiling its initializer."""
     model = kind(config)
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens))
     rng = np.random.default_rng(1)
@@ -53,13 +54,13 @@ def make(config, kind=Classifier, tokens=TOKENS):
 def check_padding(config):
     variables, run = make(config)
     padded = run(variables, TOKENS, LENGTHS)
-    # Other tokens there, one of them (NaN) outside the vocabulary: the very same bits.
+    # Other tokens in the padding, even one (NaN) outside the vocabulary, give bitwise the same.
     other = TOKENS.at[0, 9:].set(jnp.array([3, 1, 4, 1, 99]))
     np.testing.assert_array_equal(run(variables, other, LENGTHS), padded)
     alone = run(variables, TOKENS[:1, :9], LENGTHS[:1])
     tolerance = 1e-5 if config.dtype == "float32" else 2e-2
     assert relative_error(padded[0], alone[0]) < tolerance
-    # Where the tokens exist they count.
+    # Existing tokens do matter.
     assert relative_error(run(variables, other, jnp.array([12, 14]))[0], padded[0]) > 1e-4
 
 
@@ -101,7 +102,7 @@ def test_order_counts_by_the_positions_alone(positions):
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
 def test_packed_sequences_have_the_answers_they_have_alone(positions):
-    """Every kind of positions, a row's padding, and the places that a masked language model is asked for."""
+    """All kinds of positions, padded rows, and the positions that a masked language model predicts."""
     config = EncoderConfig(mechanism=FullConfig(), positions=positions, **SIZE)
     variables, _ = make(config, TokenClassifier)
     model = TokenClassifier(config)

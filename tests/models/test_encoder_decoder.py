@@ -1,4 +1,4 @@
-"""The encoder-decoder: generation is training, padding changes nothing, nothing looks ahead, the encoder learns."""
+"""The encoder-decoder: generation equals training, padding has no effect, nothing looks ahead, the encoder learns."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ PREFIX = 3
 
 
 def make(config):
-    """A model, parameters drawn here (which spares compiling its own drawing of them), and its compiled forward pass:
-    (parameters, tokens, source, weight) -> logits, gradients of sum(logits weight)."""
+    """A model's parameters, drawn here to save compiling its initializer, and its compiled forward pass: (parameters,
+    tokens, source, weight) -> logits, gradients of sum(logits weight)."""
     model = EncoderDecoder(config)
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), TOKENS, SOURCE))
     rng = np.random.default_rng(1)
@@ -54,23 +54,23 @@ def make(config):
 
 def check(config):
     model, variables, both = make(config)
-    # The first of a row's tokens alone is asked for: what comes after it gets no gradient, and what pads the source.
+    # Only the first token of a row is weighted: later tokens and the source's padding get no gradient.
     weight = np.zeros((2, 12, 11), np.float32)
     weight[:, 0] = np.random.default_rng(0).normal(size=(2, 11))
     logits, grads = both(variables, TOKENS, SOURCE, weight)
     assert np.isfinite(logits).all()
-    # Padding of the source changes nothing, not even a token outside the vocabulary; what exists does.
+    # The source's padding has no effect, even with a token outside the vocabulary; existing tokens do.
     padded, padded_grads = both(variables, TOKENS, SOURCE.at[0, 5:].set(jnp.array([3, 1, 99, 4])), weight)
     np.testing.assert_array_equal(padded, logits)
     jax.tree.map(np.testing.assert_array_equal, padded_grads, grads)
     moved = both(variables, TOKENS, SOURCE.at[0, 1].set((SOURCE[0, 1] + 1) % 11), weight)[0]
     assert np.abs(moved[0] - logits[0]).max(axis=-1).min(initial=np.inf, where=np.arange(12) < 3) > 1e-6
     np.testing.assert_array_equal(moved[1], logits[1])
-    # No token depends on a later one, nor on the padding of a shorter target: the very same bits.
+    # No token depends on a later one or on the padding of a shorter target, bitwise.
     changed = both(variables, TOKENS.at[:, 7:].set((TOKENS[:, 7:] + 1) % 11), SOURCE, weight)[0]
     np.testing.assert_array_equal(changed[:, :7], logits[:, :7])
     assert np.abs(changed[:, 7] - logits[:, 7]).max() > 1e-6
-    # The encoder's parameters all learn from the decoder's outputs, except for compressed tokens that nobody reads.
+    # All of the encoder's parameters learn from the decoder, except for compressed tokens that nobody reads.
     still = [
         jax.tree_util.keystr(p) for p, g in jax.tree.leaves_with_path(grads["encoder"]) if not np.abs(g).max()
     ]
@@ -79,7 +79,7 @@ def check(config):
 
 
 def check_generation(model, variables, logits):
-    """Some tokens at once, then one after the other: the logits of training, with keys and values that are kept."""
+    """Several tokens at once, then one by one, with cached keys and values, give the logits of training."""
 
     @jax.jit
     def first(tokens, cache):
@@ -101,7 +101,7 @@ def check_generation(model, variables, logits):
 
 @pytest.mark.slow
 def test_brl_reads_a_window_and_compressed_tokens():
-    """Sources of 9 tokens and targets of 12, in a window of 4: both ends of the source, and beyond it."""
+    """Sources of 9 tokens and targets of 12 with a window of 4: both ends of the source, and beyond it."""
     config = EncoderDecoderConfig(
         mechanism=LocalConfig(window=4), encoder_mechanism=BRL, cross_window=4, **SIZE
     )
@@ -160,7 +160,7 @@ def test_every_mechanism(name):
 
 @pytest.mark.slow
 def test_generate_takes_the_likeliest_tokens_of_training():
-    """Greedy tokens are those that the teacher-forced logits of the same tokens name; rows keep their sources."""
+    """Greedy tokens are the argmax of the teacher-forced logits; each row keeps its source."""
     model, variables, _ = make(EncoderDecoderConfig(mechanism=BRL, cross_window=4, **SIZE))
     settings = {"max_new_tokens": 8, "temperature": 0}
     run = functools.partial(generate, model, variables, **settings)

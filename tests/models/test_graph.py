@@ -1,4 +1,6 @@
-"""Networks over graphs: layers against dense float64 ones, padding, and sets whose order means nothing."""
+"""Networks over graphs: layers against dense float64 ones, padding, and sets in any order."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +9,14 @@ import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig
 from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, HGTLayer, RGCNLayer, add_loops
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
 
 
 def random_graph(padding):
-    """(edges, relations) of a graph in which one node receives nothing, with edges that don't exist."""
+    """(edges, relations) of a graph with some missing edges and a node that receives nothing."""
     rng = np.random.default_rng(0)
     pairs = [(i, j) for i in range(NODES) for j in range(NODES - 1) if i != j and rng.random() < 0.4]
     edges = np.array(pairs + [(2, NODES)] * padding, np.int32)
@@ -37,8 +39,43 @@ def dense_gcn(x, edges, w):
     return (a / np.sqrt(degree[:, None] * degree[None])) @ x @ w["kernel"] + w["bias"]
 
 
+def dense_rgcn(x, edges, relations, w):
+    y = x @ w["own"] + w["own_bias"]
+    for i in range(NODES):
+        for r in range(RELATIONS):
+            own = [x[s] @ w["kernel"][r] for (s, t), kind in zip(edges, relations) if t == i and kind == r]
+            y[i] += np.mean(own, axis=0) if own else 0.0
+    return y
+
+
+def dense_hgt(x, edges, relations, w, kinds, heads):
+    """A softmax over the edges of each node, one node and head after the other."""
+    size = x.shape[1] // heads
+    typed = {
+        name: np.stack([x[i] @ w[name][kinds[i]] for i in range(NODES)]) for name in ("query", "key", "value")
+    }
+    y = np.zeros_like(x)
+    for i in range(NODES):
+        incoming = [(s, r) for (s, t), r in zip(edges, relations) if t == i]
+        for h in range(heads):
+            own = slice(h * size, (h + 1) * size)
+            scores = [
+                typed["key"][s, own]
+                @ w["key_map"][r, h]
+                @ typed["query"][i, own]
+                * w["prior"][r, h]
+                / np.sqrt(size)
+                for s, r in incoming
+            ]
+            shares = np.exp(scores) / np.sum(np.exp(scores))
+            for share, (s, r) in zip(shares, incoming):
+                y[i, own] += share * (typed["value"][s, own] @ w["value_map"][r, h])
+    gelu = np.vectorize(lambda z: z * (1 + math.erf(z / math.sqrt(2))) / 2)
+    return x + np.stack([gelu(y[i]) @ w["out"][kinds[i]] for i in range(NODES)])
+
+
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
-    """(outputs (n, N, O), weights (n, n, N)) where no two edges join the same nodes."""
+    """(outputs (n, N, O), weights (n, n, N)), if no two edges join the same nodes."""
     h = np.einsum("ni,ihf->nhf", x, w["kernel"])
     kind = np.full((NODES, NODES), RELATIONS)
     there = np.eye(NODES, dtype=bool)
@@ -59,7 +96,7 @@ def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
 
 @pytest.mark.parametrize("features", [4, 9])
 def test_gcn_equals_a_dense_one(features):
-    """One width below and one above the input's: the product then stands before and after the sum."""
+    """One width below and one above the input's, so the product comes before or after the sum."""
     x = np.random.default_rng(1).standard_normal((NODES, WIDTH)).astype(np.float32)
     d = GraphConfig(**TINY).dimensions
     edges, _ = random_graph(padding=5)
@@ -69,9 +106,36 @@ def test_gcn_equals_a_dense_one(features):
     np.testing.assert_allclose(y, dense_gcn(x.astype(np.float64), edges[:-5], w), rtol=1e-4, atol=1e-5)
 
 
+def test_relations_of_their_own_equal_dense_ones():
+    """A node without edges of a kind gets nothing for it; edges that don't exist change nothing."""
+    x = np.random.default_rng(8).standard_normal((NODES, WIDTH)).astype(np.float32)
+    d = GraphConfig(**TINY).dimensions
+    edges, relations = random_graph(padding=5)
+    layer = RGCNLayer(d, 4, RELATIONS)
+    params = layer.init(jax.random.key(1), x, edges, relations)["params"]
+    w = {"own": params["own"]["kernel"], "own_bias": params["own"]["bias"], "kernel": params["kernel"]}
+    w = {name: np.asarray(leaf.unbox(), np.float64) for name, leaf in w.items()}
+    y = layer.apply({"params": params}, x, edges, relations)
+    expected = dense_rgcn(x.astype(np.float64), edges[:-5], relations[:-5], w)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
+    x = np.random.default_rng(9).standard_normal((NODES, 8)).astype(np.float32)
+    d, kinds = GraphConfig(**TINY).dimensions, (0,) * 4 + (1,) * 3
+    edges, relations = random_graph(padding=5)
+    layer = HGTLayer(d, kinds, RELATIONS)
+    params, w = weights_of(layer, x, edges, relations)
+    w["prior"] = np.random.default_rng(10).standard_normal(w["prior"].shape)
+    params["prior"] = params["prior"].replace_boxed(jnp.asarray(w["prior"], jnp.float32))
+    y = layer.apply({"params": params}, x, edges, relations)
+    expected = dense_hgt(x.astype(np.float64), edges[:-5], relations[:-5], w, kinds, d.num_heads)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("hgn", [False, True])
 def test_attention_over_edges_equals_a_dense_one(hgn):
-    """Simple-HGN has kinds of edges and takes a share of the earlier layer's weights."""
+    """Simple-HGN distinguishes kinds of edges and mixes in the earlier layer's weights."""
     x = np.random.default_rng(2).standard_normal((NODES, WIDTH)).astype(np.float32)
     d = GraphConfig(**TINY).dimensions
     edges, relations = random_graph(padding=5)
@@ -89,9 +153,10 @@ def test_attention_over_edges_equals_a_dense_one(hgn):
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_edges_and_nodes_that_do_not_exist_change_nothing():
-    """Neither outputs nor gradients, also where attention has large scores."""
-    config = GraphConfig(**TINY, network="simple_hgn", num_relations=RELATIONS)
+@pytest.mark.parametrize("name", ["simple_hgn", "rgcn"])
+def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
+    """Neither outputs nor gradients, even if attention has large scores."""
+    config = GraphConfig(**TINY, network=name, num_relations=RELATIONS)
     x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
     edges, relations = random_graph(padding=5)
     network = MessagePassing(config)
@@ -99,7 +164,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing():
 
     def loss(params, x, edges, relations):
         y = network.apply(params, x, edges, relations, True)[:NODES]
-        return jnp.sum(jnp.sin(y / 30)), y  # whose slope rounding of a large output does not change
+        return jnp.sum(jnp.sin(y / 30)), y  # rounding of a large output does not change this loss's slope
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, y), grads = run(params, x, edges[:-5], relations[:-5])
@@ -133,20 +198,20 @@ def check_set(mechanism):
 
 
 def test_a_set_of_tokens_has_no_order():
-    """Permuted tokens have permuted outputs, and absent ones change nothing, wherever they stand."""
+    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are."""
     check_set(FullConfig())
 
 
 @pytest.mark.slow
 def test_a_set_that_is_compressed_has_no_order():
-    """Compressed tokens read a set; within a window over all of it, so does the local attention."""
+    """Compressed tokens read a set; if the window covers all of it, so does the local attention."""
     check_set(BRLConfig(window=32, num_compressed=4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["mlp", "gcn", "gat", "simple_hgn", "nodes"])
+@pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "nodes"])
 def test_nodes_have_no_order(network):
-    """Nodes of one type that change places, with their edges, change places in the outputs."""
+    """Permuting nodes of one type along with their edges permutes the outputs."""
     config = GraphConfig(
         **TINY, network=network, kinds=(0,) * 4 + (1,) * 3, num_features=WIDTH, num_relations=RELATIONS,
         mechanism=FullConfig(),
@@ -159,13 +224,28 @@ def test_nodes_have_no_order(network):
     graph = {"edges": edges[None], "relations": relations[None]} if config.has_edges else {}
     params = model.init(jax.random.key(0), x, present, places=places, **graph)
     y = model.apply(params, x, present, places=places, **graph)
-    new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # where each node stands now
+    new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # each node's new position
     moved = np.zeros_like(x)
     moved[:, new[:NODES]] = x
     if graph:
         graph["edges"] = new[edges][None].astype(np.int32)
     again = model.apply(params, moved, present, places=new[places].astype(np.int32), **graph)
     np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_with_vectors_of_their_own_ignore_features():
+    """Also features that are NaN, and two nodes without any edge differ."""
+    config = GraphConfig(
+        **TINY, network="gcn", kinds=(0,) * 4 + (1,) * 3, num_features=WIDTH, identities=True
+    )
+    edges, relations = np.zeros((1, 0, 2), np.int32), np.zeros((1, 0), np.int32)
+    arguments = {"edges": edges, "relations": relations, "places": np.arange(4, dtype=np.int32)[None]}
+    x, present = np.full((1, NODES, WIDTH), np.nan, np.float32), np.ones((1, NODES), np.int32)
+    model = NodeClassifier(config)
+    params = model.init(jax.random.key(0), x, present, **arguments)
+    y = model.apply(params, x, present, **arguments)
+    assert np.unique(np.asarray(y)[0, :, 0]).size == 4
+    np.testing.assert_array_equal(model.apply(params, np.zeros_like(x), present, **arguments), y)
 
 
 def test_tokens_of_one_kind_have_no_order():
@@ -194,6 +274,7 @@ def test_tokens_of_one_kind_have_no_order():
         ({"num_relations": 0}, "num_relations must be at least 1, got 0"),
         ({"kinds": (0, -1)}, "kinds must"),
         ({"kinds": ()}, "kinds must not be empty"),
+        ({"identities": True}, "identities must be False with network 'tokens'"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sums of messages over edges, in blocks and at once, against dense float64 ones."""
+"""Sums of messages over edges, in blocks and at once, against dense float64 sums."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("edges", [0, 1, 16, 37])
 def test_in_blocks_and_at_once_as_a_dense_sum(monkeypatch, dtype, edges):
-    """Blocks of 16: none, one of one edge, one that is full, and a last one that is not."""
+    """Blocks of 16: none, one with a single edge, a full one, and an incomplete last one."""
     monkeypatch.setattr(graph_layers, "EDGES_OF_BLOCK", 16)
     x, weights, ends, d_sum = case(edges, dtype)
     expected = dense(x, weights, ends, d_sum)
@@ -58,7 +58,7 @@ def test_in_blocks_and_at_once_as_a_dense_sum(monkeypatch, dtype, edges):
 
 
 def test_gradients_and_their_derivatives(monkeypatch):
-    """They equal the gradients of a segment sum; also for rows of graphs, and in forward mode."""
+    """They equal the gradients of a segment sum, also for rows of graphs and in forward mode."""
     monkeypatch.setattr(graph_layers, "EDGES_OF_BLOCK", 16)
     x, weights, ends, d_sum = case(37, jnp.float32)
     out, pull = jax.vjp(lambda x, weights: sum_of_messages(x, weights, ends), x, weights)
@@ -80,7 +80,7 @@ def test_gradients_and_their_derivatives(monkeypatch):
 
 
 def test_a_thousand_neighbours_in_bfloat16():
-    """A sum in bfloat16 stops at 256: counts, messages, their gradients and weights are summed in float32."""
+    """A sum in bfloat16 would stop at 256; counts, messages, gradients and weights are summed in float32."""
     number = 1000
     ends = jnp.stack([jnp.arange(number) % 7 + 1, jnp.zeros(number, jnp.int32)], axis=-1).astype(jnp.int32)
     ones = jnp.ones((number, 1), jnp.bfloat16)
@@ -98,7 +98,7 @@ def test_a_thousand_neighbours_in_bfloat16():
         assert d_x[0, 0, 0] == 1000
     layer = graph_layers.GCNLayer(dimensions(False, dtype=jnp.bfloat16), features=1)
     variables = layer.init(jax.random.key(0), x[:, 0], ends)
-    # The sender has no neighbours; the receiver has 1001, with itself.
+    # The sender has no neighbours; the receiver has 1001, including itself.
     out = layer.apply(variables, x[:, 0], ends) / layer.apply(variables, x[:, 0], ends[:0])
     expected = (number + 1001**-0.5) / 1001**0.5
     assert out.dtype == jnp.bfloat16
@@ -106,7 +106,7 @@ def test_a_thousand_neighbours_in_bfloat16():
 
 
 def test_no_message_of_all_edges_exists_at_once():
-    """On a CPU the temporary memory of a step does not grow with the messages (E, N, O)."""
+    """On a CPU, a step's temporary memory does not grow with the messages (E, N, O)."""
     nodes, edges, heads, features = 64, 1 << 17, 4, 32
     shapes = [(nodes, heads, features), (edges, heads)]
     x, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Networks of transformers, made at random on the spot, give the same logits and the same text here, and back again."""
+"""Random networks of transformers give the same logits and text here, and survive the way back."""
 
 import dataclasses
 import json
@@ -113,13 +113,13 @@ CASES = {
 def transformers():
     library = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    # Its warnings about what a release will drop are not about this library.
+    # Its deprecation warnings are not about this library.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return library
 
 
 def their_model(transformers, values):
-    """A random network whose biases and norms are not at their neutral values."""
+    """A random network with non-neutral biases and norms."""
     import torch
 
     torch.manual_seed(0)
@@ -148,9 +148,9 @@ TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 40))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # those of torch and transformers
+@pytest.mark.filterwarnings("ignore")  # from torch and transformers
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_generation_are_those_of_transformers(name, transformers, tmp_path):
+def test_logits_and_generation_equal_transformers(name, transformers, tmp_path):
     import torch
 
     theirs = their_model(transformers, CASES[name])
@@ -203,7 +203,7 @@ def test_shards_and_half_precision(transformers, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_of_this_library_in_transformers(transformers, tmp_path):
-    """Its embedding is tied and scaled, which only Gemma's is: the scaled table is written besides."""
+    """Only Gemma's embedding is both tied and scaled, so the file holds the scaled table too."""
     config = DecoderConfig(
         num_layers=3, d_model=32, num_heads=4, d_ff=40, norm="rms", ffn="swiglu", mechanism=LocalConfig(window=5),
         vocab_size=61,
@@ -282,7 +282,7 @@ def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
     pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     ours = json.loads((folder / "config.json").read_text())
-    # Absent, they would be transformers' defaults, which are other tokens.
+    # If absent, transformers would use its defaults, which are other tokens.
     assert [ours[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
     assert not (folder / "generation_config.json").exists()
     ids = {"bos_token_id": None, "eos_token_id": [7, 9], "pad_token_id": 3}
@@ -297,8 +297,8 @@ def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
     assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == generation
 
 
-def test_a_table_of_logits_of_its_own_is_kept(tmp_path):
-    """transformers 5 reads both tables where config.json ties them and the file holds two that differ."""
+def test_a_separate_table_of_logits_is_kept(tmp_path):
+    """transformers 5 reads both tables if config.json ties them but the file holds two different ones."""
     pytest.importorskip("safetensors")
     _, params, folder = small(tmp_path)
     edit(folder / "config.json", tie_word_embeddings=True)
@@ -412,13 +412,13 @@ def test_weights_in_8_bits_are_named(tmp_path):
         huggingface.load(folder)
 
 
-def test_a_name_on_the_hub_is_no_folder():
+def test_a_name_on_the_hub_is_not_a_folder():
     with pytest.raises(FileNotFoundError, match=r"path must be a folder on this machine.* 'Qwen/Qwen3-0.6B'"):
         huggingface.load("Qwen/Qwen3-0.6B")
 
 
 def test_tensors_of_gated_deltanet_hold_several_parameters():
-    """Every tensor of a Qwen3-Next goes into parameters of ours and comes back from them."""
+    """Every tensor of a Qwen3-Next is split into our parameters and reassembled from them."""
     config = read_config(NEXT)
     architecture = architecture_of(NEXT)
     shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
@@ -426,7 +426,7 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
     tensors = to_tensors(config, architecture, params["params"])
     first = "model.layers.0.linear_attn"
-    # A key head of 8 with three value heads of 5: query, key, values and gates.
+    # A key head of size 8 with three value heads of size 5: query, key, values and gates.
     assert tensors[f"{first}.in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 15 + 15), 32)
     mixer = params["params"]["stack"]["layers_0"]["block_0"]["mixer"]
     projected = tensors[f"{first}.in_proj_qkvz.weight"].reshape(2, 46, 32)
@@ -485,7 +485,7 @@ def test_what_has_no_counterpart_is_named():
         huggingface.save(
             "unused", DecoderConfig(norm="rms", ffn="swiglu", mechanism=FullConfig(sinks=True)), {}
         )
-    # The decoder of an encoder-decoder reads what no file would have.
+    # The decoder of an encoder-decoder reads inputs that no file format has.
     with pytest.raises(ValueError, match="the nearest, llama, differs in cross_attention"):
         huggingface.save(
             "unused",

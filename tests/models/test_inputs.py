@@ -1,4 +1,4 @@
-"""The entrance of networks: tokens, features, sets, positions, dropout, and what is refused."""
+"""Network inputs: tokens, features, sets, positions, dropout, and what is refused."""
 
 import functools
 
@@ -33,7 +33,7 @@ VECTORS = jax.random.normal(jax.random.key(1), (2, 6, 3))
 
 
 def make(model, inputs):
-    """Parameters moved from where they start, so that each is seen to be used."""
+    """Moves parameters away from their initial values, so that each affects the result."""
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), inputs))
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda a: a + jnp.asarray(0.2 * rng.standard_normal(a.shape), a.dtype), variables)
@@ -74,7 +74,7 @@ def test_a_prefix_stands_in_front():
     assert relative_error(outputs[1], alone[1]) < 1e-6
 
 
-# A window of one token leaves BRL's compressed tokens alone to mix tokens, which is free of order.
+# With a window of one token, only BRL's compressed tokens mix tokens, and they ignore order.
 SETS = {
     "mean": {},
     "max": {"pooling": "max"},
@@ -93,7 +93,7 @@ def test_a_set_of_vectors_has_no_order(kind):
     logits = model.apply(variables, VECTORS, lengths=lengths)
     assert relative_error(model.apply(variables, VECTORS[:, order], lengths=lengths), logits) < 1e-5
     assert relative_error(model.apply(variables, -VECTORS, lengths=lengths), logits) > 1e-3
-    # Token outputs move with the vectors, padding changes nothing, and positions would matter.
+    # Token outputs move with the vectors, padding has no effect, and positions would matter.
     own = {"params": variables["params"]["encoder"]}
     outputs = Encoder(config).apply(own, VECTORS, lengths=lengths)
     moved = Encoder(config).apply(own, VECTORS[:, order], lengths=lengths)
@@ -107,7 +107,7 @@ def test_a_set_of_vectors_has_no_order(kind):
 
 @pytest.mark.parametrize("network", ["classifier", "regressor"])
 def test_padded_vectors_that_are_nan_reach_no_gradient(network):
-    """As a mark of missing values. A weight's gradient is a product with the input: 0 times NaN is NaN."""
+    """NaN often marks missing values. A weight's gradient is a product with the input, and 0 times NaN is NaN."""
     if network == "classifier":
         model = Classifier(encoder_config(inputs="features", num_features=3))
     else:
@@ -145,7 +145,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", slow_unless(NETWORKS, ("decoder",)))
 def test_dropout_reaches_the_embedding(name):
-    """With sublayers that add nothing, and whose own dropout changes nothing, outputs still change."""
+    """Outputs change even though sublayers add nothing and their dropout has no effect."""
     model, inputs = NETWORKS[name]
     params = make(model, inputs)["params"]
     block = params["stack"]["layers_0"]["block_0"]
@@ -170,7 +170,7 @@ def test_dropout_reaches_the_embedding(name):
 
 @pytest.mark.parametrize("token", slow_unless([11, -1], (-1,)))
 def test_tokens_outside_the_vocabulary(token):
-    """Refused where they are known; NaN, never another token's vector, where they are traced."""
+    """Raises an error if they are known; if traced they give NaN, never another token's vector."""
     wrong = TOKENS.at[0, 2].set(token)
     model = DecoderLM(DecoderConfig(vocab_size=11, **SIZE))
     variables = make(model, TOKENS)
@@ -186,7 +186,7 @@ def test_tokens_outside_the_vocabulary(token):
     variables = make(classifier, TOKENS)
     with pytest.raises(ValueError, match=message):
         classifier.apply(variables, wrong)
-    # As padding it is as good as any other.
+    # In padding any token will do.
     there = jnp.array([2, 6])
     np.testing.assert_array_equal(
         classifier.apply(variables, wrong, lengths=there), classifier.apply(variables, TOKENS, lengths=there)
@@ -231,7 +231,7 @@ def test_traced_lengths_out_of_range_give_numbers(pooling):
 
 
 def test_traced_lengths_beyond_the_tokens_mean_all_of_them_to_compressed_tokens():
-    """Their positions are spread over the tokens that exist."""
+    """Their positions are spread over the existing tokens."""
     model = Classifier(encoder_config(mechanism=BRLConfig(window=2, num_compressed=2)))
     variables = make(model, TOKENS)
     run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))

@@ -43,16 +43,16 @@ def test_positions_and_read_out():
     x = jax.random.normal(jax.random.key(1), (1, 6, 3))
     model = Regressor(small(FullConfig(), positions="sinusoidal", num_layers=1))
     variables, run = nn.unbox(jax.jit(model.init)(jax.random.key(0), x)), jax.jit(model.apply)
-    np.testing.assert_array_equal(run(variables, x), np.zeros((1, 6, 2)))  # says nothing at first
+    np.testing.assert_array_equal(run(variables, x), np.zeros((1, 6, 2)))  # the initial network predicts 0
     params = variables["params"]
-    # Not all alike: a norm's outputs sum to 0.
+    # Unequal weights, since a norm's outputs sum to 0.
     kernel = jax.random.normal(jax.random.key(2), params["read_out"]["kernel"].shape)
     params = {**params, "read_out": {**params["read_out"], "kernel": kernel}}
     y = np.asarray(run({"params": params}, x))
-    # Earlier tokens in another order: full attention without positions would not notice.
+    # Reorders earlier tokens, which full attention without positions would not notice.
     swapped = np.asarray(run({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
     assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
-    # What is added is what the embedding could have added.
+    # The added term equals what the embedding could have added.
     embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"][None, None]
     table = sinusoidal_positions(jnp.arange(6), 16)[None]
     bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}

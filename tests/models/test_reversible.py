@@ -1,4 +1,4 @@
-"""Layers with two residual streams: gradients of ordinary differentiation, in the memory of one layer."""
+"""Layers with two residual streams: ordinary differentiation's gradients in one layer's memory."""
 
 import dataclasses
 import operator
@@ -27,7 +27,7 @@ def made(mechanisms, d=D, length=9):
 
 
 def ordinary(stack, variables, x, **call):
-    """The same function with nothing reversed: a call that collects what layers sow runs the plain scan."""
+    """The same function without reversal: a call that collects sown values runs the plain scan."""
     return stack.apply(variables, x, mutable=("intermediates",), **call)[0][0]
 
 
@@ -36,7 +36,7 @@ def ordinary(stack, variables, x, **call):
     [ALTERNATE, pytest.param((REFORMER,) * 3, marks=pytest.mark.slow)],
     ids=["alternate", "reformer"],
 )
-def test_gradients_are_those_of_ordinary_differentiation(mechanisms):
+def test_gradients_equal_ordinary_differentiation(mechanisms):
     stack, variables, x = made(mechanisms)
     call = {"positions": jnp.arange(3, 12)[None]}
     weight = jnp.cos(jnp.arange(x.size).reshape(x.shape))
@@ -52,8 +52,9 @@ def test_gradients_are_those_of_ordinary_differentiation(mechanisms):
         assert relative_error(a, b) < 2e-5
 
 
-def test_the_streams_are_those_of_the_paper():
-    """y1 = x1 + mix(norm(x2)), y2 = x2 + ffn(norm(y1)), from twice the embedding to the mean of both."""
+def test_the_streams_follow_the_paper():
+    """y1 = x1 + mix(norm(x2)), y2 = x2 + ffn(norm(y1)), starting from two copies of the embedding and ending with the
+    mean."""
     stack, variables, x = made((LocalConfig(window=3),) * 2)
     bound = stack.bind(variables)
     x1 = x2 = x
@@ -104,7 +105,7 @@ def test_memory_does_not_grow_with_the_layers():
 
     few, many = temporary(True, 4), temporary(True, 32)
     assert many < 1.1 * few
-    assert temporary(False, 32) > 4 * many  # What it is compared with does grow.
+    assert temporary(False, 32) > 4 * many  # The plain network's memory does grow.
 
 
 @pytest.mark.parametrize(

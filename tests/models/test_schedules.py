@@ -1,4 +1,4 @@
-"""Schedules of mechanisms over layers: which layer gets which, and networks of several kinds."""
+"""Schedules of mechanisms over layers: which layer gets which, and networks that mix mechanisms."""
 
 import dataclasses
 
@@ -86,7 +86,7 @@ NETWORKS = {
     },
 }
 
-# One program is enough of a network whose own segments cut what comes.
+# One program is enough for a network that splits its input into segments anyway.
 SIZES = {"split-brl": (7, 7, 7)}
 
 
@@ -106,7 +106,7 @@ def test_generation_is_training(name):
         outputs.append(logits)
         start += size
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4)
-    # Each kind of layer counts.
+    # Each kind of layer affects the result.
     stack = variables["params"]["stack"]
     groups = [group for group in stack if group.startswith("layers")]
     assert len(groups) == (1 if name == "parallel" else 2)
@@ -116,14 +116,14 @@ def test_generation_is_training(name):
 
 
 def test_parallel_is_one_projection_of_both():
-    """Heads of both side by side, times one matrix of twice the height, whose halves the two layers hold."""
+    """The heads of both, concatenated and multiplied by one matrix of twice the height; each layer holds half of it."""
     d = dimensions(True)
     layer = SideBySideConfig(A, B).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
     params = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))["params"]
     heads = []
     for name, mechanism in (("first", A), ("second", B)):
-        # With the identity for its projection a layer gives its merged heads.
+        # With an identity projection, a layer returns its merged heads.
         own = {**params[name], "out": {"kernel": jnp.eye(16).reshape(4, 4, 16)}}
         heads.append(mechanism.layer(d).apply({"params": own}, x)[0])
     matrix = jnp.concatenate([params[name]["out"]["kernel"].reshape(16, 16) for name in ("first", "second")])
@@ -132,7 +132,7 @@ def test_parallel_is_one_projection_of_both():
 
 
 def test_parallel_starts_as_one_projection_would():
-    """The joint output matrix has the variance of its doubled fan-in."""
+    """The joint output matrix has the variance for its doubled fan-in."""
     d = dataclasses.replace(dimensions(True), d_model=128, num_heads=4, num_kv_heads=4, head_dim=32)
     kernel = nn.unbox(jax.jit(SideBySideConfig(A, B).layer(d).init)(jax.random.key(0), jnp.ones((1, 2, 128))))
     deviation = float(jnp.std(kernel["params"]["first"]["out"]["kernel"]))

@@ -14,7 +14,7 @@ from tests.marks import slow_unless
 
 @pytest.mark.parametrize("length", slow_unless([16, 20], (20,)))
 def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
-    """Networks with a queue of outputs go segment by segment, and make their parameters inside."""
+    """Networks with a queue of outputs run segment by segment and create their parameters inside the loop."""
     stack = Stack(
         (BRLConfig(window=5, num_compressed=3, block_size=8, memory="output"),) * 2, dimensions(True)
     )
@@ -45,9 +45,9 @@ def test_more_tokens_than_a_cache_has_room_for(mechanism):
         stack.apply(variables, x[:, :1], cache=cache)
 
 
-@pytest.mark.slow  # law 3 compares the gradients with the oracle, which stops them too
+@pytest.mark.slow  # law 3 compares the gradients with an oracle that stops them too
 def test_no_gradient_flows_through_brls_output_history():
-    """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""
+    """Compressed tokens of a block are computed from earlier blocks' outputs, which count as constants."""
     stack = Stack(
         (BRLConfig(window=3, num_compressed=2, block_size=8, memory="output"),) * 2, dimensions(True)
     )
@@ -56,6 +56,6 @@ def test_no_gradient_flows_through_brls_output_history():
     last = jax.jit(lambda x: stack.apply(variables, x)[0][0, -1])
     assert float(jnp.abs(last(x.at[0, 4].multiply(-1.0)) - last(x)).max()) > 1e-6
     slope = jax.jit(jax.grad(lambda x: jnp.vdot(last(x), jnp.arange(16.0))))(x)
-    # Two layers of windows reach back six tokens at most.
+    # Two layers of windows reach back at most six tokens.
     np.testing.assert_array_equal(slope[0, :16], np.zeros((16, 16)))
     assert float(jnp.abs(slope[0, 22]).max()) > 0

@@ -1,4 +1,4 @@
-"""TLinFormer as a network: what it shares with a plain decoder, what its outputs depend on, what its cache costs."""
+"""TLinFormer as a network: agreement with a plain decoder, what its outputs depend on, and its cache size."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def config(mechanism=SMALL, **changes):
 
 @pytest.fixture(scope="module")
 def variables():
-    """Parameters of a plain decoder, moved from where they start so that each is seen to be used."""
+    """Parameters of a plain decoder, moved away from their initial values so that each affects the result."""
     model = DecoderLM(config(FullConfig(), use_bias=True, ffn_bias=False))
     found = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def test_one_window_over_everything_is_the_plain_decoder(variables):
     plain, whole = decoder(FullConfig()), decoder(dataclasses.replace(SMALL, window=LENGTH))
     expected = jax.jit(plain.apply)(variables, tokens())[0]
     np.testing.assert_array_equal(jax.jit(whole.apply)(variables, tokens())[0], expected)
-    # The first of several windows goes through the windowed pass, with an empty history.
+    # The first of several windows also uses the windowed pass, with an empty history.
     several = jax.jit(decoder(dataclasses.replace(SMALL, window=8)).apply)(variables, tokens())[0]
     assert relative_error(several[:, :8], expected[:, :8]) < 1e-5
     assert relative_error(several[:, 8:], expected[:, 8:]) > 1e-2
@@ -101,7 +101,7 @@ def cache_bytes(model, length):
 
 
 def test_cache_bytes_of_a_token():
-    """1 / (H + 2) of the plain decoder's, and the token itself."""
+    """1 / (H + 2) of the plain decoder's, plus the token itself."""
     per_token = [
         (cache_bytes(decoder(m), 2048) - cache_bytes(decoder(m), 1024)) / 1024 for m in (SMALL, FullConfig())
     ]
@@ -126,7 +126,7 @@ def test_a_step_copies_nothing_as_long_as_the_text(context):
     for length in (2**14, 2**15):
         cache = jax.eval_shape(lambda length=length: model.init_cache(1, length))
         sizes.append(temporary_bytes(step, variables, tokens(1, 1), cache, donated=(2,)))
-    scores = 2 * 4  # the bytes of one query's scores for a token, in each head
+    scores = 2 * 4  # the bytes of one query's scores per token, over all heads
     assert sizes[1] - sizes[0] <= 1.1 * scores * 2**14
 
 
@@ -146,7 +146,7 @@ def test_training_memory_is_linear():
 
 
 @pytest.mark.slow
-def test_dropout_draws_anew_and_reaches_every_window(variables):
+def test_dropout_is_fresh_and_reaches_every_window(variables):
     model = decoder(dropout=0.5)
     run = jax.jit(lambda key: model.apply(variables, tokens(), deterministic=False, rngs={"dropout": key})[0])
     one, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
@@ -197,7 +197,7 @@ def test_more_tokens_than_a_cache_has_room_for(variables):
 
 
 def test_dropout_with_a_cache_is_refused(variables):
-    """It was ignored. A network without dropout takes the argument."""
+    """It used to be ignored. A network without dropout accepts the argument."""
     for rate in (0.0, 0.5):
         model = decoder(dropout=rate)
         call = functools.partial(model.apply, variables, tokens(2), cache=model.init_cache(2, LENGTH))
@@ -216,7 +216,7 @@ def test_auto_context_grows_with_the_history():
 
 @pytest.mark.parametrize("room", slow_unless([3, 4], (4,)))
 def test_generation_within_one_window_needs_no_history(room):
-    """Prompt and new tokens fit into one window, whose history is empty for ever."""
+    """Prompt and new tokens fit in one window, whose history stays empty."""
     model = decoder()
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     out = generate(model, variables, tokens(2), max_new_tokens=room - 2, temperature=0)

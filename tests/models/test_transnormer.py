@@ -45,7 +45,8 @@ def parameters(model, *inputs):
 
 @pytest.mark.parametrize("variant", ["t1", "t2"])
 def test_parameters_are_the_papers(variant):
-    """Table 4 counts 155.99M: that is a GLU of 1365, 2/3 of a plain network's 2048, and 162M the table's 2048."""
+    """Table 4 counts 155.99M, which matches a GLU of 1365, 2/3 of a plain network's 2048; the table's 2048 gives
+    162M."""
     size = {**TRANSNORMER_SIZES["wikitext103"], "vocab_size": 267744}
     tokens = jnp.zeros((1, 8), jnp.int32)
     narrow, wide = (
@@ -60,7 +61,7 @@ def test_parameters_are_the_papers(variant):
 
 
 def test_lra_size_is_an_encoder():
-    """Later tokens count, within and beyond the block; padding does not."""
+    """Later tokens affect earlier ones, inside and outside the block; padding does not."""
     config = transnormer("t1", StackConfig, block_size=4, **TRANSNORMER_SIZES["lra"])
     stack = Stack(config.mechanisms, config.make_dimensions(is_causal=False))
     x = jax.random.normal(jax.random.key(0), (1, 14, 64))

@@ -143,11 +143,13 @@ def turned(x):
 
 
 def softmax_attention(x, p, mask, d, cap=None, rotated=None):
-    """Multi-head attention with grouped heads under a mask (n, n), with p's sinks and gate if there are any; the first
-    `rotated` features are rotated."""
+    """Multi-head attention with grouped heads under a mask (n, n), with p's norms of queries and keys, sinks and gate
+    where it has them; the first `rotated` features are rotated."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))
+    if "query_norm" in p:
+        q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
     q, k = (
         np.concatenate([rotary(y[..., :rotated], positions), y[..., rotated or d.head_dim :]], -1)
         for y in (q, k)

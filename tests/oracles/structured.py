@@ -153,6 +153,8 @@ def global_window_mix(u, p, m, d):
     n = len(u)
     places = np.arange(n)
     q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    if m.qk_norm:
+        q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
     q, k = rotary(q, places), rotary(k, places)
     distance = places[:, None] - places
     near = (distance < m.window) & (distance >= 0)

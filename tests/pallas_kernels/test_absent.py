@@ -1,4 +1,4 @@
-"""Absent tokens match no token, whatever ids the caller uses."""
+"""Absent tokens match no other token, whatever ids the caller uses."""
 
 import numpy as np
 import pytest

@@ -336,32 +336,48 @@ def test_hybrid_presets(name):
     assert [mechanism_name(m) for m in changed.model.mechanisms] == [first, second] * 2
 
 
-@pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
-def test_mlr_presets_are_the_papers(suffix, width):
-    """Section 5.1 of the paper on structured matrices: six layers, heads of size 64, characters, length 1024."""
-    config = PRESETS[f"owt-chars-mlr{suffix}"]
-    model = config.model
+# Figure 4 of the paper on structured matrices: the mechanisms of its six layers.
+CHARACTERS = {
+    "mlr": ("mlr",),
+    "full": ("full",),
+    "local": ("local",),
+    "global-window": ("global_window",),
+    "alternate": ("local", "local", "full"),
+}
+
+
+@pytest.mark.parametrize("width", [256, 384, 512, 768])
+@pytest.mark.parametrize("name", CHARACTERS)
+def test_presets_of_characters_have_the_papers_layers(name, width):
+    """Heads of 64 whose scores are over the root of it at every width, and normalised queries and keys everywhere."""
+    model = PRESETS[f"owt-chars-{name}-{width}"].model
     assert (model.num_layers, model.d_model, model.d_model // model.num_heads) == (6, width, 64)
-    assert (model.d_ff, model.ffn, config.loop.length) == (4 * width, "relu", 1024)
-    assert config.data.tokenizer.startswith("chars")
-    assert model.mechanism.levels(64, 1024) == {
-        "ranks": (32, 8, 8, 8, 4, 4),
-        "block_sizes": (None, 512, 256, 128, 64, 32),
+    assert model.dimensions.head_score_factor == 1.0
+    assert [mechanism_name(m) for m in model.mechanisms] == [*CHARACTERS[name]] * (6 // len(CHARACTERS[name]))
+    assert all(m.qk_norm for m in model.mechanisms)
+
+
+def test_mlr_presets_are_the_papers():
+    mechanism = PRESETS["owt-chars-mlr-512"].model.mechanism
+    assert mechanism.levels(64, 1024) == {
+        "ranks": (32, 8, 6, 4, 4, 4, 4, 2),
+        "block_sizes": (None, 512, 256, 128, 64, 32, 16, 8),
     }
-    changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
+    changed = _parse("owt-chars-mlr-512 --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
     assert changed.model.mechanism.block_sizes == (None, 64)
     LM.build(changed)
 
 
-@pytest.mark.parametrize("size", ["owt-", ""])
-@pytest.mark.parametrize("name", ["full", "local", "global-window"])
-def test_presets_of_characters_take_equal_operations(size, name):
+@pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])
+def test_presets_of_characters_take_equal_operations(name):
     """Equal within half a step; everything else matches MLR's preset."""
-    mlr, other = PRESETS[f"{size}chars-mlr"], PRESETS[f"{size}chars-{name}"]
+    mlr, other = PRESETS["chars-mlr"], PRESETS[f"chars-{name}"]
     a_step, mlr_step = (training_flops(config.model, config.loop.length) for config in (other, mlr))
     assert abs(other.loop.steps * a_step - mlr.loop.steps * mlr_step) <= a_step / 2
-    assert mechanism_name(other.model.mechanism) == name.replace("-", "_")
-    alike = dataclasses.replace(other.model, mechanism=mlr.model.mechanism)
+    assert mechanism_name(other.model.mechanism) == CHARACTERS[name][0]
+    assert all(m.qk_norm for m in other.model.mechanisms)
+    mixers = ("mechanism", "late_mechanism", "schedule", "early_layers")
+    alike = dataclasses.replace(other.model, **{field: getattr(mlr.model, field) for field in mixers})
     steps = dataclasses.replace(other.loop, steps=mlr.loop.steps)
     assert dataclasses.replace(other, model=alike, loop=steps) == mlr
 
@@ -445,6 +461,8 @@ def test_mlrs_levels_follow_the_length_of_training():
             "openwebtext-brl",
             "openwebtext-gated-deltanet-brl",
             "openwebtext-mamba2-full",
+            "owt-chars-alternate-256",
+            "owt-chars-global-window-256",
             "openwebtext-brl-paper",
         ],
         ("small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),

@@ -12,7 +12,10 @@ from tests.support.command_lines import last_wins
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
+from train.cli.options import parse
 from train.data.graphs.batches import NodeBatches
+from train.engine.errors import UserError
+from train.tasks.graph_config import PRESETS
 
 TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
 
@@ -79,10 +82,16 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
     assert (tmp_path / "graph.png").stat().st_size > 1000
 
 
+def test_vectors_of_nodes_need_the_whole_graph():
+    line = "--data_dir g --identities True --neighbours 2"
+    with pytest.raises(UserError, match="identities need the whole graph, neighbours=0, got 2"):
+        parse(PRESETS, "acm-gcn", line.split(), prog="p", about="a")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "learns"),
-    [("mlp", False), ("gcn", True), ("gat", True), ("simple_hgn", True), ("full", True), ("brl", True)],
+    [(name, name != "mlp") for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "full", "brl")],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
     """The nodes' features are random; a node has the same class as the nodes it is linked to."""

@@ -64,6 +64,27 @@ def test_a_whole_run(never_stopped):
     assert int(state.step) == 12
 
 
+def test_steps_in_one_call_are_single_steps_bit_for_bit(tmp_path, never_stopped):
+    """Three steps, one, two, two, one and three, up to the checkpoints and evaluations; stopped by a signal that comes
+    with the second batch of the first call, and resumed."""
+    expected, final = never_stopped
+    with pytest.raises(Stopped, match="after step 3 of 12"):
+        _train(tmp_path, dispatch=5, stream=ToyStream(at={1: _sigterm}))
+    state = _train(tmp_path, dispatch=5)
+    assert _lines(tmp_path) == expected
+    jax.tree.map(np.testing.assert_array_equal, state, final)
+
+
+def test_steps_in_one_call_need_batches_of_one_shape(tmp_path):
+    class Growing(ToyStream):
+        def __next__(self):
+            self.rows += 2
+            return super().__next__()
+
+    with pytest.raises(UserError, match="--dispatch: expected 1"):
+        _train(tmp_path, dispatch=2, stream=Growing())
+
+
 @pytest.mark.parametrize("stop", slow_unless([1, 4, 7], (4,)))
 def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, stop):
     expected, final = never_stopped

@@ -23,6 +23,7 @@ from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
+from eval.tasks.lra_figures import PRESETS as ROWS
 from tests.support.command_lines import last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
@@ -447,23 +448,103 @@ def test_presets_are_the_papers_settings():
         "text": 80,
         "image": 175,
     }.items():
-        for name in ("transnormer-t1", "transnormer-t2", "skyformer", "nystromformer"):
-            c = PRESETS[f"lra-{task}-{name}"]
+        for name in ("t1", "t2", "skyformer", "nystromformer", "full", "flash-quad"):
+            c = PRESETS[f"lra-{task}-transnormer-{name}"]
             assert (c.loop.steps, c.optimizer.warmup_steps, c.optimizer.weight_decay) == (50_000, warmup, 0.0)
             assert (c.optimizer.decay, c.optimizer.final_share) == ("linear", 0.0)
             assert (c.model.positions, c.model.inputs, c.loop.patience) == ("learned", "embed", 0)
     assert PRESETS["lra-image-original"].model.pooling == "cls"
-    informer, flow = PRESETS["lra-retrieval-informer"], PRESETS["lra-listops-flowformer"]
+    informer, flow = PRESETS["lra-retrieval-transnormer-informer"], PRESETS["lra-listops-original-flowformer"]
     assert (informer.model.mechanism.factor, informer.loop.batch, informer.model.d_model) == (16, 16, 64)
     assert (flow.model.mechanism, flow.model.d_model, flow.model.pooling) == (FlowformerConfig(), 512, "cls")
-    reformer, sinkhorn = PRESETS["lra-text-reformer"], PRESETS["lra-text-sinkhorn"]
+    reformer, sinkhorn = PRESETS["lra-text-transnormer-reformer"], PRESETS["lra-text-original-sinkhorn"]
     assert (reformer.model.mechanism.num_buckets, reformer.model.mechanism.num_rounds) == (64, 2)
-    assert (
-        sinkhorn.model.mechanism.max_length > sinkhorn.data.padded_lengths[-1]
-    )  # plus a class token in front
-    assert PRESETS["lra-text-sliceformer"].model.d_model == 256
-    assert PRESETS["lra-image-long-short"].model.mechanism.num_projected == 32
+    for name in ("linformer", "sinkhorn", "synthesizer", "cosformer"):  # plus a class token in front
+        config = PRESETS[f"lra-text-original-{name}"]
+        assert config.model.mechanism.max_length > config.data.padded_lengths[-1]
+    assert (sinkhorn.model.mechanism.block_size, sinkhorn.model.d_model) == (50, 256)
+    assert PRESETS["lra-image-transnormer-long-short"].model.mechanism.num_projected == 32
     assert len({json.dumps(to_json(preset)) for preset in PRESETS.values()}) == len(PRESETS)
+
+
+# Passes, examples, and rows of a step; steps of the warm-up, weight decay, shape of the rate.
+AMOS = {
+    "listops": (100, 96_000, 64, 2_000, 0.0, "constant"),
+    "text": (65, 25_000, 64, 2_000, 0.1, "cosine"),
+    "retrieval": (32, 147_086, 16, 5_000, 0.0, "constant"),
+    "image": (200, 45_000, 16, 2_000, 0.0, "constant"),
+    "pathfinder": (200, 160_000, 16, 5_000, 0.0, "constant"),
+    "pathx": (200, 160_000, 32, 5_000, 0.0, "constant"),
+}
+
+
+@pytest.mark.parametrize("task", AMOS)
+def test_our_networks_train_as_in_amos(task):
+    """arXiv:2310.02980's passes over all examples, to less than a pass's last step, without dropout."""
+    passes, examples, rows, warmup, weight_decay, decay = AMOS[task]
+    for name in ("full", "local", "brl-64"):
+        c = PRESETS[f"lra-{task}-{name}"]
+        assert 0 <= c.loop.steps * rows - passes * examples < passes * rows
+        assert c.loop.steps == passes * c.loop.eval_every
+        assert (c.loop.batch, c.loop.patience, c.model.dropout) == (rows, 0, 0.0)
+        assert (c.optimizer.warmup_steps, c.optimizer.weight_decay, c.optimizer.decay) == (
+            warmup,
+            weight_decay,
+            decay,
+        )
+        assert c.model.ffn == ("glu_relu" if name == "brl-64" else "gelu")
+
+
+# Steps, warm-up, weight decay and the highest rate of the first Long Range Arena's release.
+RELEASE = {
+    "listops": (5_000, 1_000, 0.1, 0.05 / 1_000**0.5),
+    "text": (20_000, 8_000, 0.1, 0.05 / 8_000**0.5),
+    "retrieval": (5_000, 8_000, 0.1, 0.05 / 8_000**0.5),
+    "image": (35_000, 175, 0.0, 5e-4),
+    "pathfinder": (62_400, 312, 0.0, 1e-3),
+    "pathx": (1_000_000, 5_000, 0.0, 1e-3),
+}
+
+
+@pytest.mark.parametrize("task", RELEASE)
+def test_original_networks_train_as_released(task):
+    for name in ("original", "original-linear", "original-longformer"):
+        c = PRESETS[f"lra-{task}-{name}"]
+        o = c.optimizer
+        assert (c.loop.steps, o.warmup_steps, o.weight_decay, o.learning_rate) == pytest.approx(RELEASE[task])
+        assert o.decay == ("cosine" if task in ("image", "pathfinder", "pathx") else "inverse_sqrt")
+
+
+def test_every_row_of_the_papers_tables_has_its_presets():
+    """One for each task of which the row has an accuracy; the options after it parse."""
+    for paper, rows in PAPERS.items():
+        assert rows.keys() == ROWS[paper].keys()
+        for row, accuracies in rows.items():
+            name, *options = ROWS[paper][row].split()
+            assert {f"lra-{task}-{name}" for task in accuracies} <= PRESETS.keys()
+            if options:
+                parse(PRESETS, "listops", [f"lra-image-{name}", *options], prog="p", about="a")
+    assert len({row for rows in ROWS.values() for row in rows.values()}) == 35
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lra-listops-original-linformer",
+        "lra-image-original-sparse",
+        "lra-image-original-longformer",
+        "lra-image-original-bigbird",
+        "lra-image-original-local",
+        "lra-image-transnormer-flash-quad",
+        "lra-image-transnormer-flash",
+        "lra-retrieval-transnormer-linformer",
+        "lra-image-full",
+    ],
+)
+def test_presets_of_the_papers_rows_build(name):
+    """Traced, not compiled."""
+    with jax.numpy_dtype_promotion("standard"):
+        LRA.build(LRA.sized(PRESETS[name]))
 
 
 @pytest.mark.parametrize(

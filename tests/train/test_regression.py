@@ -223,13 +223,44 @@ def test_the_table_names_what_runs_differ_in():
     assert {f"full, 2 heads, learning_rate {rate}, width 16" for rate in (0.1, 0.2)} < texts
 
 
-@pytest.mark.parametrize("preset", ["btt-8", "mlr-8"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "btt-8",
+        "mlr-8",
+        "paper-full-8-128-64",
+        "paper-full-1-16-256",
+        "paper-btt-8-64-256",
+        "paper-mlr-8-32-128",
+    ],
+)
 def test_presets_fit(preset):
     """Traced, not compiled."""
-    config = parse(PRESETS, preset, [], prog="", about="")
-    REGRESSION.build(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, num_inputs=17, max_length=66))
-    )
+    REGRESSION.build(REGRESSION.sized(PRESETS[preset]))
+
+
+def test_presets_of_the_paper():
+    """Six layers, prompts of 2 d pairs, a curriculum from 4 numbers and 8 pairs over 6% of 500,001 steps at a constant
+    rate; scores of standard attention are over the root of the head at every width."""
+    found = {name for name in PRESETS if name.startswith("paper-")}
+    assert len(found) == 64
+    for name in found:
+        config = PRESETS[name]
+        heads, inputs, width = name.split("-")[2:]
+        model, data, optimizer = config.model, config.data, config.optimizer
+        assert (model.num_layers, model.num_heads, model.d_model) == (6, int(heads), int(width))
+        assert model.dimensions.head_score_factor == 1.0
+        assert (data.input_dim, data.pairs, data.sizes(0)) == (int(inputs), 2 * int(inputs), (4, 8))
+        assert data.sizes(30_000) == (int(inputs), 2 * int(inputs))
+        assert (config.loop.steps, config.loop.batch, optimizer.decay) == (500_001, 64, "constant")
+        assert getattr(model.mechanism, "qk_norm", True), name
+    assert PRESETS["paper-mlr-8-64-256"].model.mechanism.ranks == (8, 8, 8, 8)
+    assert PRESETS["paper-mlr-8-16-64"].model.mechanism.ranks == (4, 4)
+
+
+def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
+    run(tmp_path / "run", "--dispatch 2")
+    assert lines(tmp_path / "run") == lines(runs / "full")
 
 
 @pytest.mark.parametrize(

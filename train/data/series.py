@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Length
 from brl_jax.json_files import check_regular
+from train.data.kernel_series import MOST_ROWS, kernel_series
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
@@ -41,7 +42,8 @@ class SeriesConfig(Checked):
     """The series and its windows."""
 
     data: Needed[str] = ""
-    """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers."""
+    """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers; or kernels:N, which
+    draws N columns k0, k1, ... of hourly numbers from Gaussian processes with random kernels."""
     features: Features = "univariate"
     """Forecast the target from its own past ("univariate"), or all columns from their common past ("multivariate")."""
     target: str = "OT"
@@ -92,6 +94,53 @@ def load_series(config: SeriesConfig) -> Series:
     Raises:
       UserError: no such file, not a table as expected, no such column, or fewer rows than the split takes.
     """
+    names, times, values, digest = (_drawn if config.data.startswith("kernels:") else _read)(config)
+    hours = np.array([time.hour + time.minute / 60 for time in times]) / 24
+    days = np.array([time.weekday() for time in times]) / 7
+    clock = np.stack(
+        [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
+    )
+    training = values[: config.split[0]]
+    # Not by the deviation, which rounding makes nonzero even for equal numbers.
+    varies = training.min(axis=0) < training.max(axis=0)
+    return Series(
+        columns=tuple(names),
+        values=values,
+        clock=clock.astype(np.float32),
+        day=_rows_of_a_day(times),
+        mean=training.mean(axis=0),
+        deviation=np.where(varies, training.std(axis=0), 1.0),
+        digest=digest,
+    )
+
+
+_Table = tuple[list[str], list[datetime.datetime], Float[np.ndarray, "R C"], str]
+
+
+def _chosen(config: SeriesConfig, names: list[str]) -> list[int]:
+    if config.target not in names:
+        raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
+    return [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
+
+
+def _drawn(config: SeriesConfig) -> _Table:
+    """The columns of kernels:N."""
+    count, rows = config.data.removeprefix("kernels:"), sum(config.split)
+    if not (count.isascii() and count.isdecimal() and int(count)):
+        raise UserError(
+            f"--data: expected kernels:N with a number of columns of at least 1, got {config.data}"
+        )
+    if rows > MOST_ROWS:
+        raise UserError(f"--split: expected at most {MOST_ROWS} rows in all with {config.data}, got {rows}")
+    chosen = _chosen(config, [f"k{i}" for i in range(int(count))])
+    start = datetime.datetime(2000, 1, 1)
+    times = [start + datetime.timedelta(hours=row) for row in range(rows)]
+    values = kernel_series(rows, int(count))[:, chosen]
+    return [f"k{i}" for i in chosen], times, values, hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+def _read(config: SeriesConfig) -> _Table:
+    """The columns of a file."""
     path = Path(config.data).expanduser()
     if not config.data:
         raise UserError("--data: expected a .csv or .csv.gz file, got none")
@@ -108,9 +157,7 @@ def load_series(config: SeriesConfig) -> Series:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"--data: {path} has two columns {twice!r}; expected one of each name")
-    if config.target not in names:
-        raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
-    chosen = [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
+    chosen = _chosen(config, names)
     needed = sum(config.split)
     if len(rows) - 1 < needed:
         raise UserError(f"--split: {path} has {len(rows) - 1} rows, got {config.split}, which take {needed}")
@@ -132,23 +179,7 @@ def load_series(config: SeriesConfig) -> Series:
         )
     if not np.isfinite(values).all():
         raise UserError(f"--data: expected finite numbers, got {path} with others")
-    hours = np.array([time.hour + time.minute / 60 for time in times]) / 24
-    days = np.array([time.weekday() for time in times]) / 7
-    clock = np.stack(
-        [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
-    )
-    training = values[: config.split[0]]
-    # Not by the deviation, which rounding makes nonzero even for equal numbers.
-    varies = training.min(axis=0) < training.max(axis=0)
-    return Series(
-        columns=tuple(names[column] for column in chosen),
-        values=values,
-        clock=clock.astype(np.float32),
-        day=_rows_of_a_day(times),
-        mean=training.mean(axis=0),
-        deviation=np.where(varies, training.std(axis=0), 1.0),
-        digest=hashlib.sha256(raw).hexdigest()[:16],
-    )
+    return [names[column] for column in chosen], times, values, hashlib.sha256(raw).hexdigest()[:16]
 
 
 def _rows_of_a_day(times: Sequence[datetime.datetime]) -> int | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from train.engine.errors import UserError
 
 Arrays = Mapping[str, Any]
 """Arrays by name; the first dimension of each counts rows."""
@@ -32,6 +34,18 @@ class Batch:
     def with_arrays(self, **arrays: Any) -> Batch:
         """The batch with these arrays replaced or added."""
         return dataclasses.replace(self, arrays={**self.arrays, **arrays})
+
+
+def stacked(batches: Sequence[Batch]) -> Batch:
+    """Batches of one shape as one, whose arrays have the number of the batch in front.
+
+    Raises:
+      UserError: their shapes differ.
+    """
+    try:
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+    except ValueError as error:
+        raise UserError("--dispatch: expected 1, as the shapes of the batches differ") from error
 
 
 def num_rows(arrays: Arrays) -> int:

@@ -30,6 +30,8 @@ class LoopConfig(Checked):
     """Rows of a step."""
     accumulation: Count = 1
     """Microbatches that the rows of a step are split into; their gradients are summed."""
+    dispatch: Free[Count] = 1
+    """Steps that the devices take in one call, all with batches of one shape; more save time where steps are short."""
     eval_every: Free[Steps] = 250
     """Steps from one evaluation to the next; there is one more at the end."""
     patience: Free[Natural] = 0

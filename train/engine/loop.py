@@ -1,6 +1,6 @@
 """The training loop, the same for every task. It resumes a run where it stopped, and stops so that it can be resumed.
 
-`train` opens the run's folder and contains the loop; `_Run` has what happens at a step: `take_step`, and at some steps
+`train` opens the run's folder and contains the loop; `_Run` has what happens at a step: `take_steps`, and at some steps
 `finish_step`, which evaluates, reports and saves. The metrics of a step are read after the next step has been handed
 to the device, so that the device never waits. A checkpoint holds everything that a step depends on (parameters,
 optimiser, random key, carried memory, input position), so that a resumed run computes the same, bit for bit, as
@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
 from brl_jax.sharding import MeshConfig, make_mesh
-from train.engine.batch import HeldOut, Stream, num_tokens
+from train.engine.batch import HeldOut, Stream, num_tokens, stacked
 from train.engine.checkpoint import Checkpoints
 from train.engine.config import LoopConfig
 from train.engine.config_file import write_json
@@ -133,7 +134,7 @@ def train(
             if unfinished is not None:
                 run.finish_step(evaluating=True, line=unfinished)
             while run.goes_on():
-                run.take_step()
+                run.take_steps()
                 evaluating = run.step % loop.eval_every == 0 or run.step == loop.steps
                 if evaluating or run.step % loop.checkpoint_every == 0 or signals.received:
                     run.finish_step(evaluating=evaluating)
@@ -178,22 +179,32 @@ class _Run:
             return False
         return True
 
-    def take_step(self) -> None:
-        """Reads a batch, hands a step to the device, and reports the step before."""
+    def take_steps(self) -> None:
+        """Reads the batches of one call, hands its steps to the device, and reports the steps of the call before."""
+        count = self._steps_of_call()
         with self.meter.input():
-            batch = place_batch(self.mesh, next(self.stream), self.loop.batch)
+            batches = [next(self.stream) for _ in range(count)]
+            batch = batches[0] if count == 1 else stacked(batches)
+            placed = place_batch(self.mesh, batch, self.loop.batch)
         self.profiler.before(self.step + 1)
-        self.state, metrics = self.programs.step(self.state, batch)
-        self.step += 1
+        program = self.programs.step if count == 1 else self.programs.steps
+        self.state, metrics = program(self.state, placed)
+        self.step += count
         self.profiler.after(self.step, metrics)
         WATCHDOG.alive()
         if preempted(self.step):
             self.signals.received = signal.SIGTERM
-        flops = self.meter.flops(self.state.params, batch.arrays)
-        line = self._late.exchange(self.step, metrics, num_tokens(batch.arrays), flops)
-        if line is not None:
+        arrays = batches[0].arrays
+        flops = self.meter.flops(self.state.params, arrays)
+        for line in self._late.exchange(self.step, count, metrics, num_tokens(arrays), flops):
             self._check_finite(line, ("loss", "grad_norm"))
             self._report(line)
+
+    def _steps_of_call(self) -> int:
+        """The steps up to the next one at which the run may stop, at most `dispatch`; 1 while steps are traced."""
+        loop = self.loop
+        ends = (every - self.step % every for every in (loop.eval_every, loop.checkpoint_every))
+        return 1 if loop.profile else min(loop.dispatch, loop.steps - self.step, *ends)
 
     def finish_step(self, *, evaluating: bool, line: dict[str, Any] | None = None) -> None:
         """Evaluates the step if asked to, reports it and saves a checkpoint. If a signal interrupts the evaluation, the
@@ -203,8 +214,11 @@ class _Run:
           line: the metrics of a step that an earlier process took; by default of the last step.
         """
         if line is None:
-            line = self._late.read()
-            self._check_finite(line, ("loss", "grad_norm"))
+            *before, line = self._late.read()
+            for each in (*before, line):
+                self._check_finite(each, ("loss", "grad_norm"))
+            for each in before:
+                self._report(each)
         score, interrupted = None, False
         if evaluating:
             self.reporter.busy("evaluating")
@@ -297,11 +311,11 @@ class _Run:
 
 
 class _LateMetrics:
-    """The metrics of the last step, which are read while the next one runs."""
+    """The metrics of the last call's steps, which are read while the next call runs."""
 
     def __init__(self, meter: Meter):
         self._meter = meter
-        self._waiting: tuple[int, Mapping[str, Any], int, float] | None = None
+        self._waiting: tuple[int, int, Mapping[str, Any], int, float] | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -309,23 +323,29 @@ class _LateMetrics:
         self._clock = time.perf_counter()
 
     def exchange(
-        self, step: int, metrics: Mapping[str, Any], tokens: int, flops: float
-    ) -> dict[str, Any] | None:
-        """Takes the metrics of a step that was just started, its tokens and its operations. Returns the line of the
-        step before, unless it was read already."""
-        line = None if self._waiting is None else self.read()
-        self._waiting = step, metrics, tokens, flops
-        return line
+        self, step: int, count: int, metrics: Mapping[str, Any], tokens: int, flops: float
+    ) -> list[dict[str, Any]]:
+        """Takes the metrics of `count` steps up to `step` that were just started, and the tokens and the operations of
+        each. Returns the lines of the steps before, unless they were read already."""
+        lines = [] if self._waiting is None else self.read()
+        self._waiting = step, count, metrics, tokens, flops
+        return lines
 
-    def read(self) -> dict[str, Any]:
-        """Waits for the metrics that were taken last, and returns their line."""
+    def read(self) -> list[dict[str, Any]]:
+        """Waits for the metrics that were taken last, and returns a line for each step."""
         assert self._waiting is not None
-        (step, metrics, tokens, flops), self._waiting = self._waiting, None
-        line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        (step, count, metrics, tokens, flops), self._waiting = self._waiting, None
+        read = {name: np.asarray(value).reshape(count).tolist() for name, value in metrics.items()}
         now = time.perf_counter()
-        line |= self._meter.step(tokens, flops, now - self._clock)
-        self._clock = now
-        return line
+        seconds, self._clock = (now - self._clock) / count, now
+        return [
+            {
+                "step": step - count + 1 + i,
+                **{name: values[i] for name, values in read.items()},
+                **self._meter.step(tokens, flops, seconds),
+            }
+            for i in range(count)
+        ]
 
 
 def _begin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,11 +74,13 @@ class TrainingPrograms(NamedTuple):
     Attributes:
       fresh: makes the first state.
       step: (state, batch) -> (state, metrics), see `make_train_step`; the state that it is given is donated.
+      steps: the same for several batches (`train.engine.batch.stacked`), a step for each; the metrics are stacked too.
       shardings: of the state's arrays.
     """
 
     fresh: Callable[[], TrainState]
     step: Any
+    steps: Any
     shardings: Any
 
 
@@ -135,6 +138,7 @@ def training_programs(
     return TrainingPrograms(
         jax.jit(fresh, out_shardings=shardings),
         jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
+        jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0, out_shardings=(shardings, whole)),
         shardings,
     )
 
@@ -147,32 +151,34 @@ def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
 
 
 def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
-    """The arrays of a batch, sharded over the mesh by rows.
+    """The arrays of a batch, or of several (`stacked`), sharded over the mesh by rows.
 
     Args:
       batch: the rows that `host_rows` names. rows: the number of rows over all processes.
     """
-    own = host_rows(mesh, rows)
+    own, reset = host_rows(mesh, rows), np.asarray(batch.reset)
+    before = reset.ndim  # 1 if the batches are counted in front of the rows
 
     def place(value: Any) -> jax.Array:
         value = np.asarray(value)
 
         def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(rows)
+            start, stop, _ = index[before].indices(rows)
             first = int(np.searchsorted(own, start))
-            return value[first : first + stop - start]
+            return value[(slice(None),) * before + (slice(first, first + stop - start),)]
 
-        sharding = rows_sharding(mesh, rows, value.ndim)
-        return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, shard)
+        sharding = rows_sharding(mesh, rows, value.ndim, before)
+        return jax.make_array_from_callback((*reset.shape, rows, *value.shape[before + 1 :]), sharding, shard)
 
-    reset, whole = np.asarray(batch.reset), NamedSharding(mesh, PartitionSpec())
+    whole = NamedSharding(mesh, PartitionSpec())
     return Batch(
         {name: place(value) for name, value in batch.arrays.items()},
-        jax.make_array_from_callback((), whole, lambda _: reset),
+        jax.make_array_from_callback(reset.shape, whole, lambda index: reset[index]),
     )
 
 
-def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
-    """The sharding of an array of a batch with this many rows and dimensions."""
-    names = ("batch", *(None for _ in range(dims - 1)))
-    return NamedSharding(mesh, partition_spec(names, (rows,) + (1,) * (dims - 1), dict(mesh.shape)))
+def rows_sharding(mesh: Mesh, rows: int, dims: int, before: int = 0) -> NamedSharding:
+    """The sharding of an array of a batch with this many rows and dimensions, `before` of them in front of the rows."""
+    names = (*(None for _ in range(before)), "batch", *(None for _ in range(dims - before - 1)))
+    shape = (1,) * before + (rows,) + (1,) * (dims - before - 1)
+    return NamedSharding(mesh, partition_spec(names, shape, dict(mesh.shape)))

@@ -111,6 +111,11 @@ _TOKENS = TokenForecastConfig(
     model=TokenModelConfig(**_SIZES, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,
 )
+# Series of 1,024 rows, as in Chronos, without a file.
+_TOKENS_OF_KERNELS = dataclasses.replace(
+    _TOKENS,
+    data=TokenSeriesConfig(data="kernels:256", features="multivariate", target="k0", split=(640, 192, 192)),
+)
 
 
 def forecast(
@@ -258,7 +263,9 @@ class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
 
     name = "forecast_tokens"
     config_class = TokenForecastConfig
-    presets: Mapping[str, TokenForecastConfig] = MappingProxyType({"tokens": _TOKENS})
+    presets: Mapping[str, TokenForecastConfig] = MappingProxyType(
+        {"tokens": _TOKENS, "tokens-kernels": _TOKENS_OF_KERNELS}
+    )
     default_preset = "tokens"
 
     def sized(self, config: TokenForecastConfig, data: Series | None = None) -> TokenForecastConfig:

@@ -3,7 +3,8 @@
 acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (BRL-Attention's tables 4 and 10)
 20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
 -brl, -local, -full                 transformers over token lists, or over all nodes if there are no links
--mlp, -gcn, -gat, -simple_hgn       what they are compared with
+-mlp, -gcn, -rgcn, -gat,            what they are compared with
+-simple_hgn, -hgt
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class GraphRunConfig(RunConfig):
     data: Annotated[GraphDataConfig, Flat]
     model: Annotated[GraphModelConfig, Flat]
 
+    def __post_init__(self):
+        if self.model.identities and self.data.neighbours:
+            raise ValueError(f"identities need the whole graph, neighbours=0, got {self.data.neighbours}")
+
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         network = self.model.network
@@ -56,7 +61,7 @@ _ATTENTION: dict[str, Mechanism] = {
     "local": LocalConfig(window=8),
     "full": FullConfig(),
 }
-_MESSAGES: dict[str, Network] = {"mlp": "mlp", "gcn": "gcn", "gat": "gat", "simple_hgn": "simple_hgn"}
+_MESSAGES: tuple[Network, ...] = ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt")
 
 _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 """The longest metapath of each graph."""
@@ -106,23 +111,26 @@ def _set(mechanism: Mechanism) -> GraphRunConfig:
     return dataclasses.replace(found, model=model)
 
 
-_SET: dict[str, Mechanism] = {
-    "brl": BRLConfig(window=32, num_compressed=32, block_size=None, beta=0.5),
-    "local": LocalConfig(window=32),
-    "full": FullConfig(),
+_SET: dict[str, Mechanism] = {"full": FullConfig()} | {
+    f"{name}{suffix}": mechanism
+    for size, suffix in ((8, "-8"), (16, "-16"), (32, ""))
+    for name, mechanism in (
+        ("brl", BRLConfig(window=size, num_compressed=size, block_size=None, beta=0.5)),
+        ("local", LocalConfig(window=size)),
+    )
 }
-"""The largest w = m of BRL-Attention's table 5."""
+"""w = m of BRL-Attention's table 5; the largest has no number."""
 
 
 def _presets() -> dict[str, GraphRunConfig]:
     found: dict[str, GraphRunConfig] = {}
     for dataset in _METAPATHS:
         found |= {f"{dataset}-{name}": _tokens(dataset, mechanism) for name, mechanism in _ATTENTION.items()}
-        found |= {f"{dataset}-{name}": _graph(network) for name, network in _MESSAGES.items()}
+        found |= {f"{dataset}-{network}": _graph(network) for network in _MESSAGES}
     for dataset in ("20news", "images"):
         found |= {f"{dataset}-{name}": _set(mechanism) for name, mechanism in _SET.items()}
         for name in ("mlp", "gcn", "gat"):
-            config = _graph(_MESSAGES[name])
+            config = _graph(name)
             data = dataclasses.replace(config.data, nearest=0 if name == "mlp" else 10)
             found[f"{dataset}-{name}"] = dataclasses.replace(config, data=data)
         for name in (*_SET, "mlp", "gcn", "gat"):

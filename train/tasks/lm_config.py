@@ -261,17 +261,49 @@ def _bsbr(mechanism: BSBRConfig, d_ff: int = 1024) -> LmConfig:
     )
 
 
-_CHARACTER_RANKS = (32, 8, 8, 8, 4, 4)
+# Figure 4 of arXiv:2509.07963. The text has lost its numbers; the authors' release gives them (docs/presets.md).
+_CHARACTER_WIDTHS = (256, 384, 512, 768)
+_CHARACTER_RATES = {
+    "mlr": (3e-3, 1.65e-2, 3e-3, 1.65e-2),
+    "full": (3e-3, 3e-3, 1.65e-3, 1.65e-3),
+    "local": (3e-3,) * 4,
+    "global-window": (3e-3, 3e-3, 3e-3, 1.65e-2),
+    "alternate": (1.65e-2,) * 4,
+}
 
 
-def _characters(width: int, mechanism: Mechanism | None = None) -> LmConfig:
-    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network; MLR attention
-    by default. The paper gives its ranks for heads of 64 only in a figure; batch, steps, warm-up and the other
-    mechanisms' windows are our choice. The steps take the operations of MLR's 100,000 (`train.tasks.decoder_flops`)."""
-    length = 1024
-    config = LmConfig(
+def _character_mixers(length: int, *, window: int, near: int, run: int) -> dict[str, dict[str, Any]]:
+    """MLR attention and what figure 4 compares it with, by name. All of them normalise queries and keys.
+
+    Args:
+      window: earlier tokens that a sliding window sees, in all layers or in a part of each head.
+      near, run: earlier tokens of the windows that alternate with full attention, and how many such layers follow one
+        another.
+    """
+    full = FullConfig(qk_norm=True)
+    ranks = (32, 8, 6, 4, 4, 4, 4, 2)
+    return {
+        "mlr": {"mechanism": MLRConfig(ranks=ranks, context=length)},
+        "full": {"mechanism": full},
+        "local": {"mechanism": LocalConfig(window=window + 1, qk_norm=True)},
+        "global-window": {
+            "mechanism": GlobalWindowConfig(window=window + 1, ranks=(32, 32), score_scale=8.0, qk_norm=True)
+        },
+        "alternate": {
+            "mechanism": LocalConfig(window=near + 1, qk_norm=True),
+            "late_mechanism": full,
+            "schedule": "alternate",
+            "early_layers": run,
+        },
+    }
+
+
+def _characters(width: int, rate: float, mixers: dict[str, Any]) -> LmConfig:
+    """Six layers with heads of 64 on characters, under muP; the rate is constant, so that a run is compared with others
+    at every number of operations on its way."""
+    return LmConfig(
         loop=LmLoopConfig(
-            steps=100_000, batch=64, length=length, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
+            steps=100_000, batch=32, length=1024, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
         ),
         data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="chars:max=96"),
         model=LmModelConfig(
@@ -279,45 +311,45 @@ def _characters(width: int, mechanism: Mechanism | None = None) -> LmConfig:
             d_model=width,
             num_heads=width // 64,
             d_ff=4 * width,
-            ffn="relu",
+            ffn="gelu",
             vocab_size=96,
-            mechanism=MLRConfig(ranks=_CHARACTER_RANKS, context=length, score_scale=8.0),
+            mup_base_width=768,
+            mup_base_heads=12,
+            **mixers,
         ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4_000),
+        optimizer=OptimizerConfig(
+            learning_rate=rate, warmup_steps=2_000, decay="constant", epsilon=1e-20, weight_decay=0.0
+        ),
     )
-    return config if mechanism is None else at_equal_flops(config, mechanism)
 
 
-def _small_characters(mechanism: Mechanism | None = None) -> LmConfig:
-    """`_characters` in two minutes of a CPU core: two layers of width 128, rows of 512 characters of the standard
-    library's sources, and 400 steps of MLR."""
-    config = _characters(128)
-    small = dataclasses.replace(
-        config,
+def _small_characters(mixers: dict[str, Any]) -> LmConfig:
+    """Two minutes of a CPU core: two layers of width 128, rows of 512 characters of the standard library's sources, and
+    the operations of 400 steps of MLR (`train.tasks.decoder_flops`)."""
+    length = 512
+
+    def model(mixers: dict[str, Any]) -> LmModelConfig:
+        return LmModelConfig(
+            num_layers=2, d_model=128, num_heads=2, d_ff=512, ffn="gelu", vocab_size=96, **mixers
+        )
+
+    ours, mlr = (training_flops(model(each), length) for each in (mixers, _SMALL_MIXERS["mlr"]))
+    return LmConfig(
         loop=LmLoopConfig(
-            steps=400, batch=8, length=512, eval_every=50, checkpoint_every=200, eval_tokens=131_072
+            steps=round(400 * mlr / ours),
+            batch=8,
+            length=length,
+            eval_every=50,
+            checkpoint_every=200,
+            eval_tokens=131_072,
         ),
         data=DataConfig(tokenizer="chars:max=96"),
-        model=dataclasses.replace(
-            config.model,
-            num_layers=2,
-            mechanism=MLRConfig(ranks=_CHARACTER_RANKS, context=512, score_scale=8.0),
-        ),
+        model=model(mixers),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
     )
-    return small if mechanism is None else at_equal_flops(small, mechanism)
 
 
-def at_equal_flops(config: LmConfig, mechanism: Mechanism) -> LmConfig:
-    """The run with another mechanism in every layer, and the number of steps that takes the same operations.
-
-    Raises:
-      ValueError: `train.tasks.decoder_flops` does not count one of the two mechanisms.
-    """
-    model = dataclasses.replace(config.model, mechanism=mechanism)
-    before, after = (training_flops(each, config.loop.length) for each in (config.model, model))
-    steps = round(config.loop.steps * before / after)
-    return dataclasses.replace(config, model=model, loop=dataclasses.replace(config.loop, steps=steps))
+_SMALL_MIXERS = _character_mixers(512, window=128, near=128, run=1)
 
 
 def _pod() -> LmConfig:
@@ -427,17 +459,12 @@ PRESETS: dict[str, LmConfig] = {
     "openwebtext-gated-deltanet-brl": _hybrid(GatedDeltaNetConfig(), 3, _brl(256, 1024)),
     "openwebtext-mamba2-full": _hybrid(Mamba2Config(), 3, FullConfig()),
     "openwebtext-local-full": _hybrid(LocalConfig(window=256), 5, FullConfig()),
-    "owt-chars-mlr": _characters(512),
-    "owt-chars-mlr-256": _characters(256),
-    "owt-chars-mlr-1024": _characters(1024),
-    # What figure 4 of arXiv:2509.07963 compares MLR with, at equal compute.
-    "owt-chars-full": _characters(512, FullConfig()),
-    "owt-chars-local": _characters(512, LocalConfig(window=128)),
-    "owt-chars-global-window": _characters(512, GlobalWindowConfig(score_scale=8.0)),
-    "chars-mlr": _small_characters(),
-    "chars-full": _small_characters(FullConfig()),
-    "chars-local": _small_characters(LocalConfig(window=128)),
-    "chars-global-window": _small_characters(GlobalWindowConfig(score_scale=8.0)),
+    **{
+        f"owt-chars-{name}-{width}": _characters(width, rate, mixers)
+        for name, mixers in _character_mixers(1024, window=512, near=128, run=2).items()
+        for width, rate in zip(_CHARACTER_WIDTHS, _CHARACTER_RATES[name])
+    },
+    **{f"chars-{name}": _small_characters(mixers) for name, mixers in _SMALL_MIXERS.items()},
     "pod-1b": _pod(),
     "pod-8b": _pod_8b(),
 }

@@ -1,18 +1,15 @@
 """The configuration of a Long Range Arena run, and its presets: each task at a size for two CPU cores, and the papers'.
 
 lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own implementation (table 12; w = m, and 512 for
-                                                     the local models without compressed tokens)
+                                                     the local models without compressed tokens), trained as in Amos et
+                                                     al. 2023 (arXiv:2310.02980), on which the paper bases it
 lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
+lra-TASK-original-NAME                               other mechanisms of its table 1 in that network
 lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; positions, batch and optimiser of
                                                      Skyformer's code, arXiv:2111.00035, as it states)
-lra-TASK-nystromformer, -kernelized, -skyformer,     the other mechanisms of its table 6, in Skyformer's network
--informer, -reformer, -long-short                    (two layers of width 64)
-lra-TASK-flowformer, -luna, -sinkhorn, -sliceformer, mechanisms of BRL-Attention's table 1 in the network of its table
--synthesizer                                         11
+lra-TASK-transnormer-NAME                            other mechanisms of its table 6 in Skyformer's network
 
-BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. BRL-Attention gives neither steps nor warm-up: the
-steps are from the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
-Skyformer's networks train for 50,000 steps.
+BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. docs/presets.md has the source of each setting.
 """
 
 from __future__ import annotations
@@ -24,15 +21,21 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from brl_jax.fields import Natural
 from brl_jax.layers import (
     BRLConfig,
+    CosformerConfig,
+    FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GAUConfig,
     InformerConfig,
     KernelizedConfig,
+    LinearConfig,
+    LinformerConfig,
     LocalConfig,
     LongShortConfig,
     LunaConfig,
     Mechanism,
     NystromformerConfig,
+    PerformerConfig,
     ReformerConfig,
     SinkhornConfig,
     SkyformerConfig,
@@ -168,55 +171,81 @@ _LENGTHS = {
     "pathfinder": 1024,
     "pathx": 16384,
 }
-_STEPS = {
-    "listops": 5_000,
-    "text": 20_000,
-    "retrieval": 5_000,
-    "image": 35_000,
-    "pathfinder": 62_500,
-    "pathx": 62_500,
-}
 _OF_PIXELS = ("image", "pathfinder", "pathx")
+_EXAMPLES = {
+    "listops": 96_000,
+    "text": 25_000,
+    "retrieval": 147_086,
+    "image": 45_000,
+    "pathfinder": 160_000,
+    "pathx": 160_000,
+}
+"""Training examples of the Long Range Arena."""
 
 
 def _data(task: str) -> TaskDataConfig:
     return TaskDataConfig(task=task, length=_LENGTHS[task], resolution=128 if task == "pathx" else 32)
 
 
-def _loop(task: str, batch: int) -> LoopConfig:
+def _loop(steps: int, batch: int, eval_every: int) -> LoopConfig:
     return LoopConfig(
-        steps=_STEPS[task],
-        batch=batch,
-        eval_every=1_000,
-        checkpoint_every=1_000,
-        patience=10,
-        keep_checkpoints=1,
+        steps=steps, batch=batch, eval_every=eval_every, checkpoint_every=eval_every, keep_checkpoints=1
     )
 
 
-def _optimizer(task: str, learning_rate: float, **changes: Any) -> OptimizerConfig:
-    return OptimizerConfig(
-        learning_rate=learning_rate, warmup_steps=_STEPS[task] // 10, beta2=0.98, weight_decay=0.05, **changes
-    )
+class _Schedule(NamedTuple):
+    """How Amos et al. train on a task: passes over its examples, steps of the warm-up, decay of the weights."""
+
+    epochs: int
+    warmup: int
+    weight_decay: float
+
+
+# experiment/lra/transformer-lra-TASK.yaml of their code.
+_AMOS = {
+    "listops": _Schedule(100, 2_000, 0.0),
+    "text": _Schedule(65, 2_000, 0.1),
+    "retrieval": _Schedule(32, 5_000, 0.0),
+    "image": _Schedule(200, 2_000, 0.0),
+    "pathfinder": _Schedule(200, 5_000, 0.0),
+    "pathx": _Schedule(200, 5_000, 0.0),
+}
 
 
 def _paper(task: str, mechanism: Mechanism) -> LraConfig:
-    s = _OURS[task]
+    """An evaluation after every pass. BRL-Attention keeps its own feed-forward network (equation 5)."""
+    s, schedule = _OURS[task], _AMOS[task]
+    a_pass = math.ceil(_EXAMPLES[task] / s.batch)
+    is_brl = isinstance(mechanism, BRLConfig)
     model = LraModelConfig(
         num_layers=s.layers,
         d_model=s.d_model,
         num_heads=s.heads,
         d_ff=s.d_ff,
+        ffn="glu_relu" if is_brl else "gelu",
+        use_bias=not is_brl,
         mechanism=mechanism,
         pooling=s.pooling,
         inputs="scale" if task in _OF_PIXELS else "embed",
-        dropout=0.1,
     )
-    return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, s.learning_rate))
+    optimizer = OptimizerConfig(
+        learning_rate=s.learning_rate,
+        warmup_steps=schedule.warmup,
+        decay="cosine" if task == "text" else "constant",
+        final_share=0.0,
+        beta2=0.999,
+        weight_decay=schedule.weight_decay,
+        clip_norm=0.0,
+    )
+    return LraConfig(_loop(schedule.epochs * a_pass, s.batch, a_pass), _data(task), model, optimizer)
+
+
+# Steps and warm-up of the Long Range Arena's release on texts; on images it has 200 passes and warms up in the first.
+_RELEASED = {"listops": (5_000, 1_000), "text": (20_000, 8_000), "retrieval": (5_000, 8_000)}
 
 
 def _original(task: str, mechanism: Mechanism) -> LraConfig:
-    """Learned positions on images, sinusoidal ones on texts, and plain feed-forward networks. On texts the learning
+    """Sinusoidal positions, learned ones on images and path-x, and plain feed-forward networks. On texts the learning
     rate is divided by the square root of the warm-up's steps, as the release's schedule does."""
     s = _ORIGINAL[task]
     model = LraModelConfig(
@@ -224,21 +253,36 @@ def _original(task: str, mechanism: Mechanism) -> LraConfig:
         d_model=s.d_model,
         num_heads=s.heads,
         d_ff=s.d_ff,
-        ffn="relu",
+        ffn="gelu",
         use_bias=True,
         mechanism=mechanism,
         pooling=s.pooling,
-        positions="learned" if task in _OF_PIXELS else "sinusoidal",
-        dropout=0.1,
+        positions="learned" if task in ("image", "pathx") else "sinusoidal",
+        dropout=0.3 if task == "image" else 0.1,
     )
-    rate = s.learning_rate if task in _OF_PIXELS else s.learning_rate * (_STEPS[task] // 10) ** -0.5
-    return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, rate, decay="inverse_sqrt"))
+    if task in _OF_PIXELS:
+        warmup = _EXAMPLES[task] // s.batch
+        steps, rate, weight_decay = 200 * warmup, s.learning_rate, 0.0
+    else:
+        steps, warmup = _RELEASED[task]
+        rate, weight_decay = s.learning_rate * warmup**-0.5, 0.1
+    optimizer = OptimizerConfig(
+        learning_rate=rate,
+        warmup_steps=warmup,
+        decay="cosine" if task in _OF_PIXELS else "inverse_sqrt",
+        final_share=0.0,
+        beta2=0.98,
+        epsilon=1e-9,
+        weight_decay=weight_decay,
+        clip_norm=1.0 if task == "pathx" else 0.0,
+    )
+    return LraConfig(_loop(steps, s.batch, 1_000), _data(task), model, optimizer)
 
 
 def _of_skyformer(task: str, model: LraModelConfig) -> LraConfig:
     """50,000 steps with a learning rate that falls linearly to 0, without weight decay."""
     batch, learning_rate, warmup = _TRANSNORMER[task]
-    loop = dataclasses.replace(_loop(task, batch), steps=50_000, patience=0)
+    loop = _loop(50_000, batch, 1_000)
     optimizer = OptimizerConfig(
         learning_rate=learning_rate,
         warmup_steps=warmup,
@@ -256,20 +300,31 @@ def _transnormer(task: str, variant: Variant) -> LraConfig:
     return _of_skyformer(task, model)
 
 
+def _reformer(task: str) -> ReformerConfig:
+    """With the rounds, chunks and buckets of Skyformer's code."""
+    buckets = 2 ** int(math.log2(2 * (_LENGTHS[task] // 64)))
+    return ReformerConfig(num_rounds=2, num_buckets=buckets, chunk_size=64)
+
+
 def _beside_transnormer(task: str) -> dict[str, Mechanism]:
     """The mechanisms of TransNormer's table 6 at the sizes of Skyformer's code (arXiv:2111.00035), by name. Informer's
-    factor is the one by which that code comes to 128 keys, and Reformer has its two rounds, chunks and buckets; the
-    Long-Short Transformer has the window and the rank of its paper's results on the Long Range Arena
-    (arXiv:2107.02192).
+    factor is the one by which that code comes to 128 keys; the Long-Short Transformer has the window and the rank of
+    its paper's results on the Long Range Arena (arXiv:2107.02192). That code has neither cosFormer nor FLASH.
     """
     factor = math.ceil(128 / math.log(_LENGTHS[task]))
-    buckets = 2 ** int(math.log2(2 * (_LENGTHS[task] // 64)))
     return {
+        "full": FullConfig(),
+        "linformer": LinformerConfig(num_projected=128, max_length=_LENGTHS[task]),
+        "performer": PerformerConfig(num_features=128),
+        "bigbird": LocalConfig(window=64, pattern="bigbird"),
+        "cosformer": CosformerConfig(max_length=_LENGTHS[task]),
+        "flash-quad": GAUConfig(),
+        "flash": FlashConfig(),
         "nystromformer": NystromformerConfig(num_landmarks=128),
         "kernelized": KernelizedConfig(),
         "skyformer": SkyformerConfig(num_samples=128),
         "informer": InformerConfig(factor=factor),
-        "reformer": ReformerConfig(num_rounds=2, num_buckets=buckets, chunk_size=64),
+        "reformer": _reformer(task),
         "long-short": LongShortConfig(window=8, num_projected=32),
     }
 
@@ -281,7 +336,7 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
         d_model=64,
         num_heads=2,
         d_ff=128,
-        ffn="relu",
+        ffn="gelu",
         use_bias=True,
         mechanism=mechanism,
         pooling="mean",
@@ -292,15 +347,26 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 
 
 def _beside_brl(task: str) -> dict[str, Mechanism]:
-    """Mechanisms of BRL-Attention's table 1, by name. Sinkhorn's blocks have the size of the Long Range Arena's code;
-    a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code. Synthesizer has the
-    factorised random weights, Luna the most packed tokens of its paper's results."""
+    """Mechanisms of BRL-Attention's table 1, by name, with the sizes of the Long Range Arena's code where it has them:
+    blocks of 50 in local attention and Sinkhorn, 16 projected tokens. A row has a class token more than its task has
+    tokens, the first, which Longformer lets see all others. Sliceformer sorts in ascending order, as in its authors'
+    code. Synthesizer has the factorised random weights, Luna the most packed tokens of its paper's results."""
+    longest = _LENGTHS[task] + 1
     return {
-        "flowformer": FlowformerConfig(),
+        "linformer": LinformerConfig(num_projected=16, max_length=longest),
+        "linear": LinearConfig(),
+        "performer": PerformerConfig(num_features=256),
         "luna": LunaConfig(num_packed=256),
-        "sinkhorn": SinkhornConfig(block_size=50, max_length=_LENGTHS[task] + 50),
+        "cosformer": CosformerConfig(max_length=longest),
+        "flowformer": FlowformerConfig(),
+        "local": LocalConfig(window=50, pattern="block"),
+        "sparse": LocalConfig(window=128, pattern="fixed"),
+        "longformer": LocalConfig(window=512, pattern="global", num_global=1),
+        "bigbird": LocalConfig(window=64, pattern="bigbird"),
         "sliceformer": SliceformerConfig(order="ascending"),
-        "synthesizer": SynthesizerConfig(weights="random", rank=32, max_length=_LENGTHS[task] + 1),
+        "reformer": _reformer(task),
+        "sinkhorn": SinkhornConfig(block_size=50, max_length=_LENGTHS[task] + 50),
+        "synthesizer": SynthesizerConfig(weights="random", rank=32, max_length=longest),
     }
 
 
@@ -388,13 +454,13 @@ PRESETS: dict[str, LraConfig] = {
     **{f"lra-{task}-transnormer-t1": _transnormer(task, "t1") for task in _TRANSNORMER},
     **{f"lra-{task}-transnormer-t2": _transnormer(task, "t2") for task in _TRANSNORMER},
     **{
-        f"lra-{task}-{name}": _skyformer(task, mechanism)
+        f"lra-{task}-transnormer-{name}": _skyformer(task, mechanism)
         for task in _TRANSNORMER
         for name, mechanism in _beside_transnormer(task).items()
     },
     **{
-        f"lra-{task}-{name}": _original(task, mechanism)
-        for task in _TRANSNORMER
+        f"lra-{task}-original-{name}": _original(task, mechanism)
+        for task in _ORIGINAL
         for name, mechanism in _beside_brl(task).items()
     },
 }

@@ -183,6 +183,7 @@ def local_attention(
             "state and return_state must be given with is_causal=True and a window, without bias, mask, lengths, "
             "segment_ids, offsets and return_residual",
         )  # fmt: skip
+        assert isinstance(pattern, SlidingWindow)
         options = {
             "scale": scale,
             "sinks": sinks,

@@ -41,6 +41,8 @@ class GlobalWindowConfig(Mechanism):
     """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,
     E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8 makes scores too sharp
     to learn from (docs/recall.md)."""
+    qk_norm: bool = False
+    """Whether to normalise queries and keys over the whole head before they are rotated and split."""
 
     def __post_init__(self):
         check_at_least(self, "window")
@@ -99,7 +101,10 @@ class GlobalWindowAttention(AttentionLayer):
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        return project_qkv(self.dimensions, x, positions, root_scores=self.mechanism.score_scale is None)
+        m = self.mechanism
+        return project_qkv(
+            self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
+        )
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m = self.mechanism

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from eval.tasks.paper_tables import brl, bsbr, tlinformer, transnormer
+from eval.tasks.paper_tables import brl, bsbr, graphs, lra, structured, tlinformer, transnormer
 from eval.tasks.paper_tables.table import PaperTable
 
 TABLES: Mapping[str, PaperTable] = {
-    **brl.TABLES,
-    **transnormer.TABLES,
-    **tlinformer.TABLES,
-    **bsbr.TABLES,
+    name: table
+    for module in (brl, transnormer, structured, tlinformer, bsbr, lra, graphs)
+    for name, table in module.TABLES.items()
 }

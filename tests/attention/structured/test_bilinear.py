@@ -175,6 +175,25 @@ def test_btt_factors():
         btt_factors(2)
 
 
+def test_tokens_are_multiplied_in_the_order_that_costs_least():
+    """Appendix D of arXiv:2509.07963, tables 2 and 3, for a head of width 64: of all orders, a level of MLR multiplies
+    queries and keys by their factors first (eq. 32), and a BTT of rank 2 one side by both cores, and then the tokens of
+    the other side (eq. 35)."""
+
+    def order(products, *shapes):
+        arrays = [np.empty(shape) for shape in shapes]
+        _, steps = np.einsum_path(products, *arrays, optimize="optimal", einsum_call=True)
+        return [set(step[1].split("->")[0].split(",")) for step in steps]
+
+    tokens, blocks = (256, 4, 16), (4, 16, 4)
+    mlr = order("ipd,pdr,per,jpe->ij", tokens, blocks, blocks, tokens)
+    assert {"pdr", "ipd"} in mlr
+    assert {"per", "jpe"} in mlr
+    btt = order("iab,bact,cebt,jce->ij", (256, 8, 8), (8, 8, 8, 2), (8, 8, 8, 2), (256, 8, 8))
+    assert btt[-1] & {"iab", "jce"}
+    assert {"bact", "cebt"} <= btt[0] | btt[1]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

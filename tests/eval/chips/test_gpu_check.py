@@ -1,4 +1,4 @@
-"""eval.gpu_check: options, tables, float64 measures, its end, and with Triton the checks in the interpreter."""
+"""eval.gpu_check: options, tables, float64 measures, its ending, and with Triton the checks in the interpreter."""
 
 import json
 import os
@@ -62,13 +62,13 @@ def test_a_recurrence_by_hand():
     log_decay = np.log([[[0.9], [0.5]]])
     out = gpu_operations.OPERATIONS["scalar_decay"].oracle(size, *arrays, log_decay)
     np.testing.assert_allclose(out[0, :, 0, 0], [6.0, 35.0])
-    # Keys of length 1 and beta 1: each token replaces what the state holds.
+    # Keys of length 1 and beta 1: each token replaces the state.
     out = gpu_operations.OPERATIONS["delta"].oracle(size, *arrays, np.ones((1, 2, 1)))
     np.testing.assert_allclose(out[0, :, 0, 0], [3.0, 20.0])
 
 
 def test_errors_by_hand():
-    """A gradient of x^2 y, and one that is off by a tenth."""
+    """The gradient of x^2 y, and one that is a tenth off."""
     x, y = np.asarray([1.0, -2.0, 0.5]), np.asarray([3.0, 1.0, -1.0])
     oracle, cotangent = (lambda x, y: x**2 * y), np.asarray([1.0, 2.0, -1.0])
     exact = 2 * x * y * cotangent
@@ -96,7 +96,7 @@ def run(*arguments, **environment):
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
-    for name in ("triton", "jax_triton"):  # any module will do for what comes before
+    for name in ("triton", "jax_triton"):  # any module can replace them in what runs before
         (tmp_path / f"{name}.py").touch()
     done = run("--workers", "1", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", JAX_PLATFORMS="cpu")
     assert done.returncode == 2, done.stderr
@@ -105,7 +105,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 def test_the_end_is_hard(tmp_path):
-    """Nothing runs after it, and the file has what was found until then."""
+    """Nothing runs after it, and the file has all results up to then."""
     pytest.importorskip("triton")
     path, start = tmp_path / "found.json", time.monotonic()
     done = run("--interpret", "--minutes", "0.05", "--workers", "1", "--json", str(path))

@@ -1,4 +1,4 @@
-"""The table of losses on many meshes: a small part of it, and what counts as far."""
+"""A small part of the table of losses on many meshes, and how large a difference is an error."""
 
 import math
 import re
@@ -71,7 +71,7 @@ def test_two_processes_take_the_steps_of_one_device(capsys):
     mesh_check.main(["--mechanisms", "local", "--meshes", mesh_check._TWO, "--steps", "2"])
     row = re.search(r"\| local \| ([\d.]+) to ([\d.]+) \| ([\d.e-]+) \|", capsys.readouterr().out)
     first, last, far = map(float, row.groups())
-    # Of 64 tokens, by weights that are not trained: somewhat worse than all alike, and better after a step.
+    # 64 tokens with untrained weights: slightly worse than uniform, and better after a step.
     assert math.log(64) < first < math.log(64) + 2
     assert last < first
     assert far < 1e-5
@@ -79,7 +79,7 @@ def test_two_processes_take_the_steps_of_one_device(capsys):
 
 @pytest.mark.parametrize("name", slow_unless(TASKS, ("lm", "lra")))
 def test_every_task_is_a_candidate(name):
-    """Its random batches are those that its objective takes, and have no token or class that the model has not."""
+    """Its random batches fit the objective, and contain only tokens and classes that the model has."""
     task = TASKS[name]
     mechanisms = mesh_check.candidates(task)
     assert {"full", "local", "brl"} <= mechanisms.keys()

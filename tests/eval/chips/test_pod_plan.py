@@ -53,7 +53,7 @@ def test_what_does_not_divide_is_said_before_anything_is_compiled(options, messa
 
 
 def test_progress_is_shown_and_the_librarys_lines_go_to_a_file(monkeypatch, capfd):
-    """Planning is silent for minutes otherwise, but for what libtpu prints."""
+    """Without it, minutes of planning would show nothing but libtpu's messages."""
     monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
     monkeypatch.setattr(stages, "SECONDS_BETWEEN_LINES", 0.02)
 
@@ -86,7 +86,7 @@ def test_a_small_plan(capfd):
     plan = json.loads(out.splitlines()[-1])
     assert plan["fits"]
     assert plan["mesh"] == {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
-    # One copy on eight devices, but for the vectors; two moments.
+    # One copy spread over eight devices, except the vectors; two moments.
     assert plan["parameters"] * 4 / 8 < plan["parameter_bytes"] < plan["parameters"] * 4 / 7
     assert 1.99 < plan["optimizer_bytes"] / plan["parameter_bytes"] < 2.01
     parts = ("parameter", "optimizer", "memory", "gradient", "activation", "temporary", "program")
@@ -94,7 +94,7 @@ def test_a_small_plan(capfd):
     assert plan["total_bytes"] < plan["hbm_bytes"] == 16 * 2**30
     # At least two operations for each parameter and token, forward, and twice that backward.
     assert plan["matrix_flops"] > 6 * (plan["parameters"] - 128 * 256) * 0.5 * plan["tokens"] / 8
-    # Each weight is gathered for both directions, and its gradient scattered.
+    # Each weight is gathered in both directions, and its gradient is scattered.
     assert plan["collective_bytes"]["all-gather"] > 0
     assert plan["bound_seconds"] == max(plan[f"{part}_seconds"] for part in ("matrix", "hbm", "link"))
 

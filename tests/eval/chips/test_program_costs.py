@@ -1,4 +1,4 @@
-"""Costs of programs whose matrix products and communication are known."""
+"""Costs of programs with known matrix products and communication."""
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ ENTRY %main (p0: f32[4]) -> f32[4] {
 
 def test_bytes_between_devices_by_kind():
     assert collective_bytes(HLO) == {
-        # Six times in the loop, once though two computations wait for it and a loop in the loop runs meanwhile.
+        # Six times in the loop and once outside: two computations that wait for it and a nested loop add nothing.
         "all-gather": 6 * (64 * 16 * 2) * 7 / 8 + 8 * 4 * 3 / 4,
         "reduce-scatter": 6 * (64 * 32 * 4) * 7 / 8 + 2 * 4 * 3,
         "all-reduce": 2 * (4 + 4) * 4 * 3 / 4,
@@ -120,7 +120,7 @@ def test_bytes_between_devices_by_kind():
 
 
 def test_the_products_that_xla_tunes_on_a_gpu():
-    """Two library calls and a kernel that XLA generates for a product; not a call of cuDNN, nor another fusion."""
+    """Library calls and kernels that XLA generates for a product; not calls of cuDNN, nor other fusions."""
     program = """
   %a = f32[4] custom-call(%x), custom_call_target="__cublas$lt$matmul"
   %b = f32[4] custom-call(%x), custom_call_target="__cublas$gemm"

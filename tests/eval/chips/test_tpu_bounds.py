@@ -38,6 +38,6 @@ def test_products_in_tiles(chip, head_dim, backward, units):
 def test_cycles():
     assert matrix_cycles("v5e", 65536 * 5 + 1) == 6
     assert matrix_cycles("v6e", 262144 * 5) == 5
-    # 0.82 TB/s at 1.5 GHz are 546 bytes a cycle.
+    # 0.82 TB/s at 1.5 GHz is 546 bytes a cycle.
     assert memory_cycles("v5e", 546e6) == pytest.approx(1e6, rel=5e-3)
     assert all(memory_cycles(chip, 1e9) > 0 for chip in SMALLEST_TOPOLOGIES)

@@ -1,4 +1,5 @@
-"""The command that compiles every kernel for every chip, on one chip and short sequences (needs the package libtpu)."""
+"""The command that compiles every kernel for every chip, on one chip with short sequences (needs the package
+libtpu)."""
 
 import importlib.util
 

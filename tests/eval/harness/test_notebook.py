@@ -1,4 +1,4 @@
-"""eval.harness.notebook: what a picture that grows holds."""
+"""eval.harness.notebook: the contents of a growing picture."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a command prints on a terminal and elsewhere, and the files it refuses."""
+"""What a command prints on a terminal and elsewhere, and which files it refuses."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_files_are_checked_before_any_work(tmp_path):
 
 
 def test_pipes_are_refused(tmp_path):
-    """Reading one would wait for ever."""
+    """Reading one would hang."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"--workdir: expected a regular file, got .*config\.json"):
         open_run([], str(tmp_path), "best")
@@ -62,7 +62,7 @@ def test_pipes_are_refused(tmp_path):
 
 
 class Rows:
-    """A task whose rows have 1 or 2 places; the shape of its batches has 2."""
+    """A task whose rows have 1 or 2 positions; its batches have 2."""
 
     def __init__(self, *batches):
         self.batches = batches

@@ -1,4 +1,4 @@
-"""Files that evaluations write are whole."""
+"""Evaluations never leave incomplete files."""
 
 import resource
 

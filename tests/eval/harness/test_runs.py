@@ -1,4 +1,4 @@
-"""What evaluations of several runs call them."""
+"""How evaluations of several runs name them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""eval.speed --generation: its rows, its lines and its picture, on a small network."""
+"""eval.speed --generation: its rows, lines and picture, on a small network."""
 
 import json
 
@@ -26,14 +26,14 @@ def test_times_both_networks_and_draws(tmp_path, capsys):
     assert rows["plain decoder, concatenated"]["hit_s"] > 0
     assert rows["plain decoder, reread"]["hit_s"] > 0
     assert rows["plain decoder, prompt"]["first_token_s"] > 0
-    # Of one block each 4 layers have one history of 24 tokens: keys, values and tokens, besides what doesn't grow.
+    # Every 4 layers of a block share one history of 24 tokens: keys, values and tokens, plus parts of fixed size.
     assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
     assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
     assert "reread" in capsys.readouterr().out
 
 
 def test_every_round_reads_the_prompt_from_an_empty_cache():
-    """The second time too: its last token has the same logits then."""
+    """In the second round too: the last token gets the same logits."""
     options = GenerationOptions(heads=2, head_dim=8, layers=4, window=8, context=4, vocabulary=11)
     program = _plain_prompt(options, _parameters(options), 16).programs["first_token"]
     first, second = (np.asarray(program.run()) for _ in range(2))

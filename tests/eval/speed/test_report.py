@@ -1,4 +1,4 @@
-"""What eval.speed makes of its measurements: exponents, targets, pictures."""
+"""What eval.speed derives from its measurements: exponents, targets, pictures."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LENGTHS = (64, 1024, 2048, 8192)
 
 
 def _rows(mechanisms=15):
-    """Layers of made-up mechanisms, of which the second is quadratic and was too slow for the last length."""
+    """Layers of made-up mechanisms; the second is quadratic, and too slow at the last length."""
     rows = []
     for i in range(mechanisms):
         for n in LENGTHS:
@@ -41,7 +41,7 @@ def _rows(mechanisms=15):
 def test_fitted_exponent():
     rows = [{"length": n, "s": 3.0 * n**1.5} for n in LENGTHS]
     assert report.fitted_exponent(rows, "s", 2048) == pytest.approx(1.5)
-    short = [{"length": 64, "s": 100.0}, *rows[1:]]  # does not count: below fit_from
+    short = [{"length": 64, "s": 100.0}, *rows[1:]]  # ignored: below fit_from
     assert report.fitted_exponent(short, "s", 1024) == pytest.approx(1.5)
     assert report.fitted_exponent(short, "s", 64) != pytest.approx(1.5, abs=0.05)
     few = [{"length": 64, "s": 1.0}, {"length": 2048, "s": 32.0}]
@@ -93,7 +93,7 @@ def test_target_lines():
 
 @pytest.mark.slow
 def test_pictures_of_many_mechanisms(tmp_path):
-    """More mechanisms than a plain palette has colours, gaps, and one that cannot decode."""
+    """More mechanisms than a plain palette has colors, missing values, and one that cannot decode."""
     for path in draw(_rows(), 1024, tmp_path):
         image = imread(path)[..., :3]
         assert min(image.shape[:2]) > 400
@@ -123,7 +123,7 @@ def test_nothing_measured_draws_nothing(tmp_path):
 
 def test_common_length():
     rows = [row for row in _rows() if not row["note"]]
-    assert common_length(rows) == 2048  # all have it; 8192 lacks one
+    assert common_length(rows) == 2048  # all have it; one lacks 8192
     assert common_length([row for row in rows if row["name"] != "mechanism1"]) == 8192
 
 

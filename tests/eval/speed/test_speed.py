@@ -30,7 +30,7 @@ TWO = ["--mechanisms", "full", "local"]
 
 
 def replaced(*words):
-    """A command line on which later options replace earlier ones, which the command would refuse."""
+    """A command line where later options replace earlier ones; the command itself refuses repeated options."""
     options = {}
     for word in words:
         if word.startswith("--"):
@@ -60,7 +60,7 @@ def test_functions_table_and_json(tmp_path, capsys):
     assert rows[96, "local"]["forward_temp_bytes"] > 0
     printed = capsys.readouterr().out
     assert "local" in printed
-    assert "target" not in printed  # the targets are for other sizes than these
+    assert "target" not in printed  # the targets are for other sizes
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -71,7 +71,7 @@ def test_without_torch(capsys):
 
 
 def test_references_without_a_gpu(monkeypatch, capsys):
-    """Each has a row, with a word in place of a number."""
+    """Each has a row, with a word instead of a number."""
 
     def missing(name):
         raise ImportError(f"No module named {name!r}")
@@ -87,7 +87,7 @@ def test_references_without_a_gpu(monkeypatch, capsys):
 
 
 def test_a_reference_that_is_off_gets_no_number(monkeypatch):
-    """A library's results pass through the same check as ours: here one whose window is a key too wide."""
+    """Results of other libraries pass the same check as ours; this one has a window that is a key too wide."""
     right, wrong = (
         functools.partial(local_attention, pattern=SlidingWindow.of_width(w, True), is_causal=True)
         for w in (16, 17)
@@ -111,7 +111,7 @@ def test_a_reference_that_is_off_gets_no_number(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_the_window():
-    """FlexAttention as it is called on a GPU, but not compiled, on a CPU."""
+    """FlexAttention called as on a GPU, but uncompiled on a CPU."""
     torch = pytest.importorskip("torch")
     options = SpeedOptions(window=16)
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_flex_attention_sees_the_window():
 
 def test_every_listed_mechanism_has_a_layer_case():
     cases = layers.cases(SpeedOptions(), 64)
-    # TLinFormer is no layer; eval.speed --generation measures it.
+    # TLinFormer is not a layer; eval.speed --generation measures it.
     assert [case.name for case in cases] == [name for name in MECHANISMS if name != "tlinformer"]
     assert {case.name: case.growth for case in cases}["full"] == 2
     assert {case.name: case.growth for case in cases}["brl"] == 1
@@ -134,7 +134,7 @@ def test_every_listed_mechanism_has_a_layer_case():
 
 @pytest.mark.slow
 def test_encoders(tmp_path, capsys):
-    """All rows of the named mechanisms, forward only, and PyTorch's network where it is installed."""
+    """All rows of the named mechanisms, forward only, and PyTorch's network if it is installed."""
     path = tmp_path / "speed.json"
     sizes = ["--lengths", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8"]
     main([*sizes, "--levels", "encoders", "--mechanisms", "full", "linformer", "--json", str(path)])
@@ -176,7 +176,7 @@ def test_encoder_decoders(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_decoders(tmp_path, capsys):
-    """Inference and a training step of the networks of tables 6 and 7; the memory is the compiler's."""
+    """Inference and a training step of the networks of tables 6 and 7; the compiler reports the memory."""
     path = tmp_path / "speed.json"
     sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
     argv = [*sizes, "--levels", "decoders", "--mechanisms", "full", "local", "--json", str(path)]
@@ -233,7 +233,7 @@ def test_layers_table_json_and_pictures(tmp_path, capsys):
         assert row["parameters"] == 4 * 16 * 16 + 3 * 16 * 64 + 3 * 16
         assert row["forward_backward_temp_bytes"] > 0
     kept = rows[96, "full"]["state_bytes"] - rows[40, "full"]["state_bytes"]
-    assert kept == (96 - 40) * 2 * 16 * 4  # a key and a value a token
+    assert kept == (96 - 40) * 2 * 16 * 4  # one key and one value per token
     growth = np.log(rows[96, "full"]["forward_s"] / rows[40, "full"]["forward_s"]) / np.log(96 / 40)
     fitted = {entry["name"]: entry for entry in result["exponents"]}
     assert fitted["full"]["forward_s"] == pytest.approx(growth)
@@ -252,7 +252,7 @@ def test_layers_table_json_and_pictures(tmp_path, capsys):
 
 
 class LeakyConfig(FullConfig):
-    """Full attention that sees the future, but not when it decodes."""
+    """Full attention that sees the future, except while decoding."""
 
     def layer(self, dimensions, **kwargs):
         return super().layer(dataclasses.replace(dimensions, is_causal=False), **kwargs)
@@ -275,7 +275,7 @@ def test_results_must_be_finite_and_of_their_shape():
 
 
 def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
-    """The smaller programs still get their numbers, and the table says why the others have none."""
+    """Smaller programs still get numbers, and the table says why the others have none."""
     monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
     main(replaced(*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"))
     printed = " ".join(capsys.readouterr().out.split())
@@ -301,7 +301,7 @@ def test_too_slow_in_a_run(capsys):
 
 
 def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
-    """A function whose future leaks into the past is named, not timed, and the command fails."""
+    """A function that leaks the future is named and not timed, and the command fails."""
     leaks = dataclasses.replace(functions.CASES["full"], function=lambda options: full_attention)
     monkeypatch.setitem(functions.CASES, "full", leaks)
     path = tmp_path / "speed.json"
@@ -313,7 +313,7 @@ def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
 
 
 def test_wrong_gradient_gets_no_number(monkeypatch):
-    """A right output does not hide a wrong gradient."""
+    """A correct output does not excuse a wrong gradient."""
 
     def no_key_gradient(query, key, value):
         return full_attention(query, jax.lax.stop_gradient(key), value, is_causal=True)
@@ -337,7 +337,7 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
 
     original = functions.verify
     monkeypatch.setattr(functions, "verify", interrupt)
-    # Started in the background by a shell, this process would ignore Ctrl-C.
+    # A shell's background processes would ignore Ctrl-C.
     ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
     path = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
@@ -356,7 +356,7 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
 
 
 def test_reference_equals_oracle():
-    """The sampled reference of the script against the tests' own."""
+    """The script's sampled reference agrees with the tests' oracle."""
     rng = np.random.default_rng(0)
     arrays = tuple(rng.standard_normal((1, 90, 2, 4)).astype(np.float32) for _ in range(4))
     options = SpeedOptions(window=11, head_dim=4)
@@ -401,7 +401,7 @@ def test_bad_input(argv, message):
 def test_bfloat16_results_are_checked_too(tmp_path):
     path = tmp_path / "speed.json"
     argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types without saying so
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types implicitly
         main(replaced(*SMALL, *argv, "--json", str(path)))
     rows = json.loads(path.read_text())["rows"]
     assert {row["level"] for row in rows} == {"functions", "layers"}
@@ -409,7 +409,7 @@ def test_bfloat16_results_are_checked_too(tmp_path):
 
 
 def test_a_short_program_does_not_pay_for_the_one_before_it(monkeypatch):
-    """Its first run of a round, slow while memory is given back, does not count; a long one has no such run."""
+    """The first run of a round, slow while memory is returned, is discarded; a long program has no such run."""
     now = 0.0
     costs = iter([0.9, 0.02, 0.7, 0.02, 0.8, 0.03])
 
@@ -431,7 +431,7 @@ def test_a_short_program_does_not_pay_for_the_one_before_it(monkeypatch):
 
 
 def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, capsys):
-    """Each candidate is reported as soon as it is timed; one that is wrong or fails costs the others nothing."""
+    """Each candidate is reported as soon as it is timed; one that is wrong or fails doesn't affect the others."""
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     path = tmp_path / "speed.json"
     wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: full_attention)
@@ -449,7 +449,8 @@ def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, cap
 
 
 def test_calls_on_a_gpu_are_enqueued_before_one_wait(monkeypatch):
-    """A kernel of 1 ms that takes 10 us to launch: a round of many calls shows the kernel, not the launch and wait."""
+    """A kernel of 1 ms that takes 10 us to launch: a round of many calls measures the kernel, not the launch and
+    wait."""
     now = done = 0.0
     waits = []
 
@@ -470,5 +471,5 @@ def test_calls_on_a_gpu_are_enqueued_before_one_wait(monkeypatch):
     assert program.calls == 13  # 20 ms at 1.51 ms a call
     waits.clear()
     program.measure()
-    assert len(waits) == 2  # the run before the round, and the round
+    assert len(waits) == 2  # the discarded run, and the round
     np.testing.assert_allclose(program.seconds, [(10e-6 + 13 * 1e-3 + 500e-6) / 13])

@@ -41,10 +41,10 @@ def _result(seed, steps, *, whole=True):
 
 
 def test_seeds_of_different_lengths():
-    """The curve is of the evaluations that all have, and the table has the end of each."""
+    """The curve covers the evaluations that all seeds have; the table shows where each seed ended."""
     runs = [_result(0, (2, 4, 6, 8)), _result(1, (2, 6))]
     points, means = _curve(runs)
-    assert [point["step"] for point in points] == [2]  # 8 and 6 are of other text
+    assert [point["step"] for point in points] == [2]  # 8 and 6 were measured on different text
     assert means == pytest.approx([1.0])
     assert "| 8, 6 | 16.00, 12.00 | 0, 1 |" in markdown(runs)
     assert len(draw(runs).axes) == 3
@@ -92,14 +92,14 @@ def test_command(tmp_path, capsys):
         main(["--workdir", f"{tmp_path}/others/other"])
     main(["--workdir", f"{tmp_path}/others/other", "--count", "program"])
     assert json.loads(capsys.readouterr().out)["attention_share"] is None
-    # The program of full attention multiplies all 256 pairs, of which the formulas count the 136 that are seen.
+    # The program of full attention multiplies all 256 pairs; the formulas count only the 136 visible ones.
     main(["--workdir", f"{tmp_path}/runs/full-0", "--count", "program"])
     result = json.loads(capsys.readouterr().out)
     assert result["flops_per_token"] == 6 * (row + (256 - 136) * 2 * 16) / 16
     assert [point["tokens"] for point in result["curve"]] == [64, 128]
     with pytest.raises(UserError, match=r"--table: no run of train\.lm under"):
         main(["--table", f"{tmp_path}/nothing"])
-    # A run with steps left has losses of the beginning of the held-out text alone.
+    # An unfinished run has only losses on the beginning of the held-out text.
     folder = tmp_path / "runs" / "full-1"
     steps = (folder / "config.json").read_text()
     assert '"steps": 4' in steps

@@ -1,4 +1,4 @@
-"""eval.coordinates: activations move alike at every width under muP, and more in wider models without it."""
+"""eval.coordinates: activations change equally at every width under muP, and more in wider models without it."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_command(tmp_path, capsys):
     names = {"mixer", "feed-forward network", "logits"}
     assert set(standard["slope"]) == set(ours["slope"]) == names
     assert all(len(moved) == 3 for name in names for moved in ours["change"][name])
-    # The narrowest width is the base, at which the two are one.
+    # The narrowest width is the base, where both are the same.
     for name in names:
         assert ours["change"][name][0] == pytest.approx(standard["change"][name][0], rel=1e-4)
     assert standard["slope"]["logits"] > 0.35

@@ -1,4 +1,5 @@
-"""eval.gradient_bounds: gradients by scores, and both sides of their bounds, against complex steps in float64."""
+"""eval.gradient_bounds: gradients with respect to scores, and both sides of their bounds, against float64 complex
+steps."""
 
 import json
 import math
@@ -54,7 +55,7 @@ def _mix(kind, u, p, change):
 
 
 def _loss(kind, params, d, tokens, targets, changes):
-    """The mean loss of a row, and the weights, scores and values of each layer."""
+    """The mean loss of a row, and each layer's weights, scores and values."""
     x = params["embedding"][tokens] * math.sqrt(WIDTH)
     seen = []
     for p, change in zip(layers(params["stack"]), changes):
@@ -111,7 +112,7 @@ def test_gradients_and_both_sides_of_the_bounds(kind, mechanism):
             np.testing.assert_allclose(got.by_score[row], by_score, **close)
             np.testing.assert_allclose(got.by_output[row], by_output, **close)
             np.testing.assert_allclose(got.weights[row], weights, **close)
-            # c_1, of all heads where all are normalised together, and c_2.
+            # c_1, over all heads if they are normalized together, and c_2.
             axes = (1, 2) if kind == "norm" else 2
             c1 = np.broadcast_to(np.sqrt((by_output**2).sum(axes)).max(0), HEADS)
             c2 = np.sqrt((value**2).sum(-1)).max(1)
@@ -136,7 +137,7 @@ def _check_summary(kind, got, rows):
         bounds.append(bound)
         share.append(of_pairs.max() / bound)
         relative.append((of_pairs * (1 if kind == "softmax" else of_scores)).max())
-        # Equations 7, 9 and 11 as they stand, for every i, j and k.
+        # Equations 7, 9 and 11 literally, for every i, j and k.
         for i in range(LENGTH):
             p, s = weights[head][i][: i + 1], scores[head][i][: i + 1]
             factor = np.ones(i + 1) if kind == "softmax" else 1 / s
@@ -158,7 +159,7 @@ def _check_summary(kind, got, rows):
 
 
 def test_norm_attention_follows_norm_epsilon():
-    """The network whose gradients are measured is the one that was trained, and the bound is that of its epsilon."""
+    """The measured gradients are the trained network's, and the bound uses its epsilon."""
     epsilon = 0.5
     model = DecoderLM(
         DecoderConfig(

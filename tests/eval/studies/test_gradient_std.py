@@ -1,4 +1,4 @@
-"""eval.gradient_std: reads what training logged, and draws it."""
+"""eval.gradient_std: reads what training logged and plots it."""
 
 import json
 

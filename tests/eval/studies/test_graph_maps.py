@@ -1,4 +1,4 @@
-"""eval.graph_maps: maps with tokens in their places, weights across classes, and both pictures."""
+"""eval.graph_maps: maps with tokens in position, weights across classes, and both pictures."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_absent_tokens_have_no_weight_and_the_others_stand_in_their_places():
     layers, outputs, *_ = maps_of(LocalConfig(window=2), [1, 0, 1, 1, 1])
     assert sorted(layers) == [0, 1]
     assert outputs.shape == (1, 5, 8)
-    # Windows of one to each side follow the order of the tokens that exist: 0, 2, 3, 4.
+    # Windows of one on each side follow the order of the existing tokens: 0, 2, 3, 4.
     expected = np.zeros((5, 5), bool)
     for i, j in ((0, 0), (0, 2), (2, 0), (2, 2), (2, 3), (3, 2), (3, 3), (3, 4), (4, 3), (4, 4)):
         expected[i, j] = True

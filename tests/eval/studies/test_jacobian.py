@@ -1,4 +1,4 @@
-"""eval.jacobian: the sensitivities against the whole Jacobian, their averages by distance, and the command."""
+"""eval.jacobian: sensitivities against the full Jacobian, their averages by distance, and the command."""
 
 import dataclasses
 import json
@@ -40,8 +40,8 @@ def test_a_layer_of_two_windows_reaches_as_far_as_the_wider_one():
         schedule="parallel",
     )
     assert window_reach(config.mechanisms, 20) == 2 * 5
-    beside_all = dataclasses.replace(config, late_mechanism=FullConfig())
-    assert window_reach(beside_all.mechanisms, 20) == 19
+    with_full = dataclasses.replace(config, late_mechanism=FullConfig())
+    assert window_reach(with_full.mechanisms, 20) == 19
 
 
 @pytest.mark.slow
@@ -51,15 +51,15 @@ def test_sensitivities_are_the_norms_of_the_jacobian(mechanism):
     places = np.array([[3, 19], [11, 12]])
     got = jax.jit(lambda p: sensitivities(objective, p, batch, places, 200, jax.random.key(1)))(params)
     x, _ = stack_io(objective, params, batch, None)
-    # Not jit(jacrev(.)): with jaxlib 0.10.2 on a CPU that is wrong for x * sum(x * x) already, in plain JAX.
+    # Not jit(jacrev(.)): jaxlib 0.10.2 on a CPU gets even x * sum(x * x) wrong that way, in plain JAX.
     whole = jax.jit(jax.jacfwd(lambda moved: stack_io(objective, params, batch, moved)[1]))(jnp.zeros_like(x))
     for row in range(2):
         block = np.asarray(whole, np.float64)[row, places[row], :, row]
         expected = np.square(block).sum((1, 3)) / x.shape[-1]
-        # 200 directions of 8 numbers: the mean of the squares is known to some 10 percent.
+        # With 200 directions of 8 numbers, the mean of the squares is accurate to about 10 percent.
         np.testing.assert_allclose(got[row], expected, rtol=0.5, atol=1e-9)
         np.testing.assert_allclose(np.sum(got[row], -1), expected.sum(-1), rtol=0.25)
-    # Proposition 2.2: two layers of window 3 reach 4 tokens back and nothing farther, compressed tokens do.
+    # Proposition 2.2: two layers of window 3 reach 4 tokens back and no farther; compressed tokens do.
     assert window_reach((mechanism, mechanism), 20) == 4
     assert (np.asarray(got)[0, 1, :15] == 0).all() == (mechanism is LOCAL)
     assert (np.asarray(got)[0, 1, 15:] > 0).all()
@@ -67,9 +67,9 @@ def test_sensitivities_are_the_norms_of_the_jacobian(mechanism):
 
 
 @pytest.mark.slow
-def test_loss_gradients_are_those_of_the_embedding():
+def test_loss_gradients_equal_the_embeddings():
     objective, params, batch = _network(LOCAL, tied_embeddings=False)
-    # A token that occurs once moves the loss through its own row of the stack's input alone.
+    # A token that occurs once affects the loss only through its row of the stack's input.
     once = [np.flatnonzero(np.bincount(row, minlength=16) == 1) for row in batch["tokens"]]
     for row, tokens in enumerate(once):
         alone = {name: array[row : row + 1] for name, array in batch.items()}
@@ -84,16 +84,16 @@ def test_loss_gradients_are_those_of_the_embedding():
 
 def test_averages_by_distance():
     squares = np.zeros((1, 2, 6))
-    squares[0, 0, :3] = 1.0, 4.0, 9.0  # of place 2
-    squares[0, 1, :5] = 16.0, 0.0, 0.0, 0.0, 25.0  # of place 4
+    squares[0, 0, :3] = 1.0, 4.0, 9.0  # position 2
+    squares[0, 1, :5] = 16.0, 0.0, 0.0, 0.0, 25.0  # position 4
     ranges, farthest = by_distance(squares, np.array([[2, 4]]), np.array([5]))
-    # Nothing reaches a later token, so later tokens are not averaged; nor is the padding at the end.
+    # Nothing reaches later tokens, so neither they nor the padding at the end are averaged.
     assert [(r["first"], r["end"]) for r in ranges] == [(0, 1), (1, 2), (2, 4), (4, 8)]
     np.testing.assert_allclose(
         [r["sensitivity"] for r in ranges], [17**0.5, 2**0.5, (1 / 3) ** 0.5, 4.0], rtol=1e-6
     )
     assert farthest == 4
-    squares[0, 0, 4] = 100.0  # an encoder sees later tokens, too
+    squares[0, 0, 4] = 100.0  # an encoder sees later tokens too
     ranges, _ = by_distance(squares, np.array([[2, 4]]), np.array([5]))
     np.testing.assert_allclose(ranges[2]["sensitivity"] ** 2, (1.0 + 100.0 + 0.0 + 0.0) / 4, rtol=1e-6)
 

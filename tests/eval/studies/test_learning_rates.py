@@ -1,4 +1,4 @@
-"""eval.learning_rates: the losses are those of separate runs, and the best rate of a width is named."""
+"""eval.learning_rates: losses equal separate runs', and the table names each width's best rate."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_command(tmp_path, capsys):
     main([*TINY.split(), "--picture", str(picture)])
     standard, ours = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (standard["parametrization"], ours["parametrization"]) == ("standard", "muP")
-    # The narrowest width is the base, at which the two are one.
+    # The narrowest width is the base, where both are the same.
     assert ours["loss"][0] == pytest.approx(standard["loss"][0], rel=1e-5)
     assert ours["loss"][1] != pytest.approx(standard["loss"][1], rel=1e-5)
     for result in (standard, ours):
@@ -33,7 +33,7 @@ def test_rates_do_not_touch_each_other():
     alone = losses(RateOptions(rates=(0.01,), **settings), 16, "muP", 0)
     assert both[1] == pytest.approx(alone[0], rel=1e-5)
     assert both[0, 0] == pytest.approx(both[1, 0], rel=1e-6)
-    assert both[0, -1] > both[1, -1]  # the larger rate has got further
+    assert both[0, -1] > both[1, -1]  # the larger rate has made more progress
 
 
 def test_no_rate_is_best_where_none_has_a_finite_loss(monkeypatch):

@@ -26,7 +26,7 @@ TINY = "--length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16"
 
 
 def _expected(weights, i, ratio):
-    """The definition, entry by entry, of one row of a matrix."""
+    """The definition for one row of a matrix, entry by entry."""
     length = len(weights)
     size = max(1, int(ratio * length + 0.5))
     start = i - size // 2
@@ -54,7 +54,7 @@ def test_score_of_known_matrices():
     far = jnp.eye(10)[:, ::-1]  # each position attends to its mirror image
     got = np.asarray(locally_accumulated_score(far, ratios))
     assert got[0].tolist() == [0, 0, 1]
-    assert got[4].tolist() == [0, 1, 1]  # 5 lies beside it
+    assert got[4].tolist() == [0, 1, 1]  # 5 is next to it
     empty = locally_accumulated_score(jnp.zeros((10, 10)), ratios)
     np.testing.assert_array_equal(empty, 0.0)
 
@@ -72,7 +72,7 @@ def test_area():
 
 
 def test_layers_are_numbered_in_the_order_of_the_network():
-    """Scanned periods and runs come back as single layers; what sows nothing is left out."""
+    """Scanned periods and runs are returned as single layers; layers that sow nothing are left out."""
     alternate = DecoderConfig(
         num_layers=4, mechanism=FullConfig(), late_mechanism=LocalConfig(), schedule="alternate"
     )
@@ -100,7 +100,7 @@ def test_layers_are_numbered_in_the_order_of_the_network():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of full attention after local, and one of BRL, on a little text, before their first step."""
+    """A run with full attention after local and one of BRL, before their first step, on a short text."""
     folder = tmp_path_factory.mktemp("runs")
     for split in ("train", "valid"):
         (folder / f"{split}.txt").write_text("a word follows another word and so on\n" * 9)
@@ -132,7 +132,7 @@ def test_command(runs, capsys, tmp_path):
     assert mixed["mechanism"] == "local+full"
     assert [layer["layer"] for layer in mixed["layers"]] == [0, 1]
     local, full = (layer["score"] for layer in mixed["layers"])
-    # A window of 4 lies within 8 positions around its token; the untrained full attention is nearly even.
+    # A window of 4 lies within 8 positions around its token; the untrained full attention is nearly uniform.
     np.testing.assert_allclose(local[1:], 1.0, rtol=1e-5)
     np.testing.assert_allclose(full, uniform_score(16, (0.25, 0.5, 1.0)), atol=0.1)
     assert full[1] < 0.9

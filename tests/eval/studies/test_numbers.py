@@ -14,12 +14,12 @@ def test_places_end_with_the_last_token():
 
 
 def test_the_area_under_a_score():
-    # From (0, 0) over (0.5, 0.8) and (0.75, 1), constant to 1: 0.2 + 0.225 + 0.25.
+    # From (0, 0) through (0.5, 0.8) and (0.75, 1), then constant to 1: 0.2 + 0.225 + 0.25.
     assert locality.area([0.75, 0.5], [1.0, 0.8]) == pytest.approx(0.675)
 
 
 def test_attention_that_is_spread_evenly_over_the_past():
-    # Two tokens: the first sees itself, the second both; a window of one token holds 1 and 1/2.
+    # Two tokens: the first sees itself, the second both; a window of one token covers 1 and 1/2.
     assert locality.uniform_score(2, [0.5, 1.0]).tolist() == [0.75, 1.0]
 
 
@@ -67,7 +67,7 @@ def test_equations_4_and_5_of_tlinformer():
     # Two blocks. miss: 8 (6 + 2) + (9 + 4 + 6) + 4 - 6 = 81; hit: 8 - 2 + 2 * 3 + 3 * 4 = 24.
     assert tlinformer_operations.paper_cost("miss", 8, options) == 2 * 10 * 81
     assert tlinformer_operations.paper_cost("hit", 8, options) == 2 * 10 * 24
-    # Scores and values of 2 (3 + 2) + 3 pairs, and of one for each block in a hit.
+    # Scores and values of 2 (3 + 2) + 3 pairs, and of one per block in a hit.
     assert tlinformer_operations.pair_slope("miss", options) == 2 * 10 * 13
     assert tlinformer_operations.pair_slope("first", options) == 2 * 10 * 11
     assert tlinformer_operations.pair_slope("hit", options) == 2 * 10 * 2

@@ -1,4 +1,4 @@
-"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
+"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against the formulas."""
 
 import json
 
@@ -15,7 +15,7 @@ A, B = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), j
 
 
 def _loops(a, b, n):
-    """n products in a loop, two more where n is even, and one that nothing reads."""
+    """n products in a loop, two more if n is even, and one whose result is unused."""
     total = jax.lax.fori_loop(0, n, lambda i, x: x + a @ b, jnp.zeros((3, 7)))
     _ = a @ b
     more = jax.lax.cond(n % 2 == 0, lambda: 2.0 * (a @ b) + (a + 1) @ b, lambda: jnp.zeros((3, 7)))
@@ -41,8 +41,8 @@ def _options(blocks):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_tlinformers_slopes_are_twice_the_equations(blocks):
-    """For each token of history, the multiplications of the pairs with scores and values, and in blocks after the first
-    those of the restored rows: query, output and feed-forward network in one layer, key and value in the next."""
+    """Per token of history, the multiplications of pairs for scores and values. Blocks after the first add the restored
+    rows': query, output and feed-forward network in one layer, key and value in the next."""
     options = _options(blocks)
     short, long = (counted(options, n) for n in options.lengths)
     rows = (blocks - 1) * (2 * 16**2 + 3 * 16 * 24 + 2 * 16**2)

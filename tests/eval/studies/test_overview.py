@@ -1,4 +1,4 @@
-"""The table of all mechanisms is what the pages say, and no figure in it is a copy that could differ from them."""
+"""The table of all mechanisms agrees with the pages, and takes every figure from them."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_a_row_for_each_mechanism_within_the_page():
 
 
 def test_figures_by_hand():
-    """Some figures as the pages have them; a page that changes them changes this test with it."""
+    """Some figures from the pages; update both together."""
     assert FIGURES.recall["deltanet"] == "99.2"  # of "99.2 (97.7 to 100.0)"
     assert FIGURES.recall["norm"] == "76.9"  # in the second table of the page
     assert FIGURES.nats["brl"] == "1.655"  # beta 0, the default, not the row of beta 0.5
@@ -45,7 +45,7 @@ def test_figures_by_hand():
 
 
 def test_cells():
-    # Keys and values of 4,096 tokens, 256 features each, in float32.
+    # Keys and values of 4,096 tokens with 256 features each, in float32.
     assert table.state("full") == "8,192+"
     # One matrix of 64 x 64 for each of 4 heads, and a sum of keys.
     assert table.state("linear") == "65"
@@ -72,9 +72,9 @@ def test_every_figure_has_a_link():
             assert anchor in anchors, (page, target)
 
 
-def test_the_kernels_of_a_tpu_are_those_of_law_8():
+def test_the_kernels_of_a_tpu_agree_with_law_8():
     by_law = {name for name, kind in MECHANISMS.items() for case in KERNELS if type(CASES[case]) is kind}
-    # tlinformer launches one where its windows are shorter than in its defaults.
+    # tlinformer launches one if its windows are shorter than by default.
     assert set(FIGURES.kernels["tpu"]) == by_law - {"tlinformer"}
 
 
@@ -88,7 +88,7 @@ def test_the_picture_shows_what_was_measured():
     rows = pages.cost(ROOT)
     figure = picture.draw(rows, pages.gpu_times(ROOT))
     milliseconds, memory, gpu = figure.axes
-    # By cuDNN, which comes first in the page's table because it is the default.
+    # With cuDNN, which is the default and so comes first in the page's table.
     assert [bar.get_width() for bar in gpu.patches] == [4.39, 1.498, 0.607, 0.499]
     lines = {line.get_label(): line for line in milliseconds.get_lines()}
     assert {"full, jax.nn", "local, window 256", "linear"} <= lines.keys()

@@ -35,13 +35,13 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run before its first step: its folder, configuration and parameters."""
+    """The folder, configuration and parameters of a run before its first step."""
     folder = tmp_path_factory.mktemp("run")
     config = parse(PRESETS, "brl", f"--workdir {folder} {OPTIONS}".split(), prog="test", about="")
     config = RECALL.sized(config)
     objective = RECALL.objective(RECALL.model(config), config)
     params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
-    # Strong preferences, of both signs of gamma.
+    # Strong preferences, with both signs of gamma.
     stream = params["stack"]["layers_0"]["block_0"]["mixer"]["compressed"]
     stream["compress_query"]["kernel"] *= 8.0
     stream["gamma"] = jnp.asarray([[[1.0, 1.0], [0.4, -0.6], [0.1, 0.3]]])
@@ -54,7 +54,7 @@ def run(tmp_path_factory):
 
 
 def _direct(config, params, tokens):
-    """S1, S2, gamma and S_prop of every block of a row, from the parameters: (heads, 3, history) and (heads, 8, 3)."""
+    """S1, S2, gamma and S_prop for every block of a row, from the parameters: (heads, 3, history) and (heads, 8, 3)."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     layer = jax.tree.map(lambda x: x[0], params["stack"]["layers_0"]["block_0"])
     d = config.model.dimensions
@@ -76,7 +76,7 @@ def _direct(config, params, tokens):
 
 @pytest.mark.slow
 def test_the_map_is_the_product_of_both_weights(run):
-    """Equation 15, S_comp from the parameters in float64, block by block."""
+    """Equation 15: S_comp from the parameters in float64, block by block."""
     _, config, params = run
     tokens = draw_rows(config.data, config.data.cases[0], (3,), 2)["tokens"]
     ((local, score),) = layer_maps(RECALL.model(config), params, tokens).values()
@@ -93,7 +93,7 @@ def test_the_map_is_the_product_of_both_weights(run):
     np.testing.assert_array_equal(np.asarray(score)[..., :8, :], 0.0)
     found = summary(np.asarray(local), np.asarray(score))
     assert found["local"] == pytest.approx(1.0, rel=1e-5)
-    # lambda (1 - gamma) for each token that has a history.
+    # lambda (1 - gamma) for each token with a history.
     gamma = next(_direct(config, params, tokens[0]))[3]
     assert found["row_sum"] == pytest.approx(0.5 * (1 - gamma.mean()) * 56 / 64, rel=1e-3)
 
@@ -105,7 +105,7 @@ def test_what_lies_before_the_row_is_left_out():
 
 
 def _ratio(delta, one, two, gamma):
-    """Equation 18, as it is printed."""
+    """Equation 18 as printed."""
     e = math.exp
     up = e(delta) / (e(delta) + 1) - gamma * e(one) / (e(one) + e(two))
     return up / (1 / (e(delta) + 1) - gamma * e(two) / (e(one) + e(two)))
@@ -132,7 +132,7 @@ def test_two_keys_give_equations_17_and_18(delta, one, two, gamma):
 
 
 def test_the_histogram_has_every_ratio():
-    """Those beyond its ends are in the first and the last bar."""
+    """Ratios beyond the ends go into the first and last bars."""
     change = np.array([-3.0, 2.0**-9, 1.1, 2.0**8, 2.0**9, 2.0**100])
     shown = Measured({}, [("run", change, {"undefined": 0, "raised": 0})])
     heights = [bar.get_height() for bar in draw([shown]).axes[0].patches]
@@ -153,7 +153,7 @@ def test_relevant_tokens_are_the_records(preset):
 
 
 def test_relevant_tokens_are_the_records_before_the_first_question():
-    # A question (5 at place 4) whose answer follows it, and another (6) whose record's key alone occurs again.
+    # A question (5 at position 4) followed by its answer, and another (6) for which only the record's key recurs.
     row = np.array([[5, 9, 6, 8, 5, 9, 6, 7]])
     found = relevant_tokens("mqar", row, np.array([[4, 6]]), np.array([[9, 8]]))
     np.testing.assert_array_equal(found[0], [True, True, True, True, False, False, False, False])
@@ -166,7 +166,7 @@ def test_relevant_tokens_of_a_copy_are_its_symbols():
 
 
 def test_rows_with_the_most_records_are_read(run):
-    """Of rows of 1, 2 and 4 records in turn, those of 4; and no more than there are."""
+    """Reads only the rows with 4 records when rows with 1, 2 and 4 alternate, and no more rows than exist."""
     _, config, params = run
     data = dataclasses.replace(config.data, length=(config.data.length[0],), pairs=(1, 4, 2), valid_rows=3)
     some = Run(RECALL, dataclasses.replace(config, data=data), None, params, 1)
@@ -201,5 +201,5 @@ def test_commands(run, tmp_path, capsys):
 
 
 def _mixed_blocks(config):
-    """Blocks of 8 tokens whose 12 tokens of history have records (the first 8 tokens of a row) and others."""
+    """Blocks of 8 tokens whose history of 12 has both records (in a row's first 8 tokens) and other tokens."""
     return sum(max(0, start - 12) < 8 < start for start in range(0, 64, 8))

@@ -53,7 +53,7 @@ def test_runs_are_the_presets_with_other_mechanisms():
     options = SurveyOptions(mechanisms=("full", "brl", CONTROL), seeds=(0, 2), text_dir="t", image_dir="i")
     runs = survey_runs(options)
     order = [(run.config.loop.seed, run.task, run.name) for run in runs]
-    names = ("brl", CONTROL, "full")  # of linear cost first
+    names = ("brl", CONTROL, "full")  # linear cost first
     assert order == [(seed, task, name) for seed in (0, 2) for task in SIZES for name in names]
     own = {"mechanism", "late_mechanism", "vocab_size", "num_classes", "max_length", "num_layers"}
     for run in runs:
@@ -67,7 +67,7 @@ def test_runs_are_the_presets_with_other_mechanisms():
 
 
 def _trained(monkeypatch, failing=()):
-    """Replaces training and measuring by writing their files; the list of folders in which it trains."""
+    """Replaces training and measuring by writing their files; returns the list of folders that it trains in."""
     began: list[str] = []
 
     def run_task(task, config):
@@ -104,22 +104,22 @@ def test_a_finished_run_is_not_repeated_and_a_changed_one_is(tmp_path, monkeypat
     assert train(seeds=(0, 1, 2)) == ["listops/local/2", "listops/full/2"]
     (tmp_path / "listops/full/1" / KEPT).unlink()  # stopped before it was measured
     assert train() == ["listops/full/1"]
-    # Stopped in the middle, and measured there by eval.lra.
+    # This one stopped in the middle, where eval.lra measured it.
     (tmp_path / "listops/full/1/checkpoints/50").mkdir(parents=True)
     assert train() == ["listops/full/1"]
     (tmp_path / "listops/full/1/checkpoints/50").rename(tmp_path / "listops/full/1/checkpoints/300")
     assert train() == []
-    # Another batch makes other runs, of which nothing of the old ones may remain.
+    # Another batch size makes it a different run, and nothing of the old ones may remain.
     marker = tmp_path / "listops/local/0/marker"
     marker.touch()
     assert train(batch=4) == everything
     assert not marker.exists()
-    # More test examples or more steps need no new run: what was trained is measured again.
+    # More test examples or more steps need no new run: the trained one is measured again.
     marker.touch()
     assert train(batch=4, test_examples=1001) == everything
     assert marker.exists()
     assert training.finished(survey_run(dataclasses.replace(options, batch=4), "listops", "full", 0)) is None
-    # A field that did not exist when the run was trained has its default.
+    # A field added since the run was trained takes its default.
     config = json.loads((tmp_path / "listops/full/0/config.json").read_text())
     assert config["loop"].pop("log_gradient_std") is False
     (tmp_path / "listops/full/0/config.json").write_text(json.dumps(config))
@@ -148,7 +148,7 @@ def test_the_folder_of_another_run_is_not_removed(tmp_path, monkeypatch):
     assert folder.exists()
 
 
-def test_times_are_those_of_the_networks(tmp_path):
+def test_times_belong_to_the_networks(tmp_path):
     options = SurveyOptions(folder=str(tmp_path), tasks=("listops",), mechanisms=("local", "full"))
     runs = [survey_run(options, "listops", name, 0) for name in options.mechanisms]
     assert kept_speeds(str(tmp_path), "listops", runs) is None
@@ -225,7 +225,7 @@ def test_picture(tmp_path):
     titles = [axes.get_title().split(";")[0] for axes in figure.axes if axes.get_visible()]
     assert titles == ["listops", "text", "mean of the tasks"]
     mean = figure.axes[2]
-    # Of linear attention: four times as fast as full attention in a quarter of its memory; the control has no times.
+    # Linear attention: four times as fast as full attention in a quarter of its memory; the control has no times.
     assert [text.get_text() for text in mean.texts] == ["linear (0.25 x)", "full (1.00 x)"]
     offsets = mean.collections[-1].get_offsets()
     assert offsets.tolist() == [[pytest.approx(4.0), pytest.approx(30.0)], [pytest.approx(1.0), 42.0]]

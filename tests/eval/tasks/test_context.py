@@ -1,4 +1,4 @@
-"""Where context pays: distances, positions and both memories against a plain reading of the text."""
+"""Where context pays: distances, positions and both memories, checked by reading the text directly."""
 
 import json
 
@@ -14,7 +14,7 @@ from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_distances_are_those_that_a_reader_finds(ngram):
+def test_distances_match_a_plain_search(ngram):
     stream = np.random.default_rng(ngram).integers(0, 4, 60)
     expected = []
     for place in range(1, len(stream)):
@@ -91,7 +91,7 @@ def test_losses_are_averaged_by_distance_and_position():
 
 
 def test_bins_without_targets():
-    """A text in which nothing comes twice has no loss by distance."""
+    """A text in which nothing recurs has no loss by distance."""
     empty = {"by_distance": [{"targets": 0, "first": 0, "end": 2, "carried": None}]}
     assert _by_distance(empty, "carried").shape == (0, 2)
     some = {"by_distance": [*empty["by_distance"], {"targets": 1, "first": 3, "end": 9, "carried": 0.5}]}
@@ -100,7 +100,7 @@ def test_bins_without_targets():
 
 @pytest.mark.slow
 def test_runs_side_by_side(tmp_path, capsys):
-    """A local run has nothing to carry; that of BRL has, and its loss with the memory is what eval.lm prints."""
+    """A local run carries nothing over. A BRL run does, and its loss with memory is what eval.lm prints."""
     import eval.tasks.lm
     import train.lm
 

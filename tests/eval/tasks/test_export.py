@@ -1,4 +1,4 @@
-"""A run's network, exported with its tokenizer, is read in one line."""
+"""One line reads a run's exported network and tokenizer."""
 
 import json
 
@@ -27,7 +27,7 @@ LINE = (
 
 
 def exported(tmp_path, capsys, options, dtype="float32"):
-    """The run in the folder `out`, its own parameters, and what the command printed."""
+    """The run in the folder `out`, its parameters, and what the command printed."""
     for split in ("train", "valid"):
         (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
     train.lm.main(last_wins(f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run {LINE} {options}"))

@@ -1,4 +1,4 @@
-"""`eval.generate --batch`: the file of prompts, the file of what follows them, and going on after a stop."""
+"""`eval.generate --batch`: the file of prompts, the file of continuations, and resuming after a stop."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match=r"--out: .*out.jsonl exists"):
         generate(params, tmp_path)
 
-    # Stopped twice after a prompt, once in the middle of a line, it goes on with the others.
+    # Stopped twice after a prompt, once in the middle of a line, it resumes with the remaining ones.
     whole = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").unlink()
     original = eval.tasks.generate_batch.generate_requests

@@ -48,7 +48,7 @@ def test_losses_by_region_and_position():
 
 
 def test_targets_begin_after_the_first_token(monkeypatch):
-    """`generate` returns BEGIN and what follows it."""
+    """`generate` returns BEGIN and its continuation."""
     symbols = 5
 
     def generate(model, variables, prompt, *, stop_tokens, max_new_tokens, **_):
@@ -77,7 +77,7 @@ def test_errors_and_coverage_of_forecasts():
     low = np.array([[[1.0], [2.5]], [[0.0], [0.0]]])
     high = np.array([[[9.0], [9.0]], [[3.0], [3.5]]])
     made = forecast.Forecasts(np.array([0, 1]), true, true, low, high)
-    assert forecast.coverage(made, true) == 0.5  # at both ends of the band, and beyond both
+    assert forecast.coverage(made, true) == 0.5  # on both ends of the band, and outside both
 
 
 def test_averages_of_seeds():
@@ -85,7 +85,7 @@ def test_averages_of_seeds():
         {"task": "text", "model": "brl", "accuracy": accuracy, "standard_error": 0.03, "chance": 0.5}
         for accuracy in (0.6, 0.8)
     ]
-    # Percent: mean 70, the spread 14.14 / sqrt 2 = 10 exceeds the answers' error 3 / sqrt 2.
+    # In percent, the mean is 70. The spread 14.14 / sqrt 2 = 10 exceeds the answers' error 3 / sqrt 2.
     mean, error, seeds = lra.summarise(runs)["brl"]["text"]
     assert (mean, error, seeds) == (pytest.approx(70.0), pytest.approx(10.0), 2)
     alike = [run | {"accuracy": 0.7} for run in runs]
@@ -133,7 +133,7 @@ def test_when_recall_was_learned_and_the_frontier(monkeypatch):
 
 
 def test_seconds_of_training(monkeypatch):
-    """Pairs over rate, added up; the first step, which compiles, counts like the second."""
+    """Sums pairs over rate; the first step, which compiles, counts as long as the second."""
     lines = [
         {"step": 1, "tokens_per_second": 1.0},
         {"step": 2, "tokens_per_second": 50.0, "val_loss": 0.5},
@@ -145,7 +145,7 @@ def test_seconds_of_training(monkeypatch):
 
 
 class Words:
-    """A tokenizer that puts a space between words, as Metaspace does."""
+    """A tokenizer that puts a space between words, like Metaspace."""
 
     words = ("alpha", "beta", "gamma", "é")
 

@@ -49,8 +49,8 @@ def test_runs_stand_next_to_the_papers_figures(tmp_path):
     ]
 
 
-def test_costs_are_those_of_the_step_that_the_loop_counts():
-    """Against the count by hand: two for each weight and token, three passes, and attention."""
+def test_costs_equal_the_loops_count():
+    """The count by hand: two per weight and token, three passes, and attention."""
     small = dataclasses.replace(
         PRESETS["wikitext103-full"],
         loop=dataclasses.replace(

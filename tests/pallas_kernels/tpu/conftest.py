@@ -6,7 +6,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 @pytest.fixture
 def hostile(capfd):
-    """Interpretation with the parallel steps of the grid in random order and NaN in memory that was never written. The
-    test fails where two steps race."""
+    """Interprets kernels with the grid's parallel steps in random order and NaN in unwritten memory. The test fails if
+    two steps race."""
     yield pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=2)
     assert "RACE" not in capfd.readouterr().out

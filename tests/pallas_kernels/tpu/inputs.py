@@ -20,10 +20,9 @@ def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:
 
 
 def exact_arrays(seed: int, *shapes, spread: float) -> list[jax.Array]:
-    """As `arrays` in float32, but numbers with so few bits that the inner product of two tokens is exact in any order.
+    """Like `arrays` in float32, but with so few bits that inner products of two tokens are exact in any order.
 
-    Entries are multiples of 1/16 below 8, times a power of two for each token: a sum of 128 products takes 21 bits.
-    """
+    Entries are multiples of 1/16 below 8, times a power of two for each token: a sum of 128 products takes 21 bits."""
     rng = np.random.default_rng(seed)
     out = []
     for shape in shapes:
@@ -33,5 +32,5 @@ def exact_arrays(seed: int, *shapes, spread: float) -> list[jax.Array]:
 
 
 def table(heads: int, distances: int) -> np.ndarray:
-    """The numbers of a bias, a row for each head."""
+    """The numbers of a bias, one row per head."""
     return np.random.default_rng(7).standard_normal((heads, distances)).astype(np.float32)

@@ -12,19 +12,18 @@ def to64(x) -> np.ndarray:
 
 
 def rounded(logits: np.ndarray) -> np.ndarray:
-    """Exact logits rounded once to float32, the best that a computation in float32 can achieve."""
+    """Exact logits rounded once to float32, the best that float32 can do."""
     return logits.astype(np.float32).astype(np.float64)
 
 
 def attention(
     query, key, value, mask, scale, grad=None, grad_log_sum=None, see=lambda logits: logits, bias=None
 ):
-    """Masked softmax attention: (output, log-sum-exp) and, with `grad`, the three gradients, and with `bias`, which
+    """Masked softmax attention: (output, log-sum-exp), with `grad` the three gradients, and with `bias`, which
     broadcasts to (B, N, T, S), the gradient of each of its elements.
 
-    query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) bool; rows that see nothing give 0 and
-    -inf. see(logits) replaces the logits.
-    """
+    query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) bool. Rows that see nothing give 0 and -inf.
+    see(logits) replaces the logits."""
     q, k, v = (to64(x) for x in (query, key, value))
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
@@ -59,10 +58,9 @@ def attention(
 
 
 def by_distance(kind, numbers, first, distance):
-    """The bias (N, T, S) of distances (T, S), query minus key, and its gradient as a function of the gradients of all
-    elements, (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of the distances from `first` on, which
-    goes on at its ends.
-    """
+    """The bias (N, T, S) for distances (T, S), query minus key, and its gradient as a function of the gradients of all
+    elements, (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of distances starting at `first`, whose end
+    values extend beyond it."""
     if kind == "slopes":
         far = np.abs(distance).astype(np.float64)
         return -numbers[:, None, None] * far, lambda grad: -(grad * far).sum((0, 2, 3))
@@ -78,7 +76,7 @@ def by_distance(kind, numbers, first, distance):
 
 
 def distance(got, want) -> float:
-    """Norm of the difference over the norm of what was expected."""
+    """Norm of the difference over the norm of the expected value."""
     got, want = to64(got), np.asarray(want)
     assert got.shape == want.shape, (got.shape, want.shape)
     assert np.isfinite(got).all()
@@ -90,7 +88,8 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Weights over the last axis, and their slope in the logits for the scores that are not normalised."""
+    """Weights over the last axis, and for scores that are not normalized their derivative with respect to the
+    logits."""
     if score == "softmax":
         logits = np.where(seen, logits, -np.inf)
         top = logits.max(-1, keepdims=True)
@@ -105,8 +104,8 @@ def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarra
 
 
 def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda logits: logits, bias=0.0):
-    """One unmasked or masked attention in float64: output, gradients of query, key and value for `grad`, and of
-    each element of a bias, which broadcasts to (B, N, M, S)."""
+    """One attention in float64, masked or not: output, gradients of query, key and value for `grad`, and the gradient
+    of each element of a bias, which broadcasts to (B, N, M, S)."""
     q, k, v, g = query, key, value, grad
     logits = see(np.einsum("bmnh,bsnh->bnms", q, k)) * scale + bias
     w, slope = weights(score, logits, np.broadcast_to(seen, logits.shape))
@@ -125,7 +124,8 @@ def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda
 
 
 def propagate(query, key, value, strength, scale, score, grad, **options):
-    """Output and the gradients of query, key, value and strength, and of each element of a bias where there is one."""
+    """The output, the gradients of query, key, value and strength, and the gradient of each element of the bias if
+    there is one."""
     q, k, v, s, g = (to64(x) for x in (query, key, value, strength, grad))
     plain, *_ = cross_attention(q, k, v, g, scale, score, **options)
     _, grad_query, grad_key, grad_value, change = cross_attention(
@@ -136,11 +136,10 @@ def propagate(query, key, value, strength, scale, score, grad, **options):
 
 
 def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, bias=None, **options):
-    """Differential compression: output and the gradients of query, both keys, value and gamma; with a bias also of
-    each of its elements.
+    """Differential compression: output and the gradients of query, both keys, value and gamma; with a bias also of each
+    of its elements.
 
-    contrast and gamma may be None, and then so are their gradients. seen (B or 1, N or 1, M or 1, S) bool, or True.
-    """
+    If contrast or gamma is None, so is its gradient. seen (B or 1, N or 1, M or 1, S) bool, or True."""
     q, k1, v, g = (to64(x) for x in (query, key, value, grad))
     if np.ndim(seen):
         # Absent tokens may hold NaN.

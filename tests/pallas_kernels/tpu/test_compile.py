@@ -1,4 +1,4 @@
-"""The kernels compile for real TPU chips on this host, where libtpu is installed (extra `tpu`)."""
+"""Compiles the kernels for real TPU chips on this host, if libtpu is installed (extra `tpu`)."""
 
 import functools
 import importlib.util
@@ -45,7 +45,8 @@ def devices(chip):
 
 
 def compile_both(chip, f, shapes, dtype=jnp.bfloat16, gradients=True):
-    """Compiles forward and backward of f, whose arguments arrive as projections leave them: heads side by side."""
+    """Compiles forward and backward of f, whose arguments arrive as projections produce them: with concatenated
+    heads."""
     sharding = jax.sharding.SingleDeviceSharding(devices(chip)[0])
     flat = [jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), dtype, sharding=sharding) for s in shapes]
 
@@ -70,7 +71,7 @@ def attend(chip, n, heads, groups, head_dim, f, dtype=jnp.bfloat16):
         ("v5p", 1 << 14, 8, 2, 128, 128, jnp.bfloat16),
         ("v6e", 1 << 18, 8, 8, 128, 512, jnp.bfloat16),
         ("7x", 1 << 10, 8, 8, 128, 256, jnp.bfloat16),
-        # These need more memory than every kernel is granted.
+        # These need more memory than every kernel gets by default.
         pytest.param("v5e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("v6e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("7x", 1 << 12, 1, 1, 256, 1024, jnp.bfloat16, marks=pytest.mark.slow),
@@ -135,7 +136,7 @@ def test_compress_and_propagate(chip, head_dim, tokens, dtype):
 
 
 def test_scores_and_blockwise_history():
-    """The Laplace score, and bounds of the history of each block, lower for a TPU."""
+    """The Laplace score and per-block history bounds lower for a TPU."""
     ones = jnp.ones((2,), jnp.float32)
 
     def f(query, key, contrast, value):
@@ -162,7 +163,7 @@ def test_block_attention():
 
 
 def biased(kind, heads):
-    """A bias, and the numbers that it is made of."""
+    """A bias, and the numbers that define it."""
     if kind == "alibi":
         return ALiBi, (alibi_slopes(heads),)
     if kind == "rotary":
@@ -228,7 +229,7 @@ def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
 )
 @pytest.mark.parametrize("kind", ["slopes", "table"])
 def test_windows_with_biases(chip, heads, groups, head_dim, left, right, dtype, kind):
-    """The kernel for windows with a bias, and the memory that it requests."""
+    """The window kernel with a bias, and the memory that it requests."""
 
     def f(query, key, value):
         number = query[0, 0, 0, 0].astype(jnp.float32)
@@ -242,7 +243,7 @@ def test_windows_with_biases(chip, heads, groups, head_dim, left, right, dtype, 
 
 @pytest.mark.slow
 def test_memory_with_a_bias_is_linear():
-    """By windows, and by lists of blocks where a window is too wide."""
+    """By windows, or by lists of blocks if a window is too wide."""
 
     def size(n, window):
         def f(query, key, value, table):
@@ -312,7 +313,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Each pattern of local attention, through `local_attention` and at a length of no round size."""
+    """Each pattern of local attention through `local_attention`, at an uneven length."""
     pattern = PATTERNS[name]
     f = functools.partial(local_attention, pattern=pattern, is_causal=pattern.causal_ok)
     compiled = attend("7x" if pattern.causal_ok else "v5e", 4000, 2, 2, 64, f)
@@ -320,7 +321,7 @@ def test_patterns(name):
 
 
 def test_prefill_behind_a_cache():
-    """A chunk of queries, its first key at a position known only at run time."""
+    """A chunk of queries; its first key's position is known only at run time."""
 
     def f(query, key, value):
         at = jnp.int32(query[0, 0, 0, 0])
@@ -343,7 +344,7 @@ def test_prefill_behind_a_cache():
     ],
 )
 def test_full_attention(chip, heads, groups, head_dim, dtype):
-    """Causal, at an offset that only the program knows."""
+    """Causal, at an offset known only at run time."""
 
     def f(query, key, value):
         offset = (query[0, 0, 0, 0] > 0).astype(jnp.int32)
@@ -365,7 +366,7 @@ def test_memory_of_full_attention_is_linear():
 
 
 def test_lists_longer_than_scalar_memory(monkeypatch):
-    """Calls are divided into launches, each with the results of some blocks."""
+    """Splits calls into launches, each of which computes some of the blocks."""
     monkeypatch.setattr(plan, "MAX_PAIRS", 50)
     f = functools.partial(local_attention, pattern=Strided(16))
     attend("v5e", 4096, 2, 2, 64, f)
@@ -375,7 +376,7 @@ def mesh_of(chip):
     return jax.sharding.Mesh(np.asarray(devices(chip)), ("data",))
 
 
-def test_sizes_are_those_of_the_chips_that_the_arrays_lie_on():
+def test_sizes_follow_the_chips_that_hold_the_arrays():
     """Also through `local_attention`; without a mesh, the sizes fit every chip."""
 
     def grid(sharding):

@@ -1,11 +1,10 @@
-"""Tokens of mixed scale, logits up to 1e4: every kernel's outputs and gradients, forward and backward.
+"""Tokens of mixed scale with logits up to 1e4: every kernel's outputs and gradients, forward and backward.
 
-The spacing of float32 numbers near 1e4 is 2^-10. A logit rounded to the nearest number has an error of up to 5e-4, and
-its weight the same relative error, so that no kernel with float32 logits can guarantee 1e-5 for all inputs: in one case
-here the reference itself changes by more when its exact logits are rounded once. Hence there are two checks. Where the
-inputs have so few bits that no logit is rounded, results are within 1e-6. Elsewhere the error is at most 1e-5, or the
-effect of one rounding of the exact logits times the square root of the 128 rounded terms of which a logit is the sum.
-"""
+Float32 numbers near 1e4 are 2^-10 apart. Rounding such a logit makes an error of up to 5e-4, and its weight gets the
+same relative error, so no kernel with float32 logits can guarantee 1e-5 for all inputs: in one case here, rounding the
+exact logits once changes the reference itself by more. Hence there are two checks. If the inputs have so few bits that
+no logit is rounded, results are within 1e-6. Otherwise the error is at most 1e-5, or the effect of rounding the exact
+logits once, times the square root of the 128 rounded terms that a logit sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a kernel cannot run a call is known without tracing it, and the call itself refuses with the same words."""
+"""A kernel's reason for refusing a call is known without tracing, and the call itself raises the same message."""
 
 import functools
 
@@ -53,7 +53,7 @@ LONG, SHORT, MANY = shaped(1, 300, 2, 64), shaped(1, 16, 2, 64), shaped(1, 3, 16
         window(shaped(1, 40, 1, 256, dtype=jnp.float32), chip="v5e"),
     ],
 )
-def test_none_where_the_kernel_serves(case):
+def test_no_reason_if_the_kernel_supports_the_call(case):
     unsupported, call, arrays, options, traced = case
     assert unsupported(*arrays, **options) is None
     jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
@@ -107,7 +107,7 @@ def test_lists_too_long_for_scalar_memory(monkeypatch):
 
 
 def test_nothing_is_traced(monkeypatch):
-    """No array is made and no kernel is built, however long the sequence."""
+    """Makes no array and builds no kernel, however long the sequence."""
 
     def fail(*_, **__):
         raise AssertionError("traced")

@@ -1,8 +1,7 @@
-"""Cases of the GPU kernels, to be run in Triton's interpreter: each compares results and gradients with the oracle.
+"""Cases of the GPU kernels for Triton's interpreter: each compares results and gradients with the oracle.
 
 `python -m tests.pallas_kernels.triton.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and
-writes what each found: an empty text, or why it failed.
-"""
+writes each result: an empty text, or why the case failed."""
 
 import functools
 import json
@@ -41,7 +40,7 @@ def local(
     pattern, *, length=100, keys=None, offset=0, heads=(2, 1), head_dim=16, batch=1, is_causal=False,
     dtype="float32", segments=None, lengths=None, sinks=None, cap=None,
 ):  # fmt: skip
-    """One call over a pattern of the library, against the dense form."""
+    """One call with a pattern of the library, against the dense form."""
     keys = length if keys is None else keys
     query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
     key, value = (random(seed, batch, keys, heads[1], head_dim, dtype=dtype) for seed in (1, 2))
@@ -69,7 +68,7 @@ def local(
     if lengths is not None:
         inside = np.arange(keys)[None] < np.asarray(lengths)[:, None]
         seen = seen & inside[:, None, :]
-        # What padding holds must reach nothing.
+        # The contents of padding must reach nothing.
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
         options["key_lengths"] = jnp.asarray(lengths)
     run = functools.partial(
@@ -138,10 +137,9 @@ def recurrence(
     kind, *, length=150, batch=1, heads=(2, 2), features=24, values=20, dtype="float32", decay=0.1, lengths=None,
     ids=None, stateful=True,
 ):  # fmt: skip
-    """One call of a kind, with parts of "sum", "weights", "decay" and "delta" in its name.
+    """One call of a kind, whose name combines "sum", "weights", "decay" and "delta".
 
-    decay: the mean of the logarithms, or "mixed" for some that are very strong, some -inf.
-    """
+    decay: the mean of the logarithms, or "mixed" for some very strong ones and some -inf."""
     rng = np.random.default_rng(0)
     query = random(0, batch, length, heads[0], features, dtype=dtype)
     key, value = (random(i, batch, length, heads[1], n, dtype=dtype) for i, n in ((1, features), (2, values)))
@@ -190,7 +188,7 @@ def recurrence(
 
 
 def on_ampere(case):
-    """The case as an A100 would run it."""
+    """Runs the case as an A100 would."""
     os.environ["BRL_JAX_GPU_CAPABILITY"] = "80"
     try:
         case()
@@ -215,9 +213,8 @@ def gau(
 ):  # fmt: skip
     """`brl_jax.gau_attention` in a batch of two on the kernel, against the dense form in float64.
 
-    ids are segments' lengths, of which row 0 has them in this order and row 1 in the reverse. `before` tokens of row 1,
-    and three fewer of row 0, are in a state already.
-    """
+    ids are the segments' lengths, in this order in row 0 and reversed in row 1. A state already holds `before` tokens
+    of row 1, and three fewer of row 0."""
     batch, total = 2, length + before
     query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
     key = random(1, batch, total, heads[1], head_dim, dtype=dtype)
@@ -237,7 +234,7 @@ def gau(
         inside = np.arange(total)[None] < np.asarray(lengths)[:, None]
         seen = seen & inside[:, None]
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
-        if is_causal:  # a padded query is 0
+        if is_causal:  # a padded query gives 0
             query = jnp.where(inside[:, :length, None, None], query, 0)
     weights = np.maximum(seen.sum(-1), 1)[..., None, None]
 
@@ -256,7 +253,7 @@ def gau(
     out, pull = jax.vjp(run, query, key, value, *vectors)
     d_out = random(5, *out.shape, dtype=dtype)
     rows, columns = np.asarray(query, np.float64) / weights, np.asarray(clean_key, np.float64)
-    if before:  # row 0's tokens before lie three places further left
+    if before:  # row 0's earlier tokens lie three positions further left
         columns[0, before - 3 :][:length] = columns[0, before:]
         clean_value = np.asarray(clean_value, np.float64)
         clean_value[0, before - 3 :][:length] = clean_value[0, before:]
@@ -297,8 +294,8 @@ def selected(
     parts=2048,
     dtype="float32",
 ):
-    """Each token's own blocks out of those of its sequence, against the dense form. The last tokens of `ends` are those
-    of sequences, from each of which blocks are counted anew; parts: pairs in a part of a tile's gradient."""
+    """Each token selects blocks within its sequence; compares with the dense form. `ends` are the last tokens of
+    sequences, and each sequence numbers its blocks from zero. parts: pairs in a part of a tile's gradient."""
     keys = length if keys is None else keys
     rng = np.random.default_rng(7)
     query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
@@ -332,7 +329,7 @@ def selected(
 
 
 def mapped():
-    """vmap is one launch on a longer batch, and gives what calls one by one give."""
+    """vmap is one launch on a longer batch, and equals separate calls."""
     query = random(0, 3, 2, 40, 2, 16, dtype="float32")
     rule = triton.Pattern(((0, 40, 0, 40),), patterns.SlidingWindow(9, 0).visible, True, 40, 40)
     run = lambda q: triton.local_attention(q, q, q, pattern=rule)  # noqa: E731
@@ -407,7 +404,8 @@ def public_compress():
 
 
 def public_compress_blocks(score="softmax", contrast=True):
-    """`brl_jax.compress_blocks` on the kernel, and each block alone in float64: lengths, a window of no whole block."""
+    """`brl_jax.compress_blocks` on the kernel against each block in float64, with lengths and a window of no whole
+    number of blocks."""
     batch, blocks, tokens, block_size, history = 2, 3, 12, 20, 33
     query = random(0, batch, blocks, tokens, 2, 16, dtype="float32")
     key, contrast_key, value = (random(i, batch, 80, 2, 16, dtype="float32") for i in (1, 2, 3))

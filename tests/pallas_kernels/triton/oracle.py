@@ -113,7 +113,7 @@ def squared_relu(query, key, value, seen, d_out):
 
 
 def rotated(x, positions):
-    """Adjacent pairs of (N, H) or (B, T, N, H) turned to positions (B, T): (B, T, N, H)."""
+    """Rotates adjacent pairs of (N, H) or (B, T, N, H) to positions (B, T): (B, T, N, H)."""
     x = np.asarray(x, np.float64)
     angle = positions[..., None, None] * 10000.0 ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)

@@ -1,4 +1,4 @@
-"""The way to a GPU kernel, as far as it goes without Triton: the target, the launch, vmap."""
+"""The path to a GPU kernel, as far as it goes without Triton: the target, the launch, vmap."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ from pallas_kernels.triton.core import bridge
 
 
 def no_kernel(x, out):
-    """Is never compiled here."""
+    """Never compiled in this file."""
 
 
 def launch(x):
@@ -33,7 +33,7 @@ def test_the_target_is_given_or_else_hoppers(monkeypatch):
 
 
 def test_a_launch_runs_on_cuda_alone():
-    """It traces anywhere, is dropped where nothing uses it, and is an error in a program for others."""
+    """It traces anywhere, is dropped if its result is unused, and raises an error when lowered for another platform."""
     x = jnp.ones((2, 3))
     traced = jax.jit(launch).trace(x)
     assert "gpu_kernel_launch" in str(traced.jaxpr)
@@ -47,7 +47,7 @@ def test_a_launch_runs_on_cuda_alone():
 
 
 def test_long_batches_are_several_calls(monkeypatch):
-    """By the rows that a grid takes, and by the numbers that int32 can count, in a mapped call too."""
+    """Split by the rows that a grid allows and by the range of int32, in a mapped call too."""
     rows = []
 
     def run(x, y):
@@ -92,7 +92,7 @@ def test_vmap_is_one_call_on_a_longer_batch():
 
 
 def test_the_floor_of_triton(monkeypatch, tmp_path):
-    """The version is that of the module that would be imported, whatever packages say."""
+    """Uses the version of the module that would be imported, whatever package metadata says."""
     monkeypatch.delenv("BRL_JAX_GPU_CAPABILITY", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bridge, "_PACKAGES", ())

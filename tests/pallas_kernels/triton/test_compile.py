@@ -40,7 +40,7 @@ def local(query, key, value, sinks, ids):
 
 
 def recurrence(*names):
-    """A call with these operands beyond query, key, value and the state."""
+    """A call with these operands in addition to query, key, value and the state."""
 
     def run(query, key, value, state, *more):
         operands = triton.Operands(query, key, value, state, **dict(zip(names, more)))
@@ -129,7 +129,7 @@ def launches_of(operation):
     return [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
 
 
-# Spilled bytes of one kernel of each; docs/gpu.md has what was tried.
+# Bytes that one kernel of each spills; docs/gpu.md describes what was tried.
 SPILLS = {("sum", "h100"): 160, ("sum_decay", "h100"): 544, ("delta_decay", "a100"): 928}
 
 
@@ -143,11 +143,11 @@ def _known(operation, target):
     ("operation", "target"), [_known(operation, target) for operation in OPERATIONS for target in TARGETS]
 )
 def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without it
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns otherwise
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(TARGETS[target].capability))
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
     found = launches_of(operation)
-    # An A100 has two kernels for the backward pass of compress where it is wide.
+    # On an A100, the backward pass of a wide compress has two kernels.
     wide = 3 if target == "a100" else 2
     expected = {
         "local": 3,
@@ -173,7 +173,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
 @pytest.mark.parametrize("capability", [86, 120])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gpus_with_99_kib_of_shared_memory(operation, capability, monkeypatch):
-    """GeForce and workstation GPUs, whose blocks have less of it than an A100's, an H100's and a B200's."""
+    """GeForce and workstation GPUs give a block less of it than an A100, H100 or B200."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(capability))
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))

@@ -1,4 +1,4 @@
-"""The GPU kernels' numbers in Triton's interpreter, which must be chosen before a process imports Triton."""
+"""The GPU kernels' numbers in Triton's interpreter, which a process must choose before it imports Triton."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def run(*module, **environment):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each case found: an empty text, or why it failed."""
+    """The result of each case: an empty text, or why it failed."""
     path = tmp_path_factory.mktemp("triton") / "found.json"
     run("tests.pallas_kernels.triton.cases", str(path))
     return json.loads(path.read_text())

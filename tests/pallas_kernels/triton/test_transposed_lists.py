@@ -1,4 +1,4 @@
-"""The transpose of the lists of chosen blocks, which the gradient of keys and values walks."""
+"""The transpose of the lists of chosen blocks; the gradient of keys and values walks it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from pallas_kernels.triton.selected import api
 
 @pytest.mark.parametrize("tile", [4, 16])
 def test_each_pair_is_in_a_part_of_every_tile_that_it_touches(tile, monkeypatch):
-    """Blocks of 6 keys from any key on, many of them the same; 41 keys."""
+    """41 keys in blocks of 6 that may start at any key; many blocks are repeated."""
     monkeypatch.setattr(api, "_PAIRS_OF_PART", 8)
     rng = np.random.default_rng(0)
     starts = rng.choice([0, 0, 0, 3, 6, 13, 35, 40, 41], (2, 20, 2, 3)).astype(np.int32)

@@ -48,8 +48,8 @@ def check(
     segments=None,
     **options,
 ):
-    """Outputs, log-sum-exps and gradients against the reference under `mask`, which the kernel gets too, unless
-    `options` express it otherwise."""
+    """Compares outputs, log-sum-exps and gradients with the reference under `mask`. The kernel gets the same mask,
+    unless `options` express it differently."""
     (queries, keys), (count, groups, head_dim) = lengths, heads
     shapes = [(1, n, h, head_dim) for n, h in ((queries, count), *[(keys, groups)] * 2, (queries, count))]
     q, k, v, g = arrays(0, dtype, *shapes, spread=1.0 if kind is None else 0.5)
@@ -106,7 +106,7 @@ EVERY = [[0, 1, 2]] * 3
 
 
 def test_causal_with_holes_grouped_ragged():
-    """Lists in any order, a block of queries without keys and keys that nobody reads."""
+    """Lists in any order, a block of queries without keys, and keys that nobody reads."""
     check([[0], [2, 0], [], [3, 1]], (400, 500), (2, 1, 128), mask=causal)
 
 
@@ -126,7 +126,8 @@ def test_poisoned_memory_and_any_order(hostile):
 
 @pytest.mark.slow
 def test_poisoned_memory_with_bits(hostile):
-    """Granules of 100 positions, up to 3 in a block: only the second sees and is seen; a narrow head's shared tile."""
+    """Granules of 100 positions, up to 3 per block, where only the second sees and is seen; a narrow head shares a
+    tile."""
     bits = Granules(100, ((1 << 3 * 1 + 1,), (1 << 3 * 0 + 1,)))
     sees = lambda queries, keys: (queries >= 100) & (queries < 200) & (keys >= 100)  # noqa: E731
     check([[0], [0]], (256, 128), (2, 1, 64), mask=sees, masked=False, granules=bits, interpret=hostile)
@@ -134,7 +135,7 @@ def test_poisoned_memory_with_bits(hostile):
 
 @pytest.mark.slow
 def test_lists_in_pieces(monkeypatch):
-    """Lists that do not fit in scalar memory at once, forward and by keys; a single list that is too long is an
+    """Lists too long to fit in scalar memory at once, forward and by keys. A single list that is too long is an
     error."""
     rows = [[0], [0, 1], [], [1, 2, 3], [4]]
     monkeypatch.setattr(plan, "MAX_PAIRS", 3)
@@ -186,12 +187,12 @@ def test_slopes_on_both_sides_and_unequal_blocks():
 
 @pytest.mark.parametrize("first", [-20, -300])
 def test_table_on_both_sides(first):
-    """Shorter than a block, and longer than one, with far pairs of blocks whose distances all share a number."""
+    """Shorter than a block, and longer, with distant pairs of blocks in which all distances have the same bias."""
     check(EVERY, (300, 380), (2, 2, 64), "table", numbers=table(2, 1 - 2 * first), first=first)
 
 
 def test_table_causal_at_a_position_known_at_run_time():
-    """Three heads, the last of which fills half of a tile."""
+    """Three heads, the last of which fills half a tile."""
     options = {"numbers": table(3, 140), "causal": True, "offset": (100, 3), "shift": 77}
     check(EVERY[:2], (200, 380), (3, 1, 64), "table", **options)
 
@@ -206,7 +207,7 @@ def test_bfloat16_in_segments(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slopes", "table"])
 def test_gradients_of_several_launches_add_up(kind, monkeypatch, hostile):
-    """With poisoned memory; a block of queries without keys, a step without work."""
+    """With poisoned memory, a block of queries without keys, and a step without work."""
     monkeypatch.setattr(plan, "MAX_PAIRS", 3)
     numbers = table(2, 200) if kind == "table" else None
     rows = [[0], [], [1, 0], [3, 2]]
@@ -219,7 +220,7 @@ def test_table_in_blocks_larger_than_its_tiles():
 
 
 def test_minus_infinity_hides():
-    """Distances whose number is -inf, as in a table that is a window."""
+    """Distances with a bias of -inf, as in a table that expresses a window."""
     numbers = np.where(np.arange(41) % 2 == 0, -np.inf, table(1, 41)).astype(np.float32)
     q, k, v, g = arrays(0, jnp.float32, *[(1, 200, 1, 64)] * 4)
     bias, _ = oracle.by_distance("table", numbers, -20, np.arange(200)[:, None] - np.arange(200)[None])

@@ -1,4 +1,4 @@
-"""Runs of keys that each query chooses for itself, through the block-sparse kernels, against a float64 oracle."""
+"""The block-sparse kernels on runs of keys that each query chooses, against a float64 oracle."""
 
 import functools
 
@@ -13,8 +13,8 @@ from tests.pallas_kernels.tpu.inputs import arrays
 
 
 def random_starts(rng, batch, queries, key_heads, keys, runs, size, offset, aligned):
-    """Runs that do not overlap, up to a query's own place, fewer than `runs` for some; the query at 3 chooses none and
-    nobody chooses the keys from 128 to 255."""
+    """Disjoint runs up to the query's position; some queries have fewer than `runs`. The query at 3 chooses nothing,
+    and nobody chooses keys 128 to 255."""
     starts = np.full((batch, queries, key_heads, runs), keys, np.int32)
     for place in np.ndindex(batch, queries, key_heads):
         shift = 0 if aligned else int(rng.integers(size))

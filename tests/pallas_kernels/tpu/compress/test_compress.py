@@ -51,7 +51,7 @@ def check(
     if mask is not None:
         seen = rng.random(mask) < 0.6
         seen[:, :, :, :3] = False
-        # A key that some queries see must be finite; one that none sees may be anything, but zero for the kernel.
+        # A key that some query sees must be finite; others may hold anything, but the kernel gets zeros.
         there = np.broadcast_to(seen.any((1, 2)), (batch, length))[:, :, None, None]
         given = k1, k2, v = [jnp.where(jnp.asarray(there), x, 0) for x in (k1, k2, v)]
         options["mask"] = jnp.asarray(seen)
@@ -109,7 +109,7 @@ def test_large_logits():
 
 @pytest.mark.parametrize("score", slow_unless(["softmax", "relu2", "laplace"], ("softmax",)))
 def test_bias_of_each_pair(score):
-    """Two heads in a tile, and a third that has half of one; two parts, whose last block is ragged."""
+    """Two heads share a tile and a third fills half of one; there are two parts, and the last block is ragged."""
     check((2, 300, 3, 64), 20, (2, 3, 20, 300), score=score, block=128, splits=3)
 
 
@@ -128,13 +128,14 @@ def test_bias_of_each_pair(score):
     ),
 )
 def test_axes_of_one(bias, mask):
-    """Batch entries, heads, compressed tokens or keys that share numbers; a mask in lanes where it has no queries."""
+    """Bias numbers shared by batch entries, heads, compressed tokens or keys; a mask in lanes, where the kernel has no
+    queries."""
     check((2, 200, 2, 64), 5, bias, mask)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_all_keys_share_numbers(masked):
-    """They matter to scores that are not normalised."""
+    """Such a bias matters for scores that are not normalized."""
     mask = (1, 1, 1, 200) if masked else None
     check((1, 200, 1, 128), 5, (1, 1, 5, 1), mask, score="relu2", contrast=False)
 
@@ -181,8 +182,8 @@ def test_poisoned_memory_and_any_order(heads, bias, mask, hostile):
     ),
 )
 def test_blockwise_history(biased, blocks, block_size, history, head_dim, ragged, hostile, monkeypatch):
-    """Each block agrees with a call on its history alone; NaN precedes a short history. All blocks share the bias: its
-    gradient is the sum over batch and blocks, whose steps run in order. The largest blocks have two strips."""
+    """Each block agrees with a separate call on its history; NaN precedes a short history. All blocks share the bias:
+    its gradient is the sum over batch and blocks, whose steps run in order. The largest blocks have two strips."""
     if biased:
         for step in (HistoryStep, GradientStep):
             monkeypatch.setattr(step, "strip", 128)

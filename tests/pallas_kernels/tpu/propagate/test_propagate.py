@@ -50,7 +50,7 @@ def test_matches_reference_in_float32(score):
     ),
 )
 def test_bias(score, shape, bias, dtype, tolerance):
-    """A row of it hides all keys, and gives 0; the tokens of the last block end early."""
+    """A row of the bias hides all keys, and gives 0; the last block is incomplete."""
     batch, _, heads, head_dim = shape
     q, k, v, g = arrays(0, dtype, shape, *[(batch, 20, heads, head_dim)] * 2, shape)
     strength, numbers = arrays(1, jnp.float32, (heads,), bias)

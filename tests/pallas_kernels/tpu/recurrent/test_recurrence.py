@@ -13,13 +13,13 @@ from brl_jax.attention.recurrent.linear import LinearState
 from pallas_kernels import tpu
 from tests.marks import slow_unless
 
-# The logarithms of a token's decay; the last alternate: a weak decay behind one that empties the state.
+# Logarithms of a token's decay; the last entry alternates a weak decay with one that empties the state.
 DECAYS = {"none": None, "weak": [-1e-3], "strong": [-20.0], "mixed": [0.0, -1e3, -1e-3, -0.5, -90.0, -1e-2]}
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def expected(arrays, segments):
-    """Token by token, (B, N, ...) at once; complex arrays give the derivative along their imaginary parts."""
+    """The whole (B, N, ...) token by token; complex arrays give the derivative along their imaginary parts."""
     query, key, value, state, *gates = arrays
     group = query.shape[2] // key.shape[2]
     beta, log_decay = (None if x is None else np.repeat(x, group, axis=2) for x in gates)
@@ -35,7 +35,7 @@ def expected(arrays, segments):
             v = beta[:, t][..., None] * (v - np.einsum("bnf,bnfv->bnv", k, state))
         state = state + k[..., None] * v[:, :, None]
         out.append(np.einsum("bnf,bnfv->bnv", query[:, t], state))
-        if segments is not None:  # padding leaves everything as it is
+        if segments is not None:  # padding changes nothing
             exists = segments[:, t] >= 0
             state = np.where(exists[:, None, None, None], state, before)
             segment = np.where(exists, segments[:, t], segment)
@@ -44,7 +44,7 @@ def expected(arrays, segments):
 
 
 def function(delta, decayed):
-    """The public function whose kernel is under test, of query, key, value, state, beta and log_decay."""
+    """The public function that uses the tested kernel, of query, key, value, state, beta and log_decay."""
 
     def run(query, key, value, state, beta, log_decay, **options):
         options |= {"return_state": True, "implementation": "pallas_interpret"}
@@ -78,18 +78,18 @@ def check(length, heads, sizes, delta, decay, dtype, packed):
     segments, options = None, {}
     if packed:
         ids = np.sort(rng.integers(0, 4, (2, length)), axis=1)
-        ids[0] = np.arange(length) >= 128  # begins with a chunk
+        ids[0] = np.arange(length) >= 128  # starts with a chunk
         lengths = np.asarray([length, length - length // 3])
         options = {"segment_ids": jnp.asarray(ids), "key_value_seq_lengths": jnp.asarray(lengths)}
         new = np.concatenate([np.zeros((2, 1)), ids[:, 1:] != ids[:, :-1]], axis=1)
         segments = np.where(np.arange(length) < lengths[:, None], np.cumsum(new, axis=1), -1)
-    # What the kernel is given, so that only its own rounding counts.
+    # The reference uses the kernel's rounded inputs, so only the kernel's rounding counts.
     given = [None if x is None else jnp.asarray(x, jnp.float32) for x in arrays]
     given[:3] = [x.astype(dtype) for x in given[:3]]
     arrays = [None if x is None else np.asarray(x.astype(jnp.float32), np.float64) for x in given]
     weights = [rng.standard_normal(shape) for shape in ((2, length, heads[0], value_dim), arrays[3].shape)]
     if packed:
-        weights[0][segments < 0] = 0  # outputs of padding mean nothing
+        weights[0][segments < 0] = 0  # outputs in padding are meaningless
     moving = [i for i, x in enumerate(given) if x is not None]
 
     @jax.jit
@@ -132,14 +132,14 @@ FAST = [(130, True, "mixed", "float32", True)]
 
 
 @pytest.mark.parametrize(("length", "delta", "decay", "dtype", "packed"), slow_unless(CASES, FAST))
-def test_outputs_states_and_gradients_are_those_of_the_recurrence(length, delta, decay, dtype, packed):
+def test_outputs_states_and_gradients_equal_the_recurrence(length, delta, decay, dtype, packed):
     check(length, *SIZES[length], delta, decay, dtype, packed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "rotary", "norm", "cosformer"])
 def test_features_and_sums_of_weights(name):
-    """What is built around the kernel gives what XLA's walk gives, packed and with a state."""
+    """With the kernel, the surrounding code gives the same as with XLA's walk, packed and with a state."""
     rng = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(rng.standard_normal((2, 300, heads, 24)), jnp.float32) for heads in (4, 2, 2)
@@ -186,7 +186,7 @@ def test_poisoned_memory_and_any_order(hostile):
 
 @pytest.mark.slow
 def test_causal_to_the_bit():
-    """Later tokens change nothing, in the chunk of a token and in those after it."""
+    """Later tokens change nothing before them, in the same chunk and in later ones."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((1, 300, 2, 16)), jnp.float32) for _ in range(2))
     beta = jnp.full((1, 300, 2), 0.5)

@@ -43,7 +43,7 @@ def check(
     with_log_sum=True,
     **options,
 ):
-    """Outputs, log-sum-exps and gradients of one call; `seen` hides more keys than the window does."""
+    """Compares outputs, log-sum-exps and gradients of one call; `seen` hides more keys than the window does."""
     length, heads, groups, head_dim, left, right = case
     shapes = [(batch, length, h, head_dim) for h in (heads, groups, groups, heads)]
     q, k, v, g = arrays(0, dtype, *shapes, spread=spread)
@@ -67,7 +67,7 @@ def check(
     @jax.jit
     def run(q, k, v, numbers):
         def f(q, k, v, numbers):
-            # Windows of float32 need more VMEM than every chip has.
+            # Windows in float32 need more VMEM than some chips have.
             static = {"left": left, "right": right, "blocks": SMALL, "chip": "v5e", "interpret": True}
             static |= {"scale": scale, "return_log_sum_exp": with_log_sum} | options
             return window_attention(q, k, v, bias=made(kind, numbers, first), **static)
@@ -125,7 +125,7 @@ def test_any_scale(scale):
 
 
 def test_huge_logits():
-    """Scores up to 1e4: the softmax is almost one-hot, and float32 scores have rounding errors of their size."""
+    """With scores up to 1e4 the softmax is almost one-hot, and float32 scores have rounding errors in proportion."""
     check((256, 1, 1, 128, 127, 0), spread=3.4, with_log_sum=False)
 
 
@@ -150,7 +150,7 @@ def test_table_of_other_distances(first, count):
     ],
 )
 def test_tiles_of_two_registers(kind, case, blocks):
-    """Also in one pass alone."""
+    """Also in a single pass."""
     numbers = SLOPES[:2] if kind == "slopes" else table(2, 200)
     check(case, kind, numbers=numbers, first=-50, blocks=blocks)
 
@@ -159,7 +159,7 @@ def test_tiles_of_two_registers(kind, case, blocks):
     ("kind", "dtype"), [(None, jnp.float32), ("slopes", jnp.bfloat16), ("table", jnp.bfloat16)]
 )
 def test_segments_lengths_and_poison(kind, dtype):
-    """Packed and padded rows see only their own segment, whatever absent tokens hold; empty rows give 0, and the
+    """Packed and padded rows see only their own segment, whatever absent tokens hold. Empty rows give 0, and the
     gradients of the bias add up."""
     length, batch = 300, 2
     numbers = SLOPES[:2] if kind != "table" else table(2, 61)
@@ -205,7 +205,7 @@ def test_bias_is_added_after_the_cap(kind):
 
 @pytest.mark.parametrize("all_of_one_head", [False, pytest.param(True, marks=SLOW)])
 def test_minus_infinity_hides(all_of_one_head):
-    """Distances whose number is -inf, as in a table that is a narrower window; queries that see no key give 0."""
+    """Distances with a bias of -inf, as in a table for a narrower window; queries that see no key give 0."""
     numbers = np.where(np.arange(41) % 2 == 0, -np.inf, table(2, 41)).astype(np.float32)
     if all_of_one_head:
         numbers[1] = -np.inf
@@ -295,7 +295,7 @@ def test_poisoned_memory_and_any_order(kind, case, hostile):
     [(64, jax.errors.JaxRuntimeError, "Revisited block"), (0, AssertionError, None)],
 )
 def test_order_is_declared_where_it_matters(right_side, error, words, monkeypatch):
-    """The check above can fail: a backward pass that declares its sweep free of order is caught."""
+    """The check above can fail: it catches a backward pass that declares its sweep order-free."""
     right = pltpu.CompilerParams
     monkeypatch.setattr(
         pltpu, "CompilerParams", lambda **kw: right(**kw | {"dimension_semantics": ("parallel",) * 4})
