@@ -1,6 +1,7 @@
 """The notebooks run top to bottom, as a reader would run them, and open on Colab by what their first cells say."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import nbclient
@@ -56,6 +57,13 @@ def test_opens_on_colab():
         "import sys",
         "",
     ]
+
+
+def test_colab_keeps_its_own_kernel():
+    extras = re.search(r"\.\.\[(.*)\]", (ROOT / "notebooks" / "colab.sh").read_text())[1].split(",")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = [package for extra in extras for package in known[extra]]
+    assert not [package for package in installed if re.match("brl-jax|ipykernel|nbclient|nbformat", package)]
 
 
 def test_are_listed():

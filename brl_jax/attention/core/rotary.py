@@ -36,7 +36,7 @@ class RopeScaling(Checked):
     """Length of the sequences that the network was trained on; for "llama3" and "yarn"."""
     slow_turns: Positive = 1.0
     """Frequencies with fewer turns than this over `original_length` are divided by the whole factor."""
-    fast_turns: float = 4.0
+    fast_turns: Positive = 4.0
     """Frequencies with more turns than this stay unchanged; between the two, the divisor grows gradually."""
     query_key_factor: Positive = 1.0
     """Multiplies rotated queries and keys ("yarn")."""

@@ -22,6 +22,18 @@ LocalPattern = Literal[
 ]  # fmt: skip
 _BIDIRECTIONAL_ONLY = ("global", "bigbird", "global_local")
 _NOT_LINEAR = ("strided", "fixed", "axial")
+# The patterns that read an option; all read the window.
+_READ_BY = {
+    "dilation": ("dilated",),
+    "grid_width": ("axial", "neighbourhood"),
+    "num_global": ("global", "bigbird", "global_local"),
+    "global_segment": ("global_local",),
+}
+
+
+def unused_by_pattern(pattern: LocalPattern) -> dict[str, str]:
+    """The options that a pattern does not read, each with the reason."""
+    return {name: f"with pattern {pattern}" for name, patterns in _READ_BY.items() if pattern not in patterns}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +61,10 @@ class LocalConfig(SoftmaxConfig):
     `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
     grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return unused_by_pattern(self.pattern)
 
     @property
     def causal(self) -> bool:
