@@ -1,4 +1,4 @@
-"""What decoding caches have after tokens are written, at every place and with tokens that do not exist."""
+"""Contents of decoding caches after tokens are written, at every position and with missing tokens."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The protocol's text: its example is a mechanism that works."""
+"""The example in the protocol's docstring is a working mechanism."""
 
 import dataclasses
 import textwrap
@@ -38,7 +38,7 @@ def mean_config():
 
 
 def test_the_example_works_in_a_network(mean_config):
-    """It is causal, and generation of pieces, some with tokens that do not exist, gives the outputs of training."""
+    """It is causal, and generating in pieces, some with missing tokens, gives the outputs of training."""
     stack = Stack((mean_config,) * 2, dimensions(True))
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
