@@ -1,4 +1,4 @@
-"""docs/presets.md says what the presets are."""
+"""docs/presets.md describes the presets correctly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
 
 
 class Described(NamedTuple):
-    """A table of the page: the task and the presets that stand above it, and its rows of four cells."""
+    """A table of the page: the task and the presets named above it, and its rows of four cells."""
 
     task: str
     presets: tuple[str, ...]

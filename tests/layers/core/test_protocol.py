@@ -76,7 +76,7 @@ def test_flags_that_cannot_be_served_are_refused(mean_config):
 
 @pytest.mark.parametrize("name", ["full", "local", "global_window", "native_sparse", "linear"])
 def test_a_packed_row_beside_a_cache_is_kept_apart_or_refused(name):
-    """Caches of tokens have one sequence in each row; a state is cleared where a sequence starts."""
+    """Token caches hold one sequence per row; a recurrent state is cleared where a sequence starts."""
     layer = MECHANISMS[name]().layer(dimensions(True))
     x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])
     variables = nn.unbox(layer.init(jax.random.key(1), x))
