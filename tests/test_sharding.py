@@ -134,7 +134,7 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         ({"fsdp": 8, "sequence": 2}, (None, "fsdp", None)),
     ],
 )
-def test_parameters_are_kept_cut_over_the_sequence_axis_beside_fsdp(sizes, spec):
+def test_the_sequence_axis_and_fsdp_both_divide_stored_parameters(sizes, spec):
     box = nn.LogicallyPartitioned(jnp.zeros((3, 8, 6)), ("layers", "embed", "mlp"))
     assert parameter_shardings(_mesh(**sizes), {"up": box})["up"].spec == PartitionSpec(*spec)
 

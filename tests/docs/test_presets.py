@@ -52,7 +52,7 @@ def _shown(value: object) -> str:
 
 
 @pytest.mark.parametrize("table", DESCRIBED, ids=lambda table: table.presets[0])
-def test_settings_are_those_of_the_presets(table):
+def test_settings_match_the_presets(table):
     known = _presets(table.task)
     values = [flatten(known[name][0].to_json(known[name][1])) for name in table.presets]
     for setting, text, ours, source in table.rows:

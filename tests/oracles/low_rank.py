@@ -45,8 +45,8 @@ def nystromformer_mix(u, p, m, d):
         out = left @ pseudo_inverse(between, m.iterations) @ (right @ v)
         if m.conv_size:
             reach = m.conv_size // 2
-            room = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
-            out = out + sum(p["value_kernel"][a, w] * room[w : w + n] for w in range(m.conv_size))
+            padded = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
+            out = out + sum(p["value_kernel"][a, w] * padded[w : w + n] for w in range(m.conv_size))
         heads.append(out)
     return merge(heads, p)
 

@@ -133,7 +133,7 @@ def test_equals_its_definition(name):
 
 
 @pytest.mark.parametrize("name", slow_unless(MATRICES, ("mlr", "btt")))
-def test_flops_are_those_of_the_products(name):
+def test_flops_equal_the_products(name):
     """As the compiler counts them, apart from sums of levels; fewer than the dense product's at a realistic width."""
     matrix = MATRICES[name][0]
     # A batch turns them into matrix products, which the compiler counts as two operations per pair.

@@ -66,7 +66,7 @@ def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
     assert int(cache.length) == 6
 
 
-def test_flags_that_cannot_be_served_are_refused(mean_config):
+def test_unsupported_flags_are_refused(mean_config):
     with pytest.raises(ValueError, match="MeanConfig has no bidirectional form"):
         mean_config.check(dimensions(False))
     layer = mean_config.layer(dimensions(True))
@@ -75,7 +75,7 @@ def test_flags_that_cannot_be_served_are_refused(mean_config):
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global_window", "native_sparse", "linear"])
-def test_a_packed_row_beside_a_cache_is_kept_apart_or_refused(name):
+def test_a_packed_row_with_a_cache_is_kept_apart_or_refused(name):
     """Token caches hold one sequence per row; a recurrent state is cleared where a sequence starts."""
     layer = MECHANISMS[name]().layer(dimensions(True))
     x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])

@@ -14,7 +14,7 @@ RATE = 0.25
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_dropped_weights_are_those_of_a_softmax_over_all_keys(is_causal, monkeypatch):
+def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
     d = dimensions(is_causal, rope_theta=None)
     layer = FullConfig(dropout=RATE).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, d.d_model))
