@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs the checkout that this file is in, on Colab, with JAX for the machine's device. CUDA 12 is what Colab's driver serves.
+# Installs the checkout that this file is in, on Colab, with JAX for the machine's device. CUDA 12 is what Colab's driver
+# serves. Not the extra notebooks: its ipykernel would replace the one that Colab runs.
 set -e
 jax=jax
 if nvidia-smi > /dev/null 2>&1; then
@@ -7,4 +8,4 @@ if nvidia-smi > /dev/null 2>&1; then
 elif [ -n "$COLAB_TPU_ADDR$TPU_NAME$TPU_ACCELERATOR_TYPE" ] || [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then
   jax='jax[tpu]'
 fi
-python3 -m pip install -q -e "$(dirname "$0")/..[notebooks]" "$jax"
+python3 -m pip install -q -e "$(dirname "$0")/..[train,glue,graph]" "$jax"

@@ -97,7 +97,11 @@ class DecoderLM(nn.Module):
             init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), axes)
             table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), dimensions.param_dtype)
             self.unembedding: Any = gather_parameter(table, axes)
-        self.stack = make_stack(c.mechanisms, dimensions, c.remat, c.cross_attention)
+        # A stream begins as its token's row of the table. Without the signs, that token's own logit would begin at the
+        # square root of the width, far above all others.
+        self.stack = make_stack(
+            c.mechanisms, dimensions, c.remat, c.cross_attention, random_signs=c.tied_embeddings
+        )
         self.dropout = nn.Dropout(c.dropout)
 
     def _unbound_stack(self) -> Stack:

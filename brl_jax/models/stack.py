@@ -91,13 +91,15 @@ class Stack(nn.Module):
     x and y are (B, T, D). The cache is None, or comes from `init_cache` (generation) or `init_memory` (training on
     streams; None if no layer has a memory). With `cross_attention` every block also attends to an encoder's outputs,
     which come as `encoded`; if the decoding cache was made for them, it keeps their keys and values, and only the first
-    call needs them. `encode` returns an encoder's outputs in the form that a decoder reads.
+    call needs them. With `random_signs` half of the final norm's weights start at -1. `encode` returns an encoder's
+    outputs in the form that a decoder reads.
     """
 
     mechanisms: tuple[Mechanism, ...]
     dimensions: Dimensions
     remat: Remat = "none"
     cross_attention: CrossConfig | None = None
+    random_signs: bool = False
 
     def setup(self):
         keys = _carrier_keys(self.mechanisms)
@@ -120,7 +122,7 @@ class Stack(nn.Module):
             )
             for i, (period, repeats) in enumerate(groups)
         ]
-        self.final_norm = norm(self.dimensions, name="final_norm")
+        self.final_norm = norm(self.dimensions, name="final_norm", random_signs=self.random_signs)
 
     def _scanned(self, repeats: int):
         module = Period

@@ -36,9 +36,9 @@ from etils import epath
 from jax.experimental import topologies
 
 import brl_jax
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
+from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips import gpu_mechanisms, gpu_training
 from eval.chips.program_costs import computations, trips
 from eval.chips.ptxas import find_assembler
@@ -123,7 +123,7 @@ MOST = {
 
 
 @dataclasses.dataclass(frozen=True)
-class CostOptions:
+class CostOptions(Checked):
     """What to compile."""
 
     targets: tuple[str, ...] = ("a100", "h100", "b200")
@@ -136,15 +136,15 @@ class CostOptions:
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     training: tuple[str, ...] = gpu_training.NAMES
     """Out of full, local, brl, gated_deltanet, mamba2."""
-    length: int = 16384
+    length: Length = 16384
     """Tokens of the operations; every program is compiled for twice the tokens too."""
-    heads: int = 8
+    heads: Width = 8
     """Heads of query, key and value."""
-    head_dim: int = 128
+    head_dim: Width = 128
     """Features of a head."""
-    window: int = 256
+    window: Count = 256
     """Keys that a query of local attention sees."""
-    compressed: int = 128
+    compressed: Count = 128
     """Compressed tokens of compress and propagate."""
     json: str | None = None
     """File for the figures."""
@@ -160,7 +160,6 @@ class CostOptions:
             for given in getattr(self, name):
                 if given not in known:
                     raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
-        check_at_least(self, "length", "heads", "head_dim", "window", "compressed")
 
 
 def unserved(options: CostOptions) -> dict[str, str]:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Steps
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
 from eval.harness.table import Table
@@ -81,7 +81,7 @@ _SMALL = {
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckOptions:
+class CheckOptions(Checked):
     """What to run."""
 
     task: str = "lm"
@@ -90,7 +90,7 @@ class CheckOptions:
     """Names of listed mechanisms, and brl-layer for BRL with memory per layer; by default all that support the task."""
     meshes: tuple[str, ...] = (*_MESHES, _TWO)
     """Which of the meshes."""
-    steps: int = 20
+    steps: Steps = 20
     """Steps of each."""
 
     def __post_init__(self):
@@ -103,7 +103,6 @@ class CheckOptions:
             for word in given:
                 if word not in known:
                     raise ValueError(f"{name} must be out of {', '.join(known)}, got {word!r}")
-        check_at_least(self, "steps")
 
 
 def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:

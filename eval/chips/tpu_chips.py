@@ -71,13 +71,6 @@ def check_chips(chips: Iterable[str]) -> None:
             raise ValueError(f"chips must be out of {', '.join(SMALLEST_TOPOLOGIES)}, got {chip}")
 
 
-def check_sizes(options: Any, *names: str) -> None:
-    """Raises ValueError if one of these options, tuples of sizes, contains a size below 1."""
-    for name in names:
-        if any(size < 1 for size in getattr(options, name)):
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
-
-
 def prepare_compiler() -> None:
     """Checks that the TPU compiler is installed and fits this JAX, and configures it for a host without a TPU.
 

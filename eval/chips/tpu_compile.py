@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.stages import stages
-from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
+from eval.chips.tpu_chips import check_chips, described_devices, prepare_compiler
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
@@ -42,27 +43,26 @@ _DOUBLED = 2.05
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileOptions:
+class CompileOptions(Checked):
     """What to compile."""
 
     chips: tuple[str, ...] = ("v4", "v5e", "v5p", "v6e", "7x")
     """Chips to compile for: any of v4, v5e, v5p, v6e, 7x."""
-    lengths: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18)
+    lengths: tuple[Length, ...] = (1 << 10, 1 << 14, 1 << 18)
     """Sequence lengths in tokens; twice the longest length is compiled as well."""
-    windows: tuple[int, ...] = (64, 128, 256, 512)
+    windows: tuple[Count, ...] = (64, 128, 256, 512)
     """Keys that a query sees; without any, local attention is left out."""
-    compressed: tuple[int, ...] = (64, 128, 256)
+    compressed: tuple[Count, ...] = (64, 128, 256)
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     recurrences: bool = True
     """Whether linear attention and the gated delta rule are compiled."""
-    heads: int = 8
+    heads: Width = 8
     """Heads of query, key and value."""
-    head_dims: tuple[int, ...] = (128, 64)
+    head_dims: tuple[Width, ...] = (128, 64)
     """Head dimensions."""
 
     def __post_init__(self) -> None:
         check_chips(self.chips)
-        check_sizes(self, "lengths", "windows", "compressed", "head_dims")
 
 
 def _blocks(length: int, window: int, chip: str) -> Callable:

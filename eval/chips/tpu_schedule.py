@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
@@ -60,8 +60,9 @@ from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
+from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
-from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
+from eval.chips.tpu_chips import check_chips, described_devices, prepare_compiler
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
@@ -72,14 +73,14 @@ _SPLASH_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleOptions:
+class ScheduleOptions(Checked):
     """What to compile: causal windows in bfloat16, batch size 1."""
 
     chips: tuple[str, ...] = ("v5e", "v6e")
     """Chips to compile for: any of v4, v5e, v5p, v6e, 7x."""
-    windows: tuple[int, ...] = (256, 512)
+    windows: tuple[Count, ...] = (256, 512)
     """Keys that a query sees, its own included; empty: no sliding-window attention."""
-    compressed: tuple[int, ...] = (128,)
+    compressed: tuple[Count, ...] = (128,)
     """Numbers of compressed tokens for compress and propagate; empty: neither."""
     full: bool = False
     """Compile full causal attention."""
@@ -89,21 +90,19 @@ class ScheduleOptions:
     """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
     recurrences: tuple[str, ...] = ("linear", "gated delta")
     """Recurrences to compile."""
-    length: int = 16384
+    length: Length = 16384
     """Sequence length in tokens."""
-    heads: int = 8
+    heads: Width = 8
     """Heads of query, key and value."""
-    head_dim: int = 128
+    head_dim: Width = 128
     """Head dimension."""
     any_chip: bool = False
     """Use the block sizes that fit every chip, instead of the chip's own."""
-    splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
+    splash_blocks: tuple[Count, ...] = (128, 256, 512, 1024)
     """Splash attention is compiled at every pair of these block sizes; empty: no splash attention."""
 
     def __post_init__(self) -> None:
         check_chips(self.chips)
-        check_at_least(self, "length", "heads", "head_dim")
-        check_sizes(self, "windows", "compressed", "splash_blocks")
         for name in self.biases:
             check_choice("biases", name, tuple(_BIASES))
         for name in self.recurrences:

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from brl_jax.fields import Checked
 from eval.harness.table import Table
 from train.cli.options import parse_options
 
@@ -17,7 +18,7 @@ PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "jax-triton", "
 
 
 @dataclasses.dataclass(frozen=True)
-class VersionsOptions:
+class VersionsOptions(Checked):
     """What the row says."""
 
     ran: str = ""

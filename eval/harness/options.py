@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from brl_jax.fields import Checked
+
 
 @dataclasses.dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(Checked):
     """How a command prints its results."""
 
     json: bool = False
@@ -44,6 +46,10 @@ class TableOptions(RunOptions):
     """A folder of runs, at any depth; prints a table of them."""
     picture: str | None = None
     """A .png file to draw."""
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return {} if self.table is None else {"json": "with table, which is printed as one"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from eval.harness.options import OutputOptions
 from eval.harness.pictures import save
 from train.cli.options import parse_options
 from train.engine.errors import UserError
+from train.engine.storage import check_writable, try_to_write
 
 O = TypeVar("O", bound=OutputOptions)  # noqa: E741
 
@@ -124,11 +124,8 @@ class Study(Generic[O]):
 
 def make_folder(folder: Path) -> None:
     """Makes the folder that --pictures names. Raises UserError if it cannot be made or written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _try_to_write(folder)
-    except OSError as error:
-        raise UserError(f"--pictures: cannot write under {folder}: {error.strerror}") from error
+    check_writable("--pictures", folder)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def picture_path(picture: str | None) -> Path | None:
@@ -145,7 +142,11 @@ def _file(option: str, name: str | None, suffix: str) -> Path | None:
     if name is None:
         return None
     path = Path(name)
-    if path.is_dir() or (suffix and path.suffix != suffix) or not _can_write(path.parent):
+    if (
+        path.is_dir()
+        or (suffix and path.suffix != suffix)
+        or not (path.parent.is_dir() and _can_write(path.parent))
+    ):
         kind = f"a {suffix} file" if suffix else "a file"
         raise UserError(f"{option}: expected {kind} in a folder that can be written to, got {path}")
     return path
@@ -153,16 +154,7 @@ def _file(option: str, name: str | None, suffix: str) -> Path | None:
 
 def _can_write(folder: Path) -> bool:
     try:
-        _try_to_write(folder)
+        try_to_write(folder)
     except OSError:
         return False
     return True
-
-
-def _try_to_write(folder: Path) -> None:
-    """Raises OSError if no file can be made in a folder.
-
-    Permissions alone do not tell: root passes them, and a read-only file system or /proc refuses all the same.
-    """
-    with tempfile.TemporaryFile(dir=folder):
-        pass

@@ -95,6 +95,11 @@ def mean_deviation(values: Sequence[float]) -> tuple[float, float, int]:
     return float(np.mean(values)), deviation, len(values)
 
 
+def plus_minus(mean: float, spread: float, count: int, digits: int = 2) -> str:
+    """A mean and its spread; the mean alone of a single value, which has none."""
+    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if count > 1 else "")
+
+
 def percent(values: Sequence[float]) -> str:
     """`mean_range` of shares, in percent with one digit."""
     return mean_range([100 * value for value in values], 1)

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Length, Natural, Positive, Width
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.output import json_path, make_folder
@@ -48,24 +48,24 @@ _PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOptions:
+class GenerationOptions(Checked):
     """The network and the lengths. The defaults are small; arXiv:2508.20407 has --heads 12 --head_dim 36."""
 
-    lengths: tuple[int, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
+    lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
     """Tokens of the text so far, multiples of the window."""
-    heads: int = 4
+    heads: Width = 4
     """Heads of query, key and value."""
-    head_dim: int = 32
+    head_dim: Width = 32
     """Size of a head; the width is heads * head_dim."""
-    layers: int = 8
+    layers: Count = 8
     """Layers in all, of both networks."""
-    hidden: int = 2
+    hidden: Natural = 2
     """Layers of a block between its first and its last (H)."""
-    window: int = 256
+    window: Count = 256
     """Tokens that share one state of the history (W_og)."""
-    context: int = 256
+    context: Count = 256
     """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
-    vocabulary: int = 50257
+    vocabulary: Count = 50257
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation and the cache."""
@@ -73,11 +73,11 @@ class GenerationOptions:
     """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
     longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
     --plain."""
-    repeats: int = 3
+    repeats: Count = 3
     """Rounds; the fastest counts."""
-    patience: float = 30.0
+    patience: Positive = 30.0
     """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
-    limit: float = 300.0
+    limit: Positive = 300.0
     """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
     json: str | None = None
     """File to write the rows and lines to, as one JSON object."""
@@ -85,7 +85,6 @@ class GenerationOptions:
     """Folder to draw the pictures in, as panels of one file."""
 
     def __post_init__(self):
-        check_at_least(self, "heads", "head_dim", "layers", "window", "context", "vocabulary", "repeats")
         if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
             raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 

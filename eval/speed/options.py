@@ -7,15 +7,15 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Length, Positive, Rows, Width
 from brl_jax.layers import Dimensions
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedOptions:
+class SpeedOptions(Checked):
     """What to time. All cases are self-attention, and causal if the mechanism has a causal form."""
 
-    lengths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
+    lengths: tuple[Length, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
     """Sequence lengths."""
     levels: tuple[str, ...] = ("functions", "layers")
     """functions: bare attention functions and PyTorch's; layers: one transformer layer of each mechanism; encoders:
@@ -25,23 +25,23 @@ class SpeedOptions:
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to time, by default all; for encoder_decoders, presets without their prefix (figure5-NAME of
     train.copy)."""
-    window: int = 256
+    window: Count = 256
     """Keys that a query of a local function sees, its own included; layers have their own defaults."""
-    heads: int = 4
+    heads: Width = 4
     """Heads of query, key and value."""
-    head_dim: int = 64
+    head_dim: Width = 64
     """Features of a head; a layer's model width is heads * head_dim."""
-    batch: int = 1
+    batch: Rows = 1
     """Sequences in a batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation."""
-    repeats: int = 7
+    repeats: Count = 7
     """Rounds; the fastest counts."""
-    patience: float = 20.0
+    patience: Positive = 20.0
     """Seconds after which a slow candidate sits out the remaining rounds (it runs at least two)."""
-    limit: float = 120.0
+    limit: Positive = 120.0
     """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
-    fit_from: int = 2048
+    fit_from: Count = 2048
     """Shortest length used in fitting exponents; all lengths if fewer than two remain."""
     torch: bool = True
     """Time PyTorch's scaled_dot_product_attention too, if it is installed."""
@@ -56,12 +56,14 @@ class SpeedOptions:
     """Folder to draw five pictures of the layers in, and one of each level of whole networks."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "heads", "head_dim", "batch", "repeats", "fit_from")
-        for name in ("patience", "limit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be one or more numbers of at least 1, got {self.lengths}")
+        if not self.lengths:
+            raise ValueError("lengths must be one or more, got none")
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        if "functions" in self.levels:
+            return {}
+        return dict.fromkeys(("window", "references"), "without the level functions")
 
     def wants(self, name: str) -> bool:
         """Whether a mechanism is to be timed."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import brl_jax as bj
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Length, Width
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.output import json_path
@@ -35,26 +35,23 @@ _PACKAGES = ("brl_jax", "pallas_kernels")
 
 
 @dataclasses.dataclass(frozen=True)
-class TracingOptions:
+class TracingOptions(Checked):
     """The shapes of the calls. Tracing does not read them, but long sequences take other forms than short ones."""
 
-    length: int = 1024
+    length: Length = 1024
     """Tokens."""
-    window: int = 256
+    window: Count = 256
     """Keys that a query of a local function sees."""
-    heads: int = 4
+    heads: Width = 4
     """Heads of query, key and value."""
-    head_dim: int = 64
+    head_dim: Width = 64
     """Features of a head."""
-    repeats: int = 3
+    repeats: Count = 3
     """Rounds; the fastest counts."""
     functions: tuple[str, ...] = ()
     """Rows to measure besides the first; all if empty."""
     json: str | None = None
     """File to write the rows to."""
-
-    def __post_init__(self):
-        check_at_least(self, "length", "window", "heads", "head_dim", "repeats")
 
 
 @dataclasses.dataclass(frozen=True)

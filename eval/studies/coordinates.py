@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Count, Length, Positive, Rows, Steps, Width
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions
@@ -49,19 +49,19 @@ class WidthOptions(OutputOptions):
 
     mechanism: str = "full"
     """A listed mechanism, with its default settings."""
-    widths: tuple[int, ...] = (64, 128, 256, 512)
+    widths: tuple[Width, ...] = (64, 128, 256, 512)
     """Widths of the model in ascending order; the narrowest is muP's base."""
-    num_heads: int = 4
+    num_heads: Width = 4
     """Number of heads; wider models have wider heads."""
-    num_layers: int = 2
+    num_layers: Count = 2
     """Number of layers; a multiple of the mechanism's group."""
-    steps: int = 6
+    steps: Steps = 6
     """Steps of AdamW."""
-    batch: int = 4
+    batch: Rows = 4
     """Rows of a step."""
-    length: int = 64
+    length: Length = 64
     """Bytes of a row."""
-    seeds: int = 1
+    seeds: Count = 1
     """Number of networks to average over."""
     picture: str | None = None
     """A .png file to draw."""
@@ -71,20 +71,14 @@ class WidthOptions(OutputOptions):
             raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {self.mechanism!r}")
         if len(self.widths) < 2 or list(self.widths) != sorted(set(self.widths)):
             raise ValueError(f"widths must be two or more, from the narrowest on, got {self.widths}")
-        check_at_least(self, "num_heads", "num_layers", "steps", "batch", "length", "seeds")
 
 
 @dataclasses.dataclass(frozen=True)
 class CoordinateOptions(WidthOptions):
     """What to train."""
 
-    learning_rate: float = 1e-2
+    learning_rate: Positive = 1e-2
     """AdamW's rate; large, so that activations move far in few steps."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
 def text_batch(options: WidthOptions, step: int) -> Batch:

@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -42,9 +42,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.recurrent.linear import linear_attention
+from brl_jax.fields import Range, Rows
 from brl_jax.layers import (
     DiagConfig,
     Dimensions,
@@ -77,15 +77,10 @@ _COLLECTION = "intermediates"
 class BoundOptions(StudyOptions):
     """What to measure."""
 
-    sequences: int = 4
+    sequences: Rows = 4
     """Rows to read, the first of the split."""
-    length: int = 256
+    length: Annotated[int, Range(2, 2**27)] = 256
     """Tokens of a row, at most as in training."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, "sequences")
-        check_at_least(self, "length", least=2)
 
 
 def kind_of(mechanism: Mechanism, dimensions: Dimensions) -> Kind | None:

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Natural
 from eval.harness.options import OutputOptions
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
@@ -41,7 +41,7 @@ class GradientStdOptions(OutputOptions):
 
     workdir: tuple[str, ...] = ("runs/small",)
     """Folders of the runs; each becomes a curve."""
-    after: int = 0
+    after: Natural = 0
     """Also give the relative standard deviation over the steps after this one; 0: only over all steps."""
     picture: str | None = None
     """A .png file to draw."""
@@ -49,7 +49,6 @@ class GradientStdOptions(OutputOptions):
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must be one or more folders, got none")
-        check_at_least(self, "after", least=0)
 
 
 def read_curves(workdir: str) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import MOST, Range
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
 from eval.harness.options import OutputOptions
 from eval.harness.output import Measured, Study
@@ -49,9 +49,9 @@ class GraphMapsOptions(OutputOptions):
 
     workdir: tuple[str, ...] = ("runs/graph",)
     """Folders of runs of train.graph with attention, all with the same network and data; a row of the picture each."""
-    nodes: int = 600
+    nodes: Annotated[int, Range(4, MOST)] = 600
     """How many nodes to read: of the test split for lists of tokens, else of all labelled nodes."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Chooses the nodes, and starts t-SNE."""
     picture: str | None = None
     """A .png file to draw."""
@@ -59,7 +59,6 @@ class GraphMapsOptions(OutputOptions):
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must name at least one run")
-        check_at_least(self, "nodes", least=4)
 
 
 class LayerMaps(NamedTuple):

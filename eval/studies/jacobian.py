@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Count, Rows, Seed
 from brl_jax.models.stack import Stack
 from eval.harness.options import StudyOptions
 from eval.harness.output import Study
@@ -45,19 +45,14 @@ from train.tasks.every import TASKS
 class JacobianOptions(StudyOptions):
     """What to measure."""
 
-    sequences: int = 4
+    sequences: Rows = 4
     """Sequences to read, the first of the split."""
-    positions: int = 16
+    positions: Count = 16
     """Outputs of each sequence to measure, spaced evenly up to the last token."""
-    probes: int = 4
+    probes: Count = 4
     """Random directions of each output."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random directions."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, "sequences", "positions", "probes")
-        check_at_least(self, "seed", least=0)
 
 
 def _moved(

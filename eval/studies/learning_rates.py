@@ -23,6 +23,7 @@ import optax
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
+from brl_jax.fields import Positive, Steps, Width
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
@@ -34,17 +35,17 @@ from train.tasks.lm import lm_objective
 class RateOptions(WidthOptions):
     """What to train."""
 
-    widths: tuple[int, ...] = (64, 128, 256)
+    widths: tuple[Width, ...] = (64, 128, 256)
     """Widths of the model in ascending order; the narrowest is muP's base."""
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+    rates: tuple[Positive, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
     """Peak learning rates of the runs."""
-    steps: int = 100
+    steps: Steps = 100
     """Steps of AdamW; the rate rises for a tenth of them, then decays as a cosine."""
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates must be above 0, got {self.rates}")
+        if not self.rates:
+            raise ValueError("rates must be one or more, got none")
 
 
 def losses(options: RateOptions, width: int, parametrization: str, seed: int) -> Float[np.ndarray, "R S"]:

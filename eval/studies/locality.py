@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Fraction, Range, Rows
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.harness.options import StudyOptions
@@ -48,19 +48,17 @@ class LocalityOptions(StudyOptions):
 
     data: str | None = None
     """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""
-    length: int = 256
+    length: Annotated[int, Range(2, 2**27)] = 256
     """Tokens of a sequence."""
-    sequences: int = 16
+    sequences: Rows = 16
     """Number of sequences, spaced evenly over the text."""
-    ratios: tuple[float, ...] = tuple(i / 20 for i in range(1, 21))
+    ratios: tuple[Fraction, ...] = tuple(i / 20 for i in range(1, 21))
     """Sizes of the neighbourhood, as shares of the sequence."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "length", least=2)
-        check_at_least(self, "sequences")
-        if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
-            raise ValueError(f"ratios must be above 0 and at most 1, got {self.ratios}")
+        if not self.ratios:
+            raise ValueError("ratios must be one or more, got none")
 
 
 def locally_accumulated_score(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
@@ -79,7 +80,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MapsOptions:
+class MapsOptions(Checked):
     """What to draw."""
 
     family: str = "local"

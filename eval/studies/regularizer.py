@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Natural, Rows
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
@@ -50,16 +50,15 @@ class RegularizerOptions(StudyOptions):
 
     workdir: str = "runs/small"  # type: ignore[assignment]
     """Folder of the run, of train.lm or train.recall, with BRL attention."""
-    sequences: int = 4
+    sequences: Rows = 4
     """Sequences to read, the first of the split."""
-    length: int = 0
+    length: Natural = 0
     """Tokens of a sequence to read, from its start; 0: all."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "sequences")
-        if self.length < 0 or self.length == 1:
-            raise ValueError(f"length must be at least 2, or 0 for all, got {self.length}")
+        if self.length == 1:
+            raise ValueError("length must be at least 2, or 0 for all, got 1")
 
 
 def reconstructed_score(

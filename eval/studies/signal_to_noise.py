@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Rows
 from eval.harness.options import StudyOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import panels
@@ -49,12 +49,8 @@ class SignalToNoiseOptions(StudyOptions):
 
     workdir: tuple[str, ...] = ("runs/recall/brl",)
     """Folders of the runs, of train.recall, with BRL attention."""
-    sequences: int = 64
+    sequences: Rows = 64
     """Rows to read, the first of the split with the most records."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, "sequences")
 
 
 def relevant_tokens(

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Count, Length, Natural, Width
 from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions
@@ -46,29 +46,28 @@ KINDS = ("miss", "first", "hit")
 class OperationsOptions(OutputOptions):
     """The network, by default the paper's, and the numbers of tokens."""
 
-    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    lengths: tuple[Length, ...] = (4096, 8192, 16384, 32768)
     """Tokens so far, N; multiples of the window."""
-    window: int = 256
+    window: Count = 256
     """W_og: tokens of a window."""
-    context: int = 256
+    context: Count = 256
     """W_oh: tokens of the context."""
-    hidden: int = 2
+    hidden: Natural = 2
     """H: layers of a block between its first and its last."""
-    num_layers: int = 8
+    num_layers: Count = 8
     """Layers, a multiple of H + 2."""
-    d_model: int = 432
+    d_model: Width = 432
     """D: width."""
-    num_heads: int = 12
+    num_heads: Width = 12
     """Heads."""
-    d_ff: int = 1280
+    d_ff: Width = 1280
     """Width of the feed-forward network (SwiGLU)."""
-    vocab_size: int = 50257
+    vocab_size: Count = 50257
     """Tokens of the vocabulary."""
     picture: str | None = None
     """A .png file to draw."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "context", "d_ff", "vocab_size")
         if len(self.lengths) < 2 or any(n % self.window or n <= self.window for n in self.lengths):
             raise ValueError(
                 f"lengths must be two or more multiples of window={self.window} above it, got {self.lengths}"

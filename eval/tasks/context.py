@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Count, Natural
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import StudyOptions
@@ -56,26 +56,23 @@ class ContextOptions(StudyOptions):
 
     data: str | None = None
     """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""
-    tokens: int = 100_000
+    tokens: Natural = 100_000
     """Tokens of the text to read; 0: all."""
-    ngram: int = 1
+    ngram: Count = 1
     """Tokens that must have occurred together; 1: the target alone."""
-    reach: int | None = None
+    reach: Natural | None = None
     """Tokens that a prediction sees without memory; None: by the runs' windows and layers."""
-    history: int | None = None
+    history: Count | None = None
     """Tokens back from a prediction to the farthest that compressed tokens read; None: by the runs' blocks."""
-    block: int | None = None
+    block: Count | None = None
     """Tokens of a block; None: by the runs' blocks."""
     json: bool = False
     """Print a JSON object for each run instead of the table."""
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tokens < 0 or self.tokens == 1:
-            raise ValueError(f"tokens must be at least 2, or 0 for all, got {self.tokens}")
-        for name, least in (("ngram", 1), ("reach", 0), ("history", 1), ("block", 1)):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, least=least)
+        if self.tokens == 1:
+            raise ValueError("tokens must be at least 2, or 0 for all, got 1")
 
 
 class Boundaries(NamedTuple):

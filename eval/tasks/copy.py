@@ -21,6 +21,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
+from brl_jax.fields import Length
 from brl_jax.layers import mechanism_name
 from eval.harness import groups
 from eval.harness.main import Evaluation
@@ -42,16 +43,19 @@ _MEASURES = {"token_accuracy": "tokens", "sequence_accuracy": "whole targets"}
 class CopyEvalOptions(TableOptions):
     """What to measure."""
 
-    length: tuple[int, ...] = ()
+    length: tuple[Length, ...] = ()
     """Symbols of the sources to measure on; by default the lengths of training, and two and four times the longest."""
     source: tuple[str, ...] = ()
     """Write the targets of these texts instead of measuring."""
 
     def __post_init__(self):
-        if self.length and min(self.length) < 1:
-            raise ValueError(f"length must be one or more numbers of at least 1, got {self.length}")
         if self.source and self.table is not None:
             raise ValueError("source must be given with workdir, not with table")
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = {"length": "with source", "picture": "with source"} if self.source else {}
+        return super().without_effect() | unused
 
 
 def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most: int) -> np.ndarray:

@@ -23,16 +23,15 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
-from brl_jax.fields import Seed, check_fields
+from brl_jax.fields import Count, Rows, Seed
 from eval.harness.groups import alike
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.output import Measured
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
-from eval.harness.table import Result, Table, mean_deviation, seeds
+from eval.harness.table import Result, Table, mean_deviation, plus_minus, seeds
 from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
@@ -55,16 +54,12 @@ class ForecastEvalOptions(TableOptions):
 
     workdir: tuple[str, ...] = ()  # type: ignore[assignment]
     """Folders of runs."""
-    stride: int = 1
+    stride: Count = 1
     """Rows between the windows that are measured; 1 is the standard."""
-    samples: int = 20
+    samples: Rows = 20
     """Continuations that a decoder of tokens samples for each window."""
     seed: Seed = 0
     """Seed of the samples."""
-
-    def __post_init__(self):
-        check_at_least(self, "stride", "samples")
-        check_fields(self)
 
 
 class Forecasts(NamedTuple):
@@ -221,14 +216,12 @@ def markdown(results: Sequence[Result]) -> str:
             if plain is not None:
                 table.add(*where, words, f"{plain['mae']:.3f}", f"{plain['mse']:.3f}", None, None)
         for model, runs in groups:
-            cells = [_cell([run[name] for run in runs]) for name in ("mae", "mse", "coverage")]
+            cells = [
+                plus_minus(*mean_deviation([run[name] for run in runs]), digits=3)
+                for name in ("mae", "mse", "coverage")
+            ]
             table.add(*where, model, *cells, seeds(sorted(runs, key=lambda run: run["seed"])))
     return str(table)
-
-
-def _cell(values: Sequence[float]) -> str:
-    mean, deviation, count = mean_deviation(values)
-    return f"{mean:.3f}" if count == 1 else f"{mean:.3f} ± {deviation:.3f}"
 
 
 def draw(runs: Sequence[Measured]) -> Figure:

@@ -12,7 +12,6 @@ optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,9 +22,8 @@ import tyro
 from etils import epath
 from jaxtyping import Int
 
-from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
-from brl_jax.fields import Seed, check_fields
+from brl_jax.fields import Checked, Count, Fraction, NonNegative, Rows, Seed, Steps
 from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from train.cli.options import parse_options
@@ -35,7 +33,7 @@ from train.tasks.lm import LM
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(Checked):
     """What to generate."""
 
     workdir: str = "runs/small"
@@ -49,17 +47,17 @@ class GenerateOptions:
     out: str | None = None
     """The new file for what --batch generates, one JSON object a line. An interrupted command continues where it was
     stopped."""
-    slots: int = 8
+    slots: Rows = 8
     """Prompts of --batch that are continued at the same time."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text of one token with which a continuation ends; may be given several times."""
-    tokens: int = 256
+    tokens: Steps = 256
     """Tokens to add to each prompt; with --batch the most to add to prompts without a max_tokens."""
-    temperature: float = 0.8
+    temperature: NonNegative = 0.8
     """Divides the logits: below 1 likely tokens become likelier; 0 always takes the likeliest."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Choose only among this many of the likeliest tokens."""
-    top_p: float | None = None
+    top_p: Fraction | None = None
     """Choose among the likeliest tokens that together have at least this probability."""
     seed: Seed = 0
     """Seed of the random choices."""
@@ -67,19 +65,19 @@ class GenerateOptions:
     """best (lowest held-out loss), last, or a step."""
 
     def __post_init__(self):
-        check_at_least(self, "tokens", "slots")
-        check_counts(self, "tokens")
         if (self.batch is None) != (self.out is None):
             raise ValueError(f"batch and out must be given together, got {self.batch} and {self.out}")
         if self.batch is not None and (self.prompt or self.prompt_file is not None):
             raise ValueError("batch must be given without prompt and prompt_file")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        check_fields(self)
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = {} if self.batch is not None else {"slots": "without batch"}
+        if self.temperature == 0:
+            unused |= dict.fromkeys(
+                ("top_k", "top_p", "seed"), "with temperature 0, which takes the likeliest"
+            )
+        return unused
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from rich.progress import Progress
 from brl_jax.batching import Request, generate_requests
 from eval.harness.runs import regular_file
 from train.data import Tokenizer
+from train.data.tokenizers.base import continuation
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
@@ -117,18 +118,6 @@ def check_length(model: Any, length: int, options: str) -> None:
         jax.eval_shape(lambda: model.init_cache(1, length))
     except ValueError as error:
         raise UserError(f"{options}: {error}") from error
-
-
-def continuation(tokenizer: Tokenizer, prompt: Any, tokens: Any) -> str:
-    """The text that tokens add to a prompt.
-
-    Both are decoded together, because a tokenizer may join words by what stands before them, and a character may begin
-    in the prompt.
-    """
-    before = tokenizer.decode(np.asarray(prompt))
-    whole = tokenizer.decode(np.concatenate([prompt, tokens]).astype(np.int32))
-    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
-    return whole[same:]
 
 
 def generate_file(

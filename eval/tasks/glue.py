@@ -26,7 +26,7 @@ from eval.harness.options import TableOptions
 from eval.harness.output import Measured
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
-from eval.harness.table import Result, Table, mean_deviation
+from eval.harness.table import Result, Table, mean_deviation, plus_minus
 from train.cli.summary import mechanism_names
 from train.data.glue import GLUE_TASKS
 from train.engine.errors import UserError
@@ -146,7 +146,7 @@ def markdown(results: Sequence[Result]) -> str:
         "network", *columns, title="GLUE's dev split, percent ± standard error of the seeds (their number)."
     )
     for name, row in rows.items():
-        cells = [f"{row[c][0]:.2f} ± {row[c][1]:.2f} ({row[c][2]})" if c in row else "" for c in columns]
+        cells = [f"{plus_minus(*row[c])} ({row[c][2]})" if c in row else "" for c in columns]
         ours.add(name, *cells)
     title = "TransNormer, arXiv:2210.10340, table 5 (RoBERTa's base network, WikiText-103):"
     paper = Table("network", *_PAPER_COLUMNS, title=title)

@@ -24,7 +24,7 @@ from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
-from eval.harness.table import Result, Table, mean_deviation
+from eval.harness.table import Result, Table, mean_deviation, plus_minus
 from eval.tasks.paper_tables.graphs import TABLES
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
@@ -118,9 +118,8 @@ def markdown(results: Sequence[Result]) -> str:
         paper = paper_figures(dataset, network)
         cells = []
         for i, metric in enumerate(_SCORES):
-            mean, deviation, seeds = row[metric]
             theirs = f" [{paper[i]:.2f}]" if i < len(paper) else ""
-            cells.append(f"{mean:.2f} ± {deviation:.2f} ({seeds}){theirs}")
+            cells.append(f"{plus_minus(*row[metric])} ({row[metric][2]}){theirs}")
         table.add(dataset, network, *cells, f"{row['step_megabytes'][0]:,.0f}")
     return str(table)
 

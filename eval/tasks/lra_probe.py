@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Count, Natural
 from brl_jax.models import Encoder
 from eval.harness.options import RunOptions
 from eval.harness.output import emit
@@ -37,14 +37,10 @@ class ProbeOptions(RunOptions):
 
     workdir: str | None = None
     """Folder of a run."""
-    examples: int = 2000
+    examples: Count = 2000
     """Training examples that the linear map is fitted to."""
-    test_examples: int = 0
+    test_examples: Natural = 0
     """Test examples; 0: the run's."""
-
-    def __post_init__(self):
-        check_at_least(self, "examples")
-        check_at_least(self, "test_examples", least=0)
 
 
 def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from brl_jax.fields import Positive
+from brl_jax.fields import Checked, Positive
 from eval.harness.groups import compared
 from eval.harness.table import Table
 from eval.tasks.paper_tables import TABLES
@@ -40,7 +40,7 @@ from train.tasks.task import Task, find_runs, read_config
 
 
 @dataclasses.dataclass(frozen=True)
-class PapersOptions:
+class PapersOptions(Checked):
     """What to print."""
 
     runs: str = "runs"

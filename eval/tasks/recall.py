@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
+from brl_jax.fields import Count, Length
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.harness.groups import by_network, is_hybrid, run_settings
@@ -42,9 +43,9 @@ _GUESSES = {"guess_in_row": "naming the row's most frequent answer", "chance": "
 class RecallEvalOptions(TableOptions):
     """What to measure."""
 
-    length: tuple[int, ...] = ()
+    length: tuple[Length, ...] = ()
     """Lengths of the rows to measure on; by default the lengths of training, and two and four times the longest."""
-    pairs: tuple[int, ...] = ()
+    pairs: tuple[Count, ...] = ()
     """Numbers of records, each with every length that holds so many; by default the numbers of training."""
 
 

@@ -3,14 +3,19 @@
 Each row is a module, a command line and a pattern that the line must match.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
+import train.cli.options
+from brl_jax.fields import Checked
+from brl_jax.layers import MECHANISMS
 from train.cli.command import command
 from train.tasks.lm import LM as TASK
 
@@ -105,6 +110,23 @@ LM = {
     "--sample_tokens -1": "--sample_tokens must be",
     "--mechanism tlinformer --num_layers 3": "num_layers must be a multiple of 4",
     "--mechanism tlinformer --mechanism.context x": "--mechanism.context",
+    "--mechanism local --mechanism.window 99999999999999999999": "--mechanism.window must be at most",
+    "--tokenizer bpe:1000000000000": "--tokenizer",
+    "--batch 99999999999": "--batch must be at most 1048576, got 99999999999",
+    "--length 99999999999": "--length must be at most",
+    "--steps 100000000000000000000000": "--steps must be at most 2147483647",
+    "--num_layers 10000000000000": "--num_layers must be at most",
+    "--seed 1 --seed=2": "--seed is given twice; expected it once",
+    "--compilation_cache /dev/null/x": "--compilation_cache: cannot write under /dev/null/x",
+    f"--workdir {'w' * 300}": "--workdir: cannot write under w+: File name too long",
+    "--workdir /dev/null": "--workdir: cannot write under /dev/null: Not a directory",
+    "--mechanism local --mechanism.dilation 3": "--mechanism.dilation has no effect with pattern sliding",
+    "--mechanism.num_compressed 0 --mechanism.gamma 1": "--mechanism.gamma has no effect with num_compressed 0",
+    "--decay constant --final_share 0.5": "--final_share has no effect with decay constant",
+    "--eval_tokens 0 --full_eval False": "--full_eval has no effect with eval_tokens 0",
+    "--sample_tokens 0 --sample_prompt x": "--sample_prompt has no effect with sample_tokens 0",
+    "--data tokens:/nowhere --tokenizer bytes": "--tokenizer has no effect with tokens:DIR",
+    "--data hf-stream:x --holdout 0.1": "--holdout has no effect with hf-stream:",
 }
 
 OTHERS = {
@@ -126,7 +148,7 @@ OTHERS = {
     ("train.copy", "--cross_window 0"): "--cross_window must be at least 1, got 0",
     ("train.copy", "--encoder_mechanism deltanet"): "has no bidirectional form",
     ("eval.copy", "--workdir /nowhere"): "--workdir: no run there",
-    ("eval.copy", "--workdir /nowhere --length 0"): "--length must be one or more",
+    ("eval.copy", "--workdir /nowhere --length 0"): "--length must be at least 1, got 0",
     ("train.mlm", "--mask_share 0"): "--mask_share must be above 0",
     ("train.mlm", "--mechanism deltanet"): "has no bidirectional form",
     ("train.mlm", "--pack always"): "--pack must be auto or never with BRLConfig",
@@ -134,6 +156,38 @@ OTHERS = {
     ("train.mlm", "--documents ("): "--documents: expected records, wikitext or a regular expression",
     ("train.glue", "cola"): "--pretrained: expected the folder of a run of train.mlm, got none",
     ("train.glue", "cola --pretrained /nowhere"): "--pretrained: no run there",
+    (
+        "train.glue",
+        "cola --from_scratch True --checkpoint last",
+    ): "--checkpoint has no effect with from_scratch True",
+    (
+        "train.glue",
+        "cola --mechanism local",
+    ): "unknown option --mechanism: the task, its data or the pretrained run",
+    ("train.lra", "listops --checkpoint last"): "--checkpoint has no effect without pretrained",
+    ("train.lra", "text --listops.max_depth 3"): "--listops.max_depth has no effect on text",
+    ("train.lra", "listops --data_dir /nowhere --data_seed 3"): "--data_seed has no effect with a data_dir",
+    ("train.lra", "image --resolution 64"): "--resolution has no effect on image",
+    ("train.lra", "image --data_dir /dev/null"): "--data_dir",
+    (
+        "train.lra",
+        "listops --positions learned --rope_theta 100",
+    ): "--rope_theta has no effect in a network",
+    ("train.graph", "acm-gcn --mechanism full"): "--mechanism has no effect with network gcn",
+    ("train.graph", "acm-brl --row_targets 3"): "--row_targets has no effect with network tokens",
+    ("train.graph", "acm-gcn --clusters 3"): "--clusters has no effect with network gcn",
+    ("train.copy", "--data_dir /nowhere --order sort"): "--order has no effect with a data_dir",
+    ("train.copy", "--tokenizer words"): "--tokenizer has no effect without a data_dir",
+    ("train.regression", "btt-8 --curriculum_steps 9"): "--curriculum_steps has no effect without start_dims",
+    ("train.tokenize", "--out /dev/null"): "--out: cannot write under /dev/null: Not a directory",
+    ("train.tokenize", f"--out {'w' * 300}"): "--out: cannot write under w+: File name too long",
+    ("train.tokenize", "--out x --data text:/nowhere"): "--data: no file matches",
+    ("train.tokenize", "--out x --record 100000000000000000000"): "--record must be at most",
+    ("train.lra_data", "listops --out /dev/null/x"): "--out: cannot write /dev/null/x",
+    (
+        "train.lra_data",
+        "pathfinder --out x --listops.max_depth 3",
+    ): "--listops.max_depth has no effect on pathfinder",
     ("train.glue", "cola --length 3"): "--length must be at least 8",
     ("train.glue", "wnli"): "PRESET: got 'wnli'",
     ("train.graph", "acm-brl"): "--data_dir: expected a folder or a file, got none",
@@ -160,6 +214,15 @@ OTHERS = {
     ("eval.forecast", "--workdir /nowhere"): "--workdir: no run there",
     ("eval.generate", "--workdir /nowhere --prompt x"): "--workdir: no run there",
     ("eval.generate", "--batch prompts.jsonl"): "--batch and out must be given together",
+    ("eval.generate", "--prompt x --slots 3"): "--slots has no effect without batch",
+    ("eval.generate", "--prompt x --temperature 0 --top_k 3"): "--top_k has no effect with temperature 0",
+    ("eval.generate", "--prompt x --top_k 99999999999"): "--top_k must be at most",
+    ("eval.lra", "--table x --json True"): "--json has no effect with table",
+    ("eval.copy", "--workdir x --source a --length 3"): "--length has no effect with source",
+    ("eval.survey", "--only table --repeats 3"): "--repeats has no effect with only table",
+    ("eval.survey", "--tasks text --image_dir x"): "--image_dir has no effect without the task image",
+    ("eval.speed", "--levels layers --window 3"): "--window has no effect without the level functions",
+    ("eval.locality", "--sequences 99999999999"): "--sequences must be at most",
     ("eval.generate", "--workdir /nowhere --tokens 0"): "--tokens must be|--workdir: no run there",
     (
         "eval.generate",
@@ -249,6 +312,38 @@ def test_a_damaged_config_file(change, message, tmp_path, monkeypatch, capsys):
     assert status == 2, err
     assert len(err.strip().splitlines()) == 1, err
     assert message in err
+
+
+class _Captured(Exception):
+    """The options of a command with their defaults."""
+
+
+COMMANDS = sorted(
+    f"{folder}.{path.stem}"
+    for folder in ("train", "eval")
+    for path in Path(folder).glob("*.py")
+    if path.stem[0] != "_"
+)
+
+
+# eval.gpu_check reads its words itself; eval.pod_plan has the options of the training commands.
+@pytest.mark.parametrize(
+    "module", [*sorted({*COMMANDS} - {"eval.gpu_check", "eval.pod_plan"}), "eval.speed.__main__"]
+)
+def test_every_number_has_a_range(module, tmp_path, monkeypatch):
+    """`Checked` gives each integer and each number of a dataclass one, and refuses other types."""
+
+    def capture(kind, *, default, **options):
+        raise _Captured(default)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.cli.options.tyro, "cli", capture)
+    with pytest.raises(_Captured) as caught:
+        importlib.import_module(module).main([])
+    parts = [caught.value.args[0], *(mechanism() for mechanism in MECHANISMS.values())]
+    for part in parts:
+        assert isinstance(part, Checked), type(part)
+        parts += filter(dataclasses.is_dataclass, (getattr(part, f.name) for f in dataclasses.fields(part)))
 
 
 def test_there_are_enough_bad_lines():

@@ -173,6 +173,20 @@ def test_output_norms_own_logits_and_their_bound():
     np.testing.assert_allclose(capped, 0.25 * np.tanh(want / 0.25), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("options", [{}, {"tied_embeddings": False}, {"mup_base_width": 64}])
+def test_logits_begin_at_unit_size_also_for_the_token_itself(options):
+    """The logit of a row of the table with the stream that begins as this row would be sqrt(64) = 8."""
+    sizes = {"num_layers": 1, "d_model": 64, "num_heads": 2, "vocab_size": 256, "mechanism": FullConfig()}
+    tokens = jax.random.randint(jax.random.key(1), (8, 64), 0, 256)
+    logits = DecoderLM(DecoderConfig(**sizes, **options)).init_with_output(jax.random.key(0), tokens)[0][0]
+    own = np.take_along_axis(np.asarray(logits), np.asarray(tokens)[..., None], -1)
+    assert 0.8 < np.std(logits) < 1.2
+    assert np.abs(own).mean() < 1.5
+    targets = jnp.roll(tokens, 1, 0)  # from another row
+    loss = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(targets)[..., None], -1)
+    assert abs(loss.mean() - (np.log(256) + 0.5)) < 0.3  # log of the mean of exp(x), x normal, is 0.5
+
+
 def test_cross_attention_reads_a_window_and_compressed_tokens():
     """Both are added before the output projection; queries and keys are rotated by their positions (float64 oracle)."""
     d = dataclasses.replace(D, num_heads=2, num_kv_heads=2, head_dim=4)

@@ -492,6 +492,9 @@ def test_what_has_no_counterpart_is_named():
             EncoderDecoderConfig(norm="rms", ffn="swiglu", embedding_scale=1.0, mechanism=FullConfig()),
             {},
         )
+    # An architecture without such layers is not near, although it differs in nothing else.
+    with pytest.raises(ValueError, match="the nearest, mistral, differs in norm, embedding_scale"):
+        huggingface.save("unused", DecoderConfig(mechanism=LocalConfig()), {})
     with pytest.raises(
         ValueError, match=r"head_dim must be d_model / num_heads = 64 with mechanism BRLConfig, got 8"
     ):

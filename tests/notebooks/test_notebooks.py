@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom, and their first cells let them open on Colab."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import nbclient
@@ -57,6 +58,13 @@ def test_opens_on_colab():
         "import sys",
         "",
     ]
+
+
+def test_colab_keeps_its_own_kernel():
+    extras = re.search(r"\.\.\[(.*)\]", (ROOT / "notebooks" / "colab.sh").read_text())[1].split(",")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = [package for extra in extras for package in known[extra]]
+    assert not [package for package in installed if re.match("brl-jax|ipykernel|nbclient|nbformat", package)]
 
 
 def test_are_listed():

@@ -34,6 +34,14 @@ sys.exit(status)
 """
 
 
+@pytest.mark.parametrize("name", ["train.lm", "eval.lm"])
+def test_without_the_extra_a_command_says_so(name):
+    command = [sys.executable, "-S", "-m", name, "--help"]  # -S: without the folder of installed packages
+    result = subprocess.run(command, capture_output=True, text=True)
+    message = f"{name}: the module optax is missing: pip install -e '.[train]'\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+
+
 # `train/__init__.py` sets SIG_DFL during the imports.
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_DFL"])
 def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):

@@ -68,7 +68,10 @@ def test_a_command_that_writes_nothing_leaves_no_folder(tmp_path):
 
 def test_a_folder_without_locks_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with alone_in(str(tmp_path / "file")):  # reported where it is written to
+    with (
+        pytest.raises(UserError, match=r"^--workdir: cannot write under .*/file: Not a directory$"),
+        alone_in(str(tmp_path / "file")),
+    ):
         pass
 
     def fail(descriptor, operation):

@@ -212,6 +212,7 @@ def test_runs_that_differ_in_the_seed_are_averaged():
     assert rows["full, pretrained"]["mrpc f1"] == (75.0, pytest.approx(5.0), 2)
     assert rows["full, from scratch"]["mrpc f1"] == (60.0, 0.0, 1)
     assert "| full, pretrained | 75.00 ± 5.00 (2) |" in markdown(results)
+    assert "| full, from scratch | 60.00 (1) |" in markdown(results)
 
 
 def test_the_best_of_several_learning_rates_is_kept():

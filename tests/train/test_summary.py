@@ -3,10 +3,12 @@
 import importlib
 import re
 import shlex
+import sys
 
 import pytest
 
 from train.engine.loop import resuming
+from train.engine.metrics import as_started
 
 TINY = "--steps 2 --batch 2 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False"
 
@@ -41,6 +43,13 @@ def test_the_next_commands_work(module, line, tmp_path, capsys):
         name, *words = shlex.split(command)
         importlib.import_module(name).main(words)
         assert capsys.readouterr().out
+
+
+def test_commands_are_named_as_this_one_was_started(monkeypatch):
+    text = "next: python -m eval.lm --workdir x"
+    assert as_started(text) == text
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/brl-train", "--steps", "1"])
+    assert as_started(text) == "next: brl-eval lm --workdir x"
 
 
 def test_a_finished_run_says_so():

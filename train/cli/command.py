@@ -15,6 +15,7 @@ import jax
 
 from train.cli.allocator import keep_freed_memory
 from train.engine.errors import RunError, Stopped, UserError, is_client_error, is_memory_shortage, one_line
+from train.engine.metrics import as_started
 
 
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
@@ -81,7 +82,7 @@ def _heeding_interrupts() -> Iterator[None]:
 
 
 def _report(name: str, message: str, status: int) -> int:
-    print(f"{name}: {message}", file=sys.stderr, flush=True)
+    print(as_started(f"{name}: {message}"), file=sys.stderr, flush=True)
     if status in (1, 2) and jax.distributed.is_initialized():
         # An orderly exit would wait for the other processes, which may be gone or waiting for this one.
         sys.stdout.flush()

@@ -24,6 +24,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
         ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})")
         if chooses
         else ("--seed N", f"of the order of the data and of the new parameters ({config.loop.seed})"),
+        *_of_the_data(config),
         ("--steps N", f"training steps ({config.loop.steps})"),
         ("--batch N", f"rows of a step ({config.loop.batch})"),
         ("--learning_rate X", f"the highest learning rate ({config.optimizer.learning_rate:g})"),
@@ -50,6 +51,24 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
         f"  {'--help-all':<19}lists all options, with their defaults",
     ]
     return "\n".join(lines)
+
+
+def _of_the_data(config: Any) -> list[tuple[str, str]]:
+    """The options of a text and its rows, where a task has them."""
+    decided = set(marked(type(config), Mark.DECIDED))
+    needed = set(marked(type(config), Mark.NEEDED))
+    known = {
+        "data.data": ("--data TEXT", "the text"),
+        "data.tokenizer": ("--tokenizer NAME", "how it becomes tokens"),
+        "loop.length": ("--length N", "tokens of a row"),
+        "data.length": ("--length N", "tokens of a row at most"),
+    }
+    found = []
+    for path, (option, meaning) in known.items():
+        part, _, name = path.partition(".")
+        if hasattr(getattr(config, part), name) and path not in decided | needed:
+            found.append((option, f"{meaning} ({getattr(getattr(config, part), name)})"))
+    return found
 
 
 def preset_list(presets: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
 from train.engine.loop import another_configuration, train
 from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
-from train.engine.storage import as_os_errors, check_client, user_cache
+from train.engine.storage import as_os_errors, check_client, check_writable, user_cache
 from train.engine.throughput import in_words
 from train.tasks.task import Task, read_config
 
@@ -129,10 +129,17 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
 
 def keep_programs(folder: str) -> None:
     """Keeps compiled programs for the next start: in the given folder, else in JAX's, else in the user's cache.
-    "none" keeps nothing."""
+    "none" keeps nothing.
+
+    Raises:
+      UserError: the given folder cannot be written.
+    """
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
-    elif folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        return
+    if folder:
+        check_writable("--compilation_cache", folder)
+    if folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", folder or str(user_cache() / "xla"))
 
 

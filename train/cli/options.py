@@ -14,7 +14,7 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
@@ -27,6 +27,7 @@ from train.cli.hints import hint_for
 from train.engine.config_file import flatten, option_name, to_json
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
+from train.engine.metrics import as_started
 
 T = TypeVar("T")
 R = TypeVar("R", bound="RunConfig")
@@ -63,25 +64,30 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     if name not in presets:
         raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
     if {"-h", "--help"} & set(argv):
-        print(first_screen(presets, default_preset, name, prog=prog, about=about))
+        print(as_started(first_screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
     for field in _mechanism_fields(config):
         config = dataclasses.replace(config, model=_swap_mechanism(config.model, field, rest))
     description = (
-        f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
+        f"{about}\n\nPRESET is one of {len(presets)}, which --presets lists; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
         f"The defaults below come from {name} (and from the mechanism that is named)."
     )
-    return parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
+    parsed = parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
+    _check_effects(parsed, argv)  # `rest` lacks the mechanisms' names
+    return parsed
 
 
 def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:
     """`default` (a dataclass) with the options of argv set; `--help` and `--help-all` print them and exit.
 
+    A dataclass may have a method `without_effect`, which returns its fields (or parts) that change nothing with these
+    values of the others, each with the reason, such as {"final_share": "with decay constant"}.
+
     Raises:
-      UserError: an unknown option (with the nearest one) or an invalid value, in one line.
+      UserError: an unknown option (with the nearest one), an invalid value or an option without effect, in one line.
     """
     _check_version(argv)
     complaint, screen = io.StringIO(), io.StringIO()
@@ -93,7 +99,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
         with contextlib.redirect_stderr(complaint), plain:
             config, unknown = tyro.cli(
                 type(default),
-                prog=prog,
+                prog=as_started(prog),
                 description=about,
                 args=["--help" if word == "--help-all" else word for word in argv],
                 default=default,
@@ -120,7 +126,28 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
         raise UserError(
             f"unknown option {option}: {hint_for(name, options, _decided_options(default), default)}"
         )
+    _check_effects(config, argv)
     return config
+
+
+def _check_effects(config: Any, argv: Sequence[str]) -> None:
+    """Raises UserError if argv sets an option that changes nothing with the others."""
+    given = [_name_of(word) for word in argv if word.startswith("--")]
+    for path, reason in _without_effect(config, ""):
+        option = option_name(path)
+        for name in given:
+            if name == option or name.startswith(f"{option}."):
+                raise UserError(f"--{name} has no effect {reason}")
+
+
+def _without_effect(part: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """The dotted names of the fields without effect in a configuration and its parts, each with the reason."""
+    for name, reason in getattr(part, "without_effect", dict)().items():
+        yield prefix + name, reason
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _without_effect(value, f"{prefix}{field.name}.")
 
 
 def _name_of(word: str) -> str:

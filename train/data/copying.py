@@ -63,6 +63,12 @@ class CopyDataConfig(Checked):
         if not self.length:
             raise ValueError("length must be one or more numbers, got none")
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        if self.data_dir:
+            return dict.fromkeys(("order", "vocabulary", "min_length"), "with a data_dir")
+        return {"tokenizer": "without a data_dir"}
+
     @property
     def longest(self) -> int:
         """Tokens of the longest source."""

@@ -21,7 +21,7 @@ from train.data.hf_stream import StreamedText, file_versions, open_stream
 from train.data.mixture import Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
-from train.data.sources import open_source
+from train.data.sources import naming_file, open_source
 from train.data.splits import SPLITS, Source
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
@@ -31,7 +31,7 @@ from train.engine.fields import Free
 from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
-_FORMAT = 2
+_FORMAT = 3
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
 # Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {
@@ -75,6 +75,14 @@ class DataConfig(Checked):
             raise UserError(
                 f"--documents: expected {RECORDS} with {kind}:..., whose documents are known, got {self.documents!r}"
             )
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        if self.data.startswith("tokens:"):
+            reason = "with tokens:DIR, whose tokens are made"
+            return {"tokenizer": reason, "holdout": reason, "cache_dir": reason}
+        streams = self.data.startswith("hf-stream:")
+        return {"holdout": "with hf-stream:, of which the first documents are held out"} if streams else {}
 
 
 def load(
@@ -145,15 +153,18 @@ def load(
     if kind == "hf-stream" and "train" in wanted:
         wanted.remove("train")  # its tokens are made while training
     try:
-        if tokenizer is None:
-            tokenizer = tokenizer_of(config.tokenizer, source, cache)
-        folder = "tokens-" + _key(source.fingerprint, config.documents, tokenizer.digest)
-        opened = {}
-        for split in wanted:
-            kept_one = _read(cache, shared, folder, split, tokenizer)
-            opened[split] = kept_one or open_corpus(cache / folder, split, source.splits[split], tokenizer)
-            if shared is not None and not _is_there(shared / folder, split):
-                copy_files(cache / folder, shared / folder, corpus_files(split))
+        with naming_file(source):
+            if tokenizer is None:
+                tokenizer = tokenizer_of(config.tokenizer, source, cache)
+            folder = "tokens-" + _key(source.fingerprint, config.documents, tokenizer.digest)
+            opened = {}
+            for split in wanted:
+                kept_one = _read(cache, shared, folder, split, tokenizer)
+                opened[split] = kept_one or open_corpus(
+                    cache / folder, split, source.splits[split], tokenizer
+                )
+                if shared is not None and not _is_there(shared / folder, split):
+                    copy_files(cache / folder, shared / folder, corpus_files(split))
         if manifest is None:
             with as_os_errors():
                 if _has_another_tokenizer(run, tokenizer):

@@ -58,6 +58,11 @@ class InContextConfig(Checked):
         if (self.start_dims or self.start_pairs) and not self.curriculum_steps:
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        grows = self.start_dims or self.start_pairs
+        return {} if grows else {"curriculum_steps": "without start_dims and start_pairs"}
+
     def sizes(self, step: int) -> tuple[int, int]:
         """The numbers of an x that are not zero at a step, and the pairs that the loss counts."""
         share = min(1.0, step / self.curriculum_steps) if self.curriculum_steps else 1.0

@@ -7,6 +7,7 @@ a split are separated by a line end; bits per byte are counted over that joined 
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -26,6 +27,7 @@ from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
+from train.data.tokenizers.base import NotUtf8
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.storage import as_os_errors, is_remote
 
@@ -151,7 +153,31 @@ def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
         name: Split(functools.partial(_mapped, split, cut), split.size)
         for name, split in source.splits.items()
     }
-    return Source(source.fingerprint, splits)
+    return dataclasses.replace(source, splits=splits)
+
+
+@contextlib.contextmanager
+def naming_file(source: Source) -> Iterator[None]:
+    """Names the file in the error about text that is not UTF-8."""
+    try:
+        yield
+    except NotUtf8 as error:
+        place = next((address for address, read in source.readers.items() if not _is_utf8(read)), None)
+        if place is None:
+            raise
+        raise UserError(str(error).replace("the text", place, 1)) from error
+
+
+def _is_utf8(read: Callable[[], Any]) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with read() as file:
+            for block in iter(lambda: file.read(_BLOCK), b""):
+                decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _mapped(split: Split, change: Callable[[Iterator[bytes]], Iterator[bytes]]) -> Iterator[bytes]:
@@ -180,7 +206,8 @@ def _open(spec: str, holdout: float) -> Source:
 
 
 def _read(segment: _Segment) -> Iterator[bytes]:
-    """The segment's bytes in blocks, as a document; a line end is added if the last line has none."""
+    """The segment's bytes in blocks, as a document, without a byte order mark; a line end is added if the last line has
+    none."""
     last, kind = b"\n", cast(type[bytes], DocumentStart)
     with _reading(segment.file), segment.file.open() as file:
         file.seek(segment.start)
@@ -188,6 +215,8 @@ def _read(segment: _Segment) -> Iterator[bytes]:
         while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
             left = None if left is None else left - len(block)
             last = block
+            if kind is DocumentStart and segment.start == 0:
+                block = block.removeprefix(codecs.BOM_UTF8)
             yield kind(block)
             kind = bytes
     if not last.endswith(b"\n"):
@@ -305,6 +334,7 @@ def _open_text(pattern: str, holdout: float) -> Source:
     return Source(
         digest("text", [dataclasses.astuple(file) for file in every], holdout),
         {name: _split_of_segments(splits[name]) for name in SPLITS if name in splits},
+        {file.address: file.open for file in files},
     )
 
 

@@ -38,10 +38,14 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The splits of a text, by name, and a fingerprint that changes when the text does."""
+    """The splits of a text, by name, and a fingerprint that changes when the text does.
+
+    readers: by address, what opens each of its files, if it is made of files.
+    """
 
     fingerprint: str
     splits: Mapping[str, Split]
+    readers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
 
 
 def digest(*parts: Any) -> str:

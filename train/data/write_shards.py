@@ -22,13 +22,14 @@ from brl_jax.fields import Range
 from brl_jax.json_files import read_json
 from train.data.dataset import DataConfig, tokenizer_of
 from train.data.shards import MANIFEST, SHARD
-from train.data.sources import open_source
-from train.data.splits import SPLITS
+from train.data.sources import naming_file, open_source
+from train.data.splits import SPLITS, Source
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
 from train.engine.errors import UserError
+from train.engine.folder import leaving_no_empty
 from train.engine.metrics import clock, log
-from train.engine.storage import beside, check_local, write_whole
+from train.engine.storage import beside, check_local, check_writable, write_whole
 
 _STARTED = "started.json"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -66,6 +67,7 @@ def write_shards(options: TokenizeOptions) -> None:
         raise UserError("--out: expected the folder of the shards")
     check_tokenizer(options.tokenizer)
     folder = Path(options.out).expanduser()
+    check_writable("--out", folder)
     source = open_source(options.data, options.holdout, options.documents)
     asked = {
         "data": options.data,
@@ -77,6 +79,11 @@ def write_shards(options: TokenizeOptions) -> None:
         "fingerprint": source.fingerprint,
     }
     _check_same(folder, asked)
+    with leaving_no_empty(folder), naming_file(source):
+        _write(options, folder, source, asked)
+
+
+def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "tokenizer_config.json").exists():
         tokenizer = load_tokenizer(folder)

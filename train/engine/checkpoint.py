@@ -175,9 +175,10 @@ class Checkpoints:
         """
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
+        steps = self.steps()
         for name in self._half_written():
             self._log(f"checkpoint {self.folder / name} is half-written and not used")
-        for step in reversed(self.steps()):
+        for step in reversed(steps):
             meta, problem = self._try_meta(step)
             # Compared first, because the processes read the arrays together.
             problems = [found for found in gather(problem) if found is not None]

@@ -80,3 +80,8 @@ class RunConfig(Checked):
     """The devices."""
     hosts: Free[HostsConfig] = HostsConfig()
     """The processes."""
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        rotates = self.model.rotary_base is not None or self.model.rope_theta is None
+        return {} if rotates else {"model.rope_theta": "in a network without rotary positions"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from train.engine.errors import UserError
 from train.engine.hosts import gather, is_lead
-from train.engine.storage import is_remote
+from train.engine.storage import check_writable, is_remote
 
 
 @contextlib.contextmanager
@@ -19,23 +19,27 @@ def alone_in(workdir: str) -> Iterator[None]:
 
     The first process creates the folder and takes the operating system's advisory lock on it. The lock ends with the
     process, however that ends, and leaves no file. Object storage and some network file systems have no such locks.
-    If the folder cannot be created, the first write reports it. Folders that were created here and are still empty at
-    the end are removed.
+    Folders that were created here and are still empty at the end are removed.
 
     Raises:
-      UserError: another command trains there; raised by all processes.
+      UserError: another command trains there, or nothing can be written there; raised by all processes.
     """
     with contextlib.ExitStack() as stack:
-        is_taken = False
-        if is_lead() and not is_remote(workdir) and importlib.util.find_spec("fcntl") is not None:
+        problem = None
+        if is_lead() and not is_remote(workdir):
             try:
-                _lock(Path(workdir), stack)
+                check_writable("--workdir", workdir)
+                if importlib.util.find_spec("fcntl") is not None:
+                    _lock(Path(workdir), stack)
+            except UserError as error:
+                problem = str(error)
             except BlockingIOError:
-                is_taken = True
+                problem = f"--workdir: another command is training in {workdir}; expected another folder"
             except OSError:  # this file system has no locks
                 pass
-        if any(gather(is_taken)):
-            raise UserError(f"--workdir: another command is training in {workdir}; expected another folder")
+        problem = next(filter(None, gather(problem)), None)
+        if problem is not None:
+            raise UserError(problem)
         yield
 
 
@@ -43,7 +47,7 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
     """Locks the folder until the stack is closed. Raises BlockingIOError if another process has the lock."""
     import fcntl
 
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = _missing(folder)
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -56,7 +60,23 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
                 return
 
 
+@contextlib.contextmanager
+def leaving_no_empty(folder: Path) -> Iterator[None]:
+    """Removes the folder, its new parents and the folders in it at the end, if it is new and they are empty."""
+    missing = _missing(folder)
+    try:
+        yield
+    finally:
+        _remove_empty(missing)
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folder and its parents, those that do not exist."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
 def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # once one is not empty, neither are its parents
-        for folder in folders:
-            folder.rmdir()
+    inside = [place for place, _, _ in os.walk(folders[0], topdown=False)] if folders else []
+    for place in (*inside, *folders[1:]):
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(place)

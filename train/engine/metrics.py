@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,14 @@ _SECONDS_BETWEEN_LINES = 10.0
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def as_started(text: str) -> str:
+    """A text whose commands run where this one was started: `brl-train lm` instead of `python -m train.lm`, which only
+    a checkout's folder has."""
+    if Path(sys.argv[0]).name not in ("brl-train", "brl-eval"):
+        return text
+    return re.sub(r"python -m (train|eval)\.(\w+)", r"brl-\1 \2", text)
+
+
 def announce(message: str) -> None:
     """Prints a line on stderr if that is a terminal, whose user waits while the data and the network are made.
     Elsewhere a command that fails prints the error alone."""
@@ -49,7 +59,7 @@ def announce(message: str) -> None:
 def log(message: str) -> None:
     """Prints a line on stderr, above the progress bar if there is one; of several processes only the first prints."""
     if is_lead():
-        _CONSOLE.print(message, markup=False)
+        _CONSOLE.print(as_started(message), markup=False)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,11 @@ class OptimizerConfig(Checked):
     clip_norm: NonNegative = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        falls_to_share = self.decay in ("cosine", "linear")
+        return {} if falls_to_share else {"final_share": f"with decay {self.decay}"}
+
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     """The learning rate as a function of the number of steps done (int or int32 scalar) -> float32 scalar.

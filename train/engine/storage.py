@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -135,6 +136,26 @@ def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iter
             epath.Path(source / name).copy(aside, overwrite=True)
             if aside != final:
                 aside.replace(final)
+
+
+def try_to_write(folder: str | os.PathLike[str]) -> None:
+    """Raises OSError if no file can be made in a local folder, or in the first of its parents that exists.
+
+    Permissions alone do not tell: root passes them, and a read-only file system or /proc refuses all the same.
+    """
+    path = Path(folder).absolute()
+    with tempfile.TemporaryFile(dir=next(place for place in (path, *path.parents) if place.exists())):
+        pass
+
+
+def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
+    """Raises UserError, with the option, for a local folder in which no file can be made. The folder is not made."""
+    if is_remote(folder):
+        return
+    try:
+        try_to_write(folder)
+    except OSError as error:
+        raise UserError(f"{option}: cannot write under {folder}: {error.strerror}") from error
 
 
 def user_cache() -> Path:

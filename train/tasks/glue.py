@@ -46,6 +46,10 @@ class GlueConfig(RunConfig):
     dropout: float = 0.1
     """Dropout rate while fine-tuning."""
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return {"checkpoint": "with from_scratch True"} if self.from_scratch else {}
+
 
 class GlueData(NamedTuple):
     """The examples of some splits."""

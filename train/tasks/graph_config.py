@@ -43,6 +43,17 @@ class GraphRunConfig(RunConfig):
         if self.model.identities and self.data.neighbours:
             raise ValueError(f"identities need the whole graph, neighbours=0, got {self.data.neighbours}")
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        network = self.model.network
+        lists = ("data.metapath_length", "data.clusters")
+        names = ["model.rope_theta", *(["data.row_targets"] if network == "tokens" else lists)]
+        if network in ("nodes", "mlp"):
+            names.append("data.neighbours")
+        if network not in ("tokens", "nodes"):
+            names += ("model.mechanism", "model.late_mechanism", "model.schedule", "model.early_layers")
+        return dict.fromkeys(names, f"with network {network}")
+
 
 # The window is a fifth or less of a token list; BRL-Attention gives neither it nor m for its graphs.
 _ATTENTION: dict[str, Mechanism] = {

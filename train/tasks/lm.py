@@ -21,7 +21,7 @@ from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.streams import EvalStream
-from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.base import Tokenizer, continuation
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
@@ -201,12 +201,12 @@ class LmTask(Task[LmConfig, LmData]):
 
     def _prompts(self, config: LmConfig, data: LmData) -> Iterator[str]:
         """Texts to continue; a vocabulary of words may not have the first ones."""
-        yield from (config.sample_prompt, "The ")
+        yield from (config.sample_prompt, "def " if config.data.data == "stdlib" else "The ")
         assert data.prompt is not None
         yield from (data.tokenizer.decode(data.prompt[:end]) for end in range(1, len(data.prompt) + 1))
 
     def finish(self, config: LmConfig, data: LmData, model: DecoderLM, params: Any, mesh: Mesh) -> None:
-        """Prints a sample of what the model learnt."""
+        """Prints a prompt and what the model adds to it."""
         if not config.sample_tokens:
             return
         assert data.prompt is not None
@@ -226,7 +226,9 @@ class LmTask(Task[LmConfig, LmData]):
                 temperature=_SAMPLE_TEMPERATURE,
             )
         if is_lead():
-            print(data.tokenizer.decode(np.asarray(tokens.addressable_data(0)[0])))
+            added = np.asarray(tokens.addressable_data(0)[0])[len(data.prompt) :]
+            text = continuation(data.tokenizer, data.prompt, added)
+            print(f"{data.tokenizer.decode(data.prompt)}\n--- what the network adds:\n{text}")
 
 
 def _encodes(tokenizer: Tokenizer, text: str) -> bool:

@@ -55,6 +55,10 @@ class LmLoopConfig(LoopConfig):
         if self.eval_tokens == 1:
             raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return {} if self.eval_tokens else {"full_eval": "with eval_tokens 0: each evaluation reads all"}
+
 
 @dataclasses.dataclass(frozen=True)
 class LmModelConfig(DecoderConfig):
@@ -74,6 +78,11 @@ class LmConfig(RunConfig):
     """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
     sample_tokens: Free[Natural] = 256
     """Tokens of that sample; 0: none."""
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
+        return super().without_effect() | unused
 
 
 def _small() -> LmConfig:

@@ -84,6 +84,11 @@ class LraConfig(RunConfig):
     """Training examples that the head starts from, as the linear map fitted to what it reads for them: the pooled
     outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = {} if self.pretrained else {"checkpoint": "without pretrained"}
+        return super().without_effect() | unused
+
 
 _Part = TypeVar("_Part")
 

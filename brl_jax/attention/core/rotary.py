@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.scores import accumulation_dtype
+from brl_jax.fields import Checked, Count, Positive
 
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Checked):
     """Slower rotary frequencies, so that a network can read longer sequences than it was trained on.
 
     "linear"  divides all frequencies by `factor`, which interpolates positions (Chen et al. 2023, arXiv:2306.15595);
@@ -30,25 +30,21 @@ class RopeScaling:
 
     kind: RopeScalingKind = "none"
     """Which frequencies to divide; "none" leaves all unchanged."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """The divisor."""
-    original_length: int = 8192
+    original_length: Count = 8192
     """Length of the sequences that the network was trained on; for "llama3" and "yarn"."""
-    slow_turns: float = 1.0
+    slow_turns: Positive = 1.0
     """Frequencies with fewer turns than this over `original_length` are divided by the whole factor."""
-    fast_turns: float = 4.0
+    fast_turns: Positive = 4.0
     """Frequencies with more turns than this stay unchanged; between the two, the divisor grows gradually."""
-    query_key_factor: float = 1.0
+    query_key_factor: Positive = 1.0
     """Multiplies rotated queries and keys ("yarn")."""
     truncate: bool = True
     """Whether the transition starts and ends at whole pairs of features ("yarn")."""
 
     def __post_init__(self):
-        check_choice("kind", self.kind, get_args(RopeScalingKind))
-        for name in ("factor", "original_length", "slow_turns", "query_key_factor"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, got {getattr(self, name)}")
-        if not self.slow_turns < self.fast_turns < math.inf:
+        if not self.slow_turns < self.fast_turns:
             raise ValueError(f"fast_turns must be above slow_turns={self.slow_turns}, got {self.fast_turns}")
 
     def frequencies(self, theta: float, head_dim: int) -> Float[np.ndarray, " half"]:

@@ -17,7 +17,7 @@ from brl_jax.attention.core.checks import check_at_least, check_choice, check_fi
 from brl_jax.attention.core.scores import Score
 from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
-from brl_jax.layers.local.local_attention import LocalConfig, LocalPattern
+from brl_jax.layers.local.local_attention import LocalConfig, LocalPattern, unused_by_pattern
 
 Memory = Literal["output", "layer"]
 Generation = Literal["blocks", "all"]
@@ -83,21 +83,15 @@ class BRLConfig(Mechanism):
     of the strengths and the ratios between heads matter, and an initial value of 0 disables the propagation."""
     beta: float = 0.0
     """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1; algorithm 1 also adds the evolved
-    tokens to the previous ones. The paper and its presets use 0.5. With 0 a layer needs one matrix less, and networks
-    learn to recall sooner and on every seed (docs/recall.md). On text the two differ by at most 0.013 nats, in either
-    direction (docs/results.md)."""
+    tokens to the previous ones. The paper and its presets use 0.5; with 0 a layer needs one matrix less
+    (docs/recall.md, docs/results.md)."""
     compress_scale: CompressScale = "rsqrt"
     """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), which makes the softmax almost uniform at
-    first; "rsqrt", 1 / sqrt(h), which reached a lower held-out loss on text; "learned", which starts at 1 / sqrt(h)."""
+    first; "rsqrt", 1 / sqrt(h); "learned", which starts at 1 / sqrt(h)."""
     compress_positions: CompressPositions = "rope"
     """Positions of compression's keys. "rope": rotary positions at the network's `rope_theta` (if it has one), relative
     to the start of the block in a decoder, and to positions spread evenly over the sequence in an encoder. "none": no
-    positions, as in the paper; the compressed tokens then read a set.
-
-    Measured on causal recall over 128 tokens (two layers of width 64, window 8, blocks and m of 16, 480 steps of 16
-    rows, seeds 0 and 1; loss of the last 40 steps, 2.08 for guessing). One record in a slot: 0.02 and 0.00 with "rope",
-    0.00 and 0.01 with "none", which gets below 0.1 about 40 steps earlier. The later of two records in a slot: 0.40 and
-    0.50 with "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
+    positions, as in the paper; the compressed tokens then read a set (docs/recall.md)."""
 
     def __post_init__(self):
         check_at_least(self, "window", "dilation", "num_global", "grid_width")
@@ -128,6 +122,14 @@ class BRLConfig(Mechanism):
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta must be 0 to 1, got {self.beta}")
         check_finite(self, "gamma", "lambda_init")
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = unused_by_pattern(self.pattern)
+        if not self.num_compressed:
+            names = ("compressed_dim", "phi", "score", "bias", "gamma", "lambda_init", "beta")
+            unused |= dict.fromkeys((*names, "compress_scale", "compress_positions"), "with num_compressed 0")
+        return unused
 
     @property
     def residual(self) -> Residual:

@@ -86,13 +86,21 @@ def parameter(
     return gather_parameter(value, axes)
 
 
-def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
-    """Returns a LayerNorm or RMSNorm over the last axis, with float32 statistics; its weights start at `scale`."""
+def norm(
+    dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0, random_signs: bool = False
+) -> nn.Module:
+    """Returns a LayerNorm or RMSNorm over the last axis, with float32 statistics. Its weights start at `scale`, half of
+    them at -`scale` with random_signs."""
+
+    def signed(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return scale * jax.random.rademacher(key, shape, dtype)
+
+    init: Any = signed if random_signs else nn.initializers.constant(scale)
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
-        "scale_init": nn.with_logical_partitioning(nn.initializers.constant(scale), (axis,)),
+        "scale_init": nn.with_logical_partitioning(init, (axis,)),
         "name": name,
     }
     if dimensions.norm == "rms":

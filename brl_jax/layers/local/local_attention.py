@@ -22,6 +22,18 @@ LocalPattern = Literal[
 ]  # fmt: skip
 _BIDIRECTIONAL_ONLY = ("global", "bigbird", "global_local")
 _NOT_LINEAR = ("strided", "fixed", "axial")
+# The patterns that read an option; all read the window.
+_READ_BY = {
+    "dilation": ("dilated",),
+    "grid_width": ("axial", "neighbourhood"),
+    "num_global": ("global", "bigbird", "global_local"),
+    "global_segment": ("global_local",),
+}
+
+
+def unused_by_pattern(pattern: LocalPattern) -> dict[str, str]:
+    """The options that a pattern does not read, each with the reason."""
+    return {name: f"with pattern {pattern}" for name, patterns in _READ_BY.items() if pattern not in patterns}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +68,10 @@ class LocalConfig(SoftmaxConfig):
         if self.global_segment is not None:
             check_at_least(self, "global_segment")
         check_choice("pattern", self.pattern, get_args(LocalPattern))
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return unused_by_pattern(self.pattern)
 
     @property
     def causal(self) -> bool:

@@ -40,7 +40,7 @@ class GlobalWindowConfig(Mechanism):
     score_scale: float | None = None
     """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,
     E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8 makes scores too sharp
-    to learn from: with heads of 16, a network that recalls without it only guesses (docs/recall.md)."""
+    to learn from (docs/recall.md)."""
     qk_norm: bool = False
     """Whether to normalise queries and keys over the whole head before they are rotated and split."""
 

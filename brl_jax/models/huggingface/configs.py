@@ -254,20 +254,22 @@ def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, di
     Raises:
       ValueError: no architecture does; the message names the nearest one and how it differs.
     """
-    differing: list[tuple[list[str], str]] = []
+    differing: list[
+        tuple[bool, list[str], str]
+    ] = []  # first, whether it has layers that the architecture lacks
     for kind, architecture in ARCHITECTURES.items():
         values = _describe(kind, architecture, config, max_length)
         try:
             described = meaning(read_config(values))
         except ValueError as error:
-            differing.append((["mechanism"], f"{kind} ({error})"))
+            differing.append((True, ["mechanism"], f"{kind} ({error})"))
             continue
         wanted = meaning(config)
         names = [name for name in wanted if wanted[name] != described[name]]
         if not names:
             return kind, values
-        differing.append((names, kind))
-    names, nearest = min(differing, key=lambda pair: len(pair[0]))
+        differing.append((False, names, kind))
+    _, names, nearest = min(differing, key=lambda each: (each[0], len(each[1])))
     raise ValueError(
         f"no supported architecture of transformers ({', '.join(ARCHITECTURES)}) computes this network; the nearest, "
         f"{nearest}, differs in {', '.join(names)}"

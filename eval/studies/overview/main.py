@@ -18,6 +18,7 @@ from pathlib import Path
 
 from etils import epath
 
+from brl_jax.fields import Checked
 from eval.harness.pictures import save
 from eval.studies.overview import pages
 from eval.studies.overview.kernels import lowered_kernels
@@ -31,7 +32,7 @@ _MARKS = ("<!-- python -m eval.overview writes what follows -->", "<!-- up to he
 
 
 @dataclasses.dataclass(frozen=True)
-class OverviewOptions:
+class OverviewOptions(Checked):
     """What to write."""
 
     root: str = "."

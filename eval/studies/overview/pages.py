@@ -131,7 +131,7 @@ def _recall(tables: list[list[Row]]) -> dict[str, str]:
         for row in rows:
             first = next(iter(row.values()))
             listed = re.match(r"`(\w+)[^`]*`(.*)", first)
-            name = listed[1] if listed and "late_mechanism" not in first else _RECALL_NAMES.get(first)
+            name = listed[1] if listed and "late_mechanism" not in first else _RECALL_NAMES.get(first, "")
             if name in MECHANISMS:
                 found.setdefault(name, row["64/8"].split(" ")[0])
     return found

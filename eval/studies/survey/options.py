@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Rows, Seed, Steps
 from brl_jax.layers import BRLConfig
 from eval.speed.networks import network, network_names
 from train.engine.errors import UserError
@@ -41,7 +41,7 @@ _PRESET_WINDOWS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class SurveyOptions:
+class SurveyOptions(Checked):
     """What to train and where."""
 
     folder: str = "runs/survey"
@@ -50,33 +50,29 @@ class SurveyOptions:
     """Tasks of the Long Range Arena, at the size of their bare presets."""
     mechanisms: tuple[str, ...] = network_names()
     """Mechanisms that have a bidirectional form; no_mixing is the control."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[Seed, ...] = (0, 1, 2)
     """Seeds of the runs of each mechanism."""
     text_dir: str | None = None
     """Folder of the task text, as for train.lra --data_dir."""
     image_dir: str | None = None
     """Folder of the task image, as for train.lra --data_dir."""
-    steps: int | None = None
+    steps: Steps | None = None
     """Training steps of each run; by default the survey's for each task."""
-    batch: int | None = None
+    batch: Rows | None = None
     """Rows of a step; by default the survey's for each task."""
-    train_examples: int | None = None
+    train_examples: Count | None = None
     """Training examples; by default the preset's."""
-    test_examples: int | None = None
+    test_examples: Count | None = None
     """Test examples; by default the survey's for each task."""
     only: Part | None = None
     """train: only trains missing runs; speed: only measures missing steps a second and memory; table: neither. In each
     case the table shows what there is."""
-    repeats: int = 5
+    repeats: Count = 5
     """Rounds of timing; the fastest counts."""
     picture: str | None = None
     """A .png file to draw: accuracy against speed, the area of a bubble showing the memory."""
 
     def __post_init__(self):
-        check_at_least(self, "repeats")
-        for name in ("steps", "batch", "train_examples", "test_examples"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name)
         known = {"tasks": tuple(SIZES), "mechanisms": network_names()}
         for name, values in known.items():
             chosen = getattr(self, name)
@@ -84,10 +80,17 @@ class SurveyOptions:
                 raise ValueError(
                     f"{name} must be some of {', '.join(values)}, each once, got {', '.join(chosen) or 'none'}"
                 )
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be one or more different numbers of at least 0, got {self.seeds}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}")
         if not self.folder or "://" in self.folder:
             raise ValueError(f"folder must be a local folder, got {self.folder!r}")
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused = {
+            f"{task}_dir": f"without the task {task}" for task in ("text", "image") if task not in self.tasks
+        }
+        return unused | ({"repeats": f"with only {self.only}"} if self.only in ("train", "table") else {})
 
 
 class SurveyRun(NamedTuple):

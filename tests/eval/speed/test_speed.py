@@ -372,7 +372,7 @@ def test_reference_equals_oracle():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--lengths", "0"], "lengths must be one or more numbers of at least 1, got"),
+        (["--lengths", "0"], "lengths must be at least 1, got 0"),
         (["--window", "0"], "window must be at least 1, got 0"),
         (["--limit", "0"], "limit must be above 0, got 0"),
         (["--mechanisms", "locall"], "mechanisms must be out of full, local.*, got locall"),

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eval.tasks import context, copy, forecast, generate_batch, glue, graph, lra, recall, regression
+from eval.tasks import context, copy, forecast, glue, graph, lra, recall, regression
 from eval.tasks.context import Boundaries
 from train.data.copying import BEGIN, END, SPECIAL
+from train.data.tokenizers.base import continuation
 
 
 def test_runs_share_the_shortest_reach_the_longest_history_and_the_shortest_block():
@@ -153,12 +154,12 @@ class Words:
 
 
 def test_prompt_and_text_are_the_decoded_row():
-    assert generate_batch.continuation(Words(), [0], [1, 2]) == " beta gamma"
-    assert generate_batch.continuation(Words(), [0], []) == ""
+    assert continuation(Words(), [0], [1, 2]) == " beta gamma"
+    assert continuation(Words(), [0], []) == ""
 
     class Bytes:
         def decode(self, tokens):
             return bytes(list(tokens)).decode("utf-8", errors="replace")
 
     first, second = "é".encode()
-    assert generate_batch.continuation(Bytes(), [65, first], [second, 66]) == "éB"
+    assert continuation(Bytes(), [65, first], [second, 66]) == "éB"

@@ -1,6 +1,7 @@
 """Sources: each byte in exactly one split, splits by name or cut at a line, and one-line errors."""
 
 import bz2
+import codecs
 import gzip
 import json
 import lzma
@@ -15,7 +16,8 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.named_sources import _split_rows
-from train.data.sources import open_source
+from train.data.sources import naming_file, open_source
+from train.data.tokenizers.named import train_tokenizer
 from train.engine.errors import UserError
 
 
@@ -103,12 +105,13 @@ def test_the_cut_can_fall_between_files(tmp_path):
 
 
 def test_files_are_joined_at_lines_and_only_once(tmp_path):
+    (tmp_path / "train.0.txt").write_bytes(codecs.BOM_UTF8 + b"no mark\n")
     (tmp_path / "train.1.txt").write_bytes(b"no end")
     (tmp_path / "train.2.txt").write_bytes(b"an end\n")
     (tmp_path / "train.3.txt").write_bytes(b"")
     (tmp_path / "valid.txt").write_bytes(b"v")
     splits = texts(f"text:{tmp_path}/*,{tmp_path}/train.2.txt")
-    assert splits == {"train": b"no end\nan end\n", "valid": b"v\n"}
+    assert splits == {"train": b"no mark\nno end\nan end\n", "valid": b"v\n"}
 
 
 def test_a_link_has_its_own_name_and_its_targets_text(tmp_path):
@@ -153,6 +156,17 @@ def test_bad_files_are_named(tmp_path, monkeypatch):
         Path("valid.txt").write_bytes(b"v")
         with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: "):
             texts(f"text:train.{name},valid.txt")
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "good.txt").write_bytes("é\n".encode() * 9)
+    (tmp_path / "a.txt").write_bytes("é\n".encode("latin-1"))
+    source = open_source(f"text:{tmp_path}/*.txt", 0.1)
+    with (
+        pytest.raises(UserError, match=r"^--data: .*/a\.txt is not UTF-8 \(b'\\xe9.*--tokenizer bytes$"),
+        naming_file(source),
+    ):
+        train_tokenizer("chars", lambda: source.splits["train"].blocks())
 
 
 @pytest.mark.parametrize("name", ["book", "book.txt", "book.GZ", "book.bz2"])

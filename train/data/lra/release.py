@@ -9,6 +9,7 @@ from typing import Literal
 
 import tyro
 
+from brl_jax.fields import Checked, Natural, Seed
 from train.data.lra import listops, pathfinder
 from train.data.lra.listops import ListOpsSpec
 from train.data.lra.tasks import LraDataConfig, sizes
@@ -16,20 +17,20 @@ from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class ReleaseOptions:
+class ReleaseOptions(Checked):
     """What to write."""
 
     task: tyro.conf.Positional[Literal["listops", "pathfinder"]] = "listops"
     """listops or pathfinder."""
     out: str = ""
     """Name of a new folder."""
-    train_examples: int = 0
+    train_examples: Natural = 0
     """Training examples; 0: 96,000 of listops, 16,000 of pathfinder."""
-    valid_examples: int = 0
+    valid_examples: Natural = 0
     """Validation examples; 0: 2,000."""
-    test_examples: int = 0
+    test_examples: Natural = 0
     """Test examples; 0: 2,000."""
-    data_seed: int = 0
+    data_seed: Seed = 0
     """Seed; the same examples for any number of processes."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128 (path-x)."""
@@ -37,8 +38,13 @@ class ReleaseOptions:
     """Dashes of its long paths: 14, 9 or 6."""
     listops: ListOpsSpec = ListOpsSpec()
     """The expressions that listops generates."""
-    processes: int = 0
+    processes: Natural = 0
     """Processes at a time; 0: one a core."""
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        others = ("resolution", "dashes") if self.task == "listops" else ("listops",)
+        return dict.fromkeys(others, f"on {self.task}")
 
 
 def write_release(options: ReleaseOptions) -> None:

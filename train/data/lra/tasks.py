@@ -97,6 +97,21 @@ class LraDataConfig(Checked):
                 f"buckets must be 1 or more each, the longest at least length={self.length}, got {self.buckets}"
             )
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        unused: dict[str, str] = {}
+        if self.data_dir is not None:
+            unused |= dict.fromkeys(("listops", "processes"), "with a data_dir")
+            if self.task != "retrieval":
+                unused["data_seed"] = "with a data_dir"
+        if self.data_dir is None and self.task in ("image", "text"):
+            unused |= dict.fromkeys(("data_seed", "processes"), f"on {self.task}, which is not generated")
+        if self.task not in ("pathfinder", "pathx"):
+            unused |= dict.fromkeys(("resolution", "dashes"), f"on {self.task}")
+        if self.task != "listops":
+            unused["listops"] = f"on {self.task}"
+        return unused
+
     @property
     def side(self) -> int | None:
         """Pixels of a side of the task's images; None for a task of others."""

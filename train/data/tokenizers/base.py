@@ -102,11 +102,15 @@ class Tokenizer(abc.ABC):
             write_whole(folder / name, text)
 
 
+class NotUtf8(UserError):
+    """Text that a tokenizer cannot read; `train.data.sources.naming_file` says where it is."""
+
+
 def decode_piece(piece: bytes) -> str:
     try:
         return piece.decode()
     except UnicodeDecodeError as error:
-        raise UserError(
+        raise NotUtf8(
             f"--data: the text is not UTF-8 ({piece[error.start : error.start + 8]!r}); "
             "convert it, or use --tokenizer bytes"
         ) from error
@@ -118,6 +122,18 @@ def check_utf8(text: str) -> None:
         raise UserError(
             f"text is not UTF-8: {text!r}; expected text that is, or a model with --tokenizer bytes"
         )
+
+
+def continuation(tokenizer: Tokenizer, prompt: Int[np.ndarray, " P"], tokens: Int[np.ndarray, " T"]) -> str:
+    """The text that tokens add to a prompt.
+
+    Both are decoded together, because a tokenizer may join words by what stands before them, and a character may begin
+    in the prompt.
+    """
+    before = tokenizer.decode(np.asarray(prompt))
+    whole = tokenizer.decode(np.concatenate([prompt, tokens]).astype(np.int32))
+    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
+    return whole[same:]
 
 
 def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
