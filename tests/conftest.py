@@ -1,12 +1,12 @@
-"""Every test runs with strict promotion rules, so that a silent upcast or broadcast fails.
+"""Every test runs with strict promotion rules, so silent upcasts and broadcasts fail.
 
-Tests are about what programs mean, and spend their time in the compiler: it leaves out what makes programs fast, here
-and in the processes that tests start (its emitters of fused loops alone take most of the time on a CPU). Compiled
-programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a folder of its
-own, as none must read what another is writing.
+Tests check what programs mean but spend their time in the compiler, so it skips most optimizations, also in
+subprocesses (on a CPU, its emitters of fused loops alone take most of the time). Compiled programs are cached in
+.pytest_cache/xla for the next run of the same tests. Each worker has a separate folder, since it must not read what
+another is writing.
 
-Tracing makes objects by the million and little garbage: looking for garbage seldom saves a tenth of the time.
-"""
+Tracing makes millions of objects and little garbage, so frequent garbage collection wastes about a tenth of the
+time."""
 
 import gc
 import os
@@ -19,8 +19,8 @@ import pytest
 from tests.support.devices import Devices
 from tests.support.sampling import commit, group_of, left_out
 
-# Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
-# bad calls would otherwise come from the checker.
+# tests/attention/test_shapes.py asks for checks of shapes and dtypes in signatures at every call. They are off
+# otherwise, because the checker would raise the errors of bad calls itself.
 if os.environ.get("BRL_JAX_CHECK_SHAPES"):
     jaxtyping.install_import_hook(["brl_jax.attention"], "beartype.beartype")
 
@@ -28,7 +28,7 @@ gc.set_threshold(100_000, 20, 10)
 if jax.__version_info__ < (
     0,
     11,
-):  # XLA has but these emitters from there on, and ends the process at an unknown flag
+):  # XLA has only these emitters from there on, and aborts at an unknown flag
     _QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -44,8 +44,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# Groups whose tests wait for a process of many devices or for a run, by name. They begin first: at the end of the suite
-# all other workers would wait for the last of them.
+# Groups whose tests wait for a process of many devices or for a run, by name. They run first; at the end of the suite,
+# all other workers would wait for them.
 _PROCESSES = ("devices", "train.lm")
 
 
@@ -63,7 +63,7 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves some cases of slow tests out where that is asked for, and puts tests of processes first."""
+    """Leaves out some cases of slow tests if asked to, and puts tests with processes first."""
     if config.getoption("cases"):
         others = left_out(items, config.getoption("cases"), config.getoption("cases_of"))
         config.hook.pytest_deselected(items=others)
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def devices():
-    """A process of eight devices; its tests are of the group "devices"."""
+    """A process of eight devices; its tests belong to the group "devices"."""
     process = Devices()
     yield process
     process.close()
@@ -87,7 +87,7 @@ def devices():
 
 @pytest.fixture
 def uncached():
-    """Programs for chips that are not there could be put into the cache of compiled programs, but not read from it."""
+    """Programs for absent chips could be written to the compilation cache, but not read back."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     yield

@@ -1,4 +1,4 @@
-"""Requests of any lengths that share a batch: each gets what it gets alone, whatever the others do."""
+"""Requests of any lengths share a batch; each gets the same as alone, whatever the others do."""
 
 import functools
 
@@ -29,7 +29,7 @@ from brl_jax import (
 
 VOCABULARY = 11
 STOP = 4
-# More than slots; the first ends before the second, which ends after those that follow in its neighbour's slot.
+# More requests than slots. The first ends before the second, which outlasts the ones that reuse the first's slot.
 LENGTHS = [(3, 6), (7, 20), (1, 5), (12, 7), (5, 1), (2, 11)]
 SIZES = {"d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": VOCABULARY}
 
@@ -38,7 +38,9 @@ SIZES = {"d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": VOCABULARY}
 def network(mechanism):
     model = DecoderLM(DecoderConfig(mechanism=mechanism, num_layers=mechanism.group, **SIZES))
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    rng = np.random.default_rng(0)  # moved, so that the likeliest token changes from place to place
+    rng = np.random.default_rng(
+        0
+    )  # moves parameters, so that the most likely token changes between positions
     return model, jax.tree.map(lambda a: a + 0.3 * rng.standard_normal(a.shape).astype(a.dtype), variables)
 
 
@@ -56,7 +58,7 @@ def alone(model, variables, given):
 
 
 def in_rows(model, variables, given):
-    """The same in rows of one call, which takes less time to compile."""
+    """The same in rows of one call, which compiles faster."""
     lengths = np.array([len(request.prompt) for request in given])
     prompts = np.array([np.pad(request.prompt, (0, max(lengths) - len(request.prompt))) for request in given])
     most = max(request.max_tokens for request in given)

@@ -1,4 +1,4 @@
-"""Sampling, stop tokens, streaming, and calls that cannot be."""
+"""Sampling, stop tokens, streaming, and invalid calls."""
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ def whole(variables):
 
 
 def test_a_row_ends_with_its_stop_token(variables, whole):
-    # One that a row generates early, and that is in the other row's prompt, where it stops nothing.
+    # A token that one row generates early; the other row has it in the prompt, where it must not stop generation.
     stop = int(whole[0, 5])
     prompts = PROMPTS.copy()
     expected = whole.copy()
@@ -48,7 +48,7 @@ def test_a_row_ends_with_its_stop_token(variables, whole):
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-50])
 def test_hardly_any_temperature_takes_the_likeliest(variables, whole, temperature):
-    """Where logits divided by it would overflow, or it is 0 in float32."""
+    """The temperature is so small that dividing logits by it would overflow, or it is 0 in float32."""
     likeliest = np.asarray(generate(MODEL, variables, PROMPTS, **SETTINGS, temperature=0))
     found = generate(MODEL, variables, PROMPTS, **SETTINGS, temperature=temperature)
     np.testing.assert_array_equal(found, likeliest)
@@ -63,7 +63,7 @@ def test_a_stream_gives_the_columns_of_generate(variables, whole, every):
 
 
 def test_a_stream_ends_when_every_row_has_ended(variables):
-    stops = range(11)  # whatever comes
+    stops = range(11)  # all tokens
     pieces = list(stream(MODEL, variables, PROMPTS, **SETTINGS, stop_tokens=stops))
     out = np.asarray(generate(MODEL, variables, PROMPTS, **SETTINGS, stop_tokens=stops))
     together = np.concatenate(pieces, axis=1)
@@ -75,7 +75,7 @@ def test_a_stream_ends_when_every_row_has_ended(variables):
 
 
 def drawn(probabilities, **options):
-    """The tokens that 400 draws give."""
+    """The set of tokens in 400 draws."""
     logits = jnp.log(jnp.asarray([probabilities], jnp.float32))
     draw = jax.jit(jax.vmap(lambda key: sample(key, logits, **options)[0]))
     return set(np.asarray(draw(jax.random.split(jax.random.key(0), 400))).tolist())
@@ -86,11 +86,11 @@ def drawn(probabilities, **options):
     [
         ({}, {0, 1, 2, 3}),
         ({"top_p": 0.4}, {1}),
-        # The token with which the sum reaches top_p is kept, and none after it.
+        # Keeps the token with which the sum reaches top_p, and nothing after it.
         ({"top_p": 0.6}, {1, 3}),
         ({"top_p": 0.9}, {0, 1, 3}),
         ({"top_k": 2}, {1, 3}),
-        # Of the two likeliest, renormalised to 0.625 and 0.375.
+        # The two most likely, renormalized to 0.625 and 0.375.
         ({"top_k": 2, "top_p": 0.6}, {1}),
         ({"top_k": 2, "top_p": 0.7}, {1, 3}),
     ],
@@ -100,7 +100,7 @@ def test_which_tokens_are_drawn(options, expected):
 
 
 def test_top_p_that_the_first_token_reaches():
-    """Exactly: the sum before the second token is top_p, and it is not drawn."""
+    """The sum before the second token equals top_p exactly, so it is not drawn."""
     assert jnp.cumsum(jax.nn.softmax(jnp.log(jnp.asarray([0.5, 0.25, 0.25]))))[0] == 0.5
     assert drawn([0.5, 0.25, 0.25], top_p=0.5) == {0}
     assert drawn([0.25, 0.5, 0.25], top_p=0.5000001) == {0, 1, 2}  # both of a tie

@@ -1,4 +1,4 @@
-"""A run is read without the training code, and the commands of a checkout say so where there is none."""
+"""Runs can be read without the training code; outside a checkout, commands say that they need one."""
 
 import importlib.metadata
 import subprocess
@@ -42,7 +42,7 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     )
     with pytest.raises(FileNotFoundError, match=r"checkpoint: expected one of best, last, 2, got 7"):
         load_run(tmp_path / "run", 7)
-    # A checkpoint that a crash has cut is passed over, as training and evaluation do.
+    # Skips a checkpoint that a crash truncated, as training and evaluation do.
     cut = tmp_path / "run" / "checkpoints" / "1"
     cut.mkdir()
     assert load_run(tmp_path / "run").step == 2
@@ -60,7 +60,8 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
 
 
 def test_a_flipped_bit_is_found_in_one_line(tmp_path):
-    """Some offsets of the array files change no length and no checksum; some make Orbax raise hundreds of lines."""
+    """At some offsets of the array files a flip changes neither length nor checksum; at others Orbax raises hundreds of
+    lines."""
     (tmp_path / "train.txt").write_text("alpha beta gamma " * 40)
     (tmp_path / "valid.txt").write_text("alpha beta gamma " * 40)
     line = (
@@ -95,7 +96,7 @@ def test_networks_of_every_task_are_built_or_refused(name):
     try:
         network = type(task.model(preset)).__name__
     except ValueError:
-        network = "Classifier"  # its data decide the sizes
+        network = "Classifier"  # its data determine the sizes
     config = {"network": network, **task.to_json(preset)}
     if name in ("mlm", "graph", "lra_denoise", "lra_trace"):
         with pytest.raises(ValueError, match="network must be one of DecoderLM"):

@@ -37,7 +37,7 @@ def test_each_slow_test_keeps_as_many_cases_and_fast_tests_keep_all():
     }  # fmt: skip
 
 
-def test_laws_choose_the_same_mechanisms_and_a_ring_is_no_mechanism():
+def test_laws_choose_the_same_mechanisms_and_a_ring_is_not_one():
     laws = [{name.partition("@")[2] for name in kept("a") if f"law_{law}" in name} for law in (1, 2)]
     assert laws[0] == laws[1]
     assert len({tuple(x for x in kept(str(seed)) if "ring" in x) for seed in range(5)}) > 1

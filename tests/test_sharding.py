@@ -1,4 +1,4 @@
-"""Sizes of meshes, and which dimension goes over which of their axes; for the numbers see tests/train/test_mesh.py."""
+"""Sizes of meshes, and which mesh axis divides each dimension; tests/train/test_mesh.py checks the numbers."""
 
 import flax.linen as nn
 import jax
@@ -96,7 +96,7 @@ def _mesh(**sizes):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_matrix_of_every_mechanism_has_a_place(name):
-    """Names are in the table, and on 2 x 2 devices each matrix is cut."""
+    """Its names are in the table, and 2 x 2 devices divide each matrix."""
     mechanism = MECHANISMS[name]()
     layers = 2 * mechanism.group
     sizes = {"num_layers": layers, "d_model": 32, "num_heads": 4, "d_ff": 64, "mechanism": mechanism}
@@ -108,7 +108,7 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0)
     )
     places = parameter_shardings(_mesh(fsdp=2, tensor=2), boxed)
-    # The sequence axis cuts what fsdp cuts.
+    # The sequence axis divides the same dimensions as fsdp.
     fsdp, sequence = (
         jax.tree.leaves(parameter_shardings(_mesh(**{axis: 2}), boxed)) for axis in ("fsdp", "sequence")
     )
@@ -120,7 +120,7 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)), jax.tree.leaves(places)
     ):
         shares = np.prod(leaf.shape) / np.prod(place.shard_shape(leaf.shape))
-        # No vector of the layers, and no few vectors either.
+        # Neither vectors of the layers nor small stacks of vectors.
         if leaf.size > layers * 32 * 16 or jax.tree_util.keystr(path).endswith("['left']"):
             assert shares > 1, jax.tree_util.keystr(path)
 
@@ -130,11 +130,11 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
     [
         ({"fsdp": 4, "sequence": 2}, (None, ("fsdp", "sequence"), None)),
         ({"sequence": 8, "tensor": 2}, (None, "sequence", "tensor")),
-        ({"sequence": 16}, (None, None, None)),  # does not divide the width, and may leave it whole
+        ({"sequence": 16}, (None, None, None)),  # does not divide the width, so the matrix may stay whole
         ({"fsdp": 8, "sequence": 2}, (None, "fsdp", None)),
     ],
 )
-def test_parameters_are_kept_cut_over_the_sequence_axis_beside_fsdp(sizes, spec):
+def test_the_sequence_axis_and_fsdp_both_divide_stored_parameters(sizes, spec):
     box = nn.LogicallyPartitioned(jnp.zeros((3, 8, 6)), ("layers", "embed", "mlp"))
     assert parameter_shardings(_mesh(**sizes), {"up": box})["up"].spec == PartitionSpec(*spec)
 

@@ -1,8 +1,7 @@
 """Bad calls of the public functions, configurations and networks.
 
-Each row is a call that a user could make by mistake and a pattern that the error must match; the pattern names the
-argument. A NaN, a result or an error from the inside of JAX fails the row.
-"""
+Each row is a call that a user could make by mistake and a pattern that the error must match, including the argument's
+name. A NaN, a result or an error from inside JAX fails the row."""
 
 import dataclasses
 import inspect
@@ -69,7 +68,7 @@ SOFTMAX = {
     ),
 }
 
-# What every function of query, key and value refuses: keyword arguments and what the error names.
+# Keyword arguments that every function of query, key and value refuses, and the errors.
 COMMON = {
     "query is a list": ({"q": [[1.0]]}, "query must be"),
     "key is None": ({"k": None}, "key must be"),
@@ -135,7 +134,7 @@ IDS = jnp.zeros((1, 4), jnp.int32)
 
 
 def zeros(model):
-    """Parameters that nothing is compiled for."""
+    """Parameters that need no compilation."""
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), IDS))
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 

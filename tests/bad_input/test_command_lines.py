@@ -19,7 +19,7 @@ from brl_jax.layers import MECHANISMS
 from train.cli.command import command
 from train.tasks.lm import LM as TASK
 
-# A line that is not refused would train: this little, and the row fails.
+# A line that was accepted by mistake would train: keep that short, and the row fails.
 TINY = {"--num_layers": "1", "--d_model": "16", "--num_heads": "2", "--steps": "1", "--batch": "2"}
 
 LM = {

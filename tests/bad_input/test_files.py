@@ -1,4 +1,4 @@
-"""Files that are not what a command expects, and too little memory: one clear line each, and nothing is damaged."""
+"""Unexpected files, and too little memory: one clear line each, and nothing is damaged."""
 
 import json
 import shutil
@@ -87,7 +87,7 @@ def test_labels_of_images(labels, message, tmp_path, monkeypatch, capsys):
 
 
 def test_a_checkpoint_of_another_width(trained, tmp_path, monkeypatch, capsys):
-    """It is not damaged: config.json is of another configuration."""
+    """It is not damaged: config.json describes another configuration."""
     shutil.copytree(trained / "run", tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     values = json.loads(path.read_text())
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_width(trained, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_too_little_memory(error, trained, monkeypatch, capsys):
-    """Wherever it is met, it is one line; a checkpoint that cannot be read for it is not taken for damaged."""
+    """It gives one line wherever it occurs, and does not make a checkpoint count as damaged."""
     assert is_memory_shortage(error)
     before = sorted(path.name for path in (trained / "run").rglob("*"))
 

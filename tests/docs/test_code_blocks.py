@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run, each page's one after the other in one namespace."""
+"""The Python blocks of README.md and docs/ run, each page's blocks in order and in one namespace."""
 
 import importlib.util
 import re
@@ -17,13 +17,13 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path) -> list[str]:
-    """A page's Python blocks, behind empty lines by which errors name the page's own lines."""
+    """A page's Python blocks, padded with empty lines so that errors give the page's line numbers."""
     text = page.read_text()
     return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in _BLOCK.finditer(text)]
 
 
 def surroundings(page: Path) -> dict:
-    """What the blocks of some pages take as given: a model and its batch, or the folder of a run."""
+    """What some pages' blocks assume: a model and its batch, or a run's folder."""
     if page.name == "packing.md":
         from brl_jax import DecoderConfig, DecoderLM, Encoder, EncoderConfig, LocalConfig, MaskedLM
 
@@ -79,7 +79,7 @@ CASES = [page for page in PAGES if blocks(page)]
 
 def test_blocks_are_found():
     assert {"README.md", "doors.md", "lra.md", "packing.md", "package.md"} <= {page.name for page in CASES}
-    # A block that is neither Python nor a shell's would be run by nothing.
+    # A block that is neither Python nor shell would not be tested.
     fences = [f for page in PAGES for f in re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)]
     assert set(fences) <= {"", "python"}
 
@@ -87,14 +87,14 @@ def test_blocks_are_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CASES, ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path, monkeypatch):
-    # The pages' commands run in a checkout whose folder `data` has the data sets.
+    # The pages' commands run in a checkout whose folder `data` holds the data sets.
     data = next(
         (folder for folder in (ROOT / "data", ROOT.parent / "shared" / "data") if folder.exists()), None
     )
     if data is not None:
         (tmp_path / "data").symlink_to(data)
     monkeypatch.chdir(tmp_path)
-    # As users have it; the tests' own settings are stricter.
+    # Users run with JAX's default settings; the tests' are stricter.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         namespace = surroundings(page)
         for block in blocks(page):

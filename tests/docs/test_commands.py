@@ -1,4 +1,5 @@
-"""What README.md and docs/ name exists: every command parses with its real parser, every path is in the repository."""
+"""README.md and docs/ name only what exists: every command parses with its real parser, every path is in the
+repository."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from eval.chips import gpu_check
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
-#: What parses the options of every command.
+#: The parsers of all commands' options.
 PARSERS = (train.cli.options.parse_options, gpu_check.parse)
-# Placeholders for a value of the reader's choice, each with a value.
+# Placeholders that readers fill in, each with a value.
 _PLACEHOLDERS = {
     "lra-TASK-NAME": "lra-listops-full",
     "v5e:SLICE": "v5e:4x4",
@@ -47,7 +48,7 @@ def commands(text: str) -> list[str]:
 
 
 def row_options(text: str) -> list[str]:
-    """The options of `train.lm` that rows of a table name."""
+    """The options of `train.lm` in the rows of a table."""
     return [f"train.lm {options}" for options in re.findall(r"^\| `(--mechanism [^`]+)`", text, re.MULTILINE)]
 
 

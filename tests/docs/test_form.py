@@ -1,4 +1,4 @@
-"""What README.md and docs/ look like: lines and cells of a size that fits a page, and a command near the top."""
+"""The form of README.md and docs/: lines and cells that fit a page, and a command near the top."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 )
-#: Links and pictures stand on one line in Markdown.
+#: Markdown keeps links and pictures on one line.
 WIDEST, LONGEST_CELL = 120, 200
 RESULTS = ("results", "recall", "copy", "sparse", "forecast", "glue", "structured", "measured", "gradients", "lra",
            "graphs", "regression", "tlinformer", "claims")  # fmt: skip
 
 
 def _shown(cell):
-    """A cell's text without the addresses of its links."""
+    """A cell's text without its links' addresses."""
     return re.sub(r"\]\([^)]*\)|\]\[[^\]]*\]", "", cell)
 
 

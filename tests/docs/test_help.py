@@ -1,4 +1,4 @@
-"""help() of every public attention function fits a screen first: a summary, shapes and an example, then the rest."""
+"""help() of every public attention function begins with a screen of summary, shapes and example."""
 
 import inspect
 import itertools
@@ -13,7 +13,7 @@ import pytest
 import brl_jax
 
 SCREEN = 40
-# Sizes for which every example is valid, and those that a function needs instead.
+# Sizes for which every example is valid, and the exceptions of some functions.
 SIZES = dict(
     zip("BTSNKJHVDMRFLCPbacet", (2, 256, 256, 4, 2, 2, 64, 64, 64, 8, 4, 16, 256, 4, 256, 8, 8, 8, 8, 2))
 )
@@ -21,7 +21,7 @@ OWN_SIZES = {
     "compression_blocks": {"C": 15, "L": 32},
     "native_sparse_attention": {"C": 15},
 }
-# What examples name after the first arguments, whose shapes the line above the example gives.
+# Further names that examples use; the line above an example gives the shapes of its first arguments.
 NAMES = {
     "key_projection": (4, 256),
     "value_projection": (4, 256),

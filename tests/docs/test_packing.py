@@ -1,4 +1,4 @@
-"""The table of docs/packing.md says of each listed mechanism whether it packs, in a decoder and in an encoder."""
+"""The table of docs/packing.md says for each listed mechanism whether it packs, in a decoder and in an encoder."""
 
 import re
 from pathlib import Path
@@ -19,4 +19,4 @@ def test_the_table_of_mechanisms_that_pack():
         if decoder == "yes":
             assert mechanism.bidirectional == bool(encoder), name
     packs = {name for name, config in MECHANISMS.items() if config().packs}
-    assert packs <= said.keys()  # those left out are the table's "all others"
+    assert packs <= said.keys()  # the others are in the table's "all others"

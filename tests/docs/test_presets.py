@@ -1,4 +1,4 @@
-"""docs/presets.md says what the presets are."""
+"""docs/presets.md describes the presets correctly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
 
 
 class Described(NamedTuple):
-    """A table of the page: the task and the presets that stand above it, and its rows of four cells."""
+    """A table of the page: the task and the presets named above it, and its rows of four cells."""
 
     task: str
     presets: tuple[str, ...]
@@ -52,7 +52,7 @@ def _shown(value: object) -> str:
 
 
 @pytest.mark.parametrize("table", DESCRIBED, ids=lambda table: table.presets[0])
-def test_settings_are_those_of_the_presets(table):
+def test_settings_match_the_presets(table):
     known = _presets(table.task)
     values = [flatten(known[name][0].to_json(known[name][1])) for name in table.presets]
     for setting, text, ours, source in table.rows:

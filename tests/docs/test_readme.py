@@ -1,4 +1,4 @@
-"""README's commands run as they are printed, for a few steps, in an environment that has only what README installs."""
+"""README's commands run as printed, for a few steps, in an environment with only what README installs."""
 
 import os
 import re
@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-#: So that training ends in seconds; nothing else about the commands changes.
+#: Makes training end in seconds; nothing else about the commands changes.
 SHORT = ["--steps", "4", "--eval_every", "4", "--eval_tokens", "512", "--full_eval", "False"]
 
 
 def commands():
-    """The lines of README's shell blocks, without comments and without the environment that they make first."""
+    """The lines of README's shell blocks, without comments and without creating the environment."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     shell = [block for language, block in blocks if not language]
     lines = [shlex.split(line, comments=True) for block in shell for line in block.splitlines()]

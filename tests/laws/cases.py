@@ -1,11 +1,10 @@
 """The configurations under which each listed mechanism must keep the laws.
 
-A mechanism joins by being listed: without an entry in VARIANTS it is tested in its default configuration.
+To add a mechanism, list it: without an entry in VARIANTS it is tested in its default configuration.
 
-Which tests of a case are fast is decided by its field `repeats`. The fast part of the suite asks every mechanism for
-causality, generation and the float32 oracle with its gradients (laws 1 to 3, of its first case); a case that is
-structurally new keeps the other laws there too. The slow part runs every law on every case.
-"""
+A case's field `repeats` decides which of its tests are fast. The fast part of the suite checks causality, generation
+and the float32 oracle with its gradients (laws 1 to 3) on every mechanism's first case, and all laws on cases that are
+structurally new. The slow part checks every law on every case."""
 
 from __future__ import annotations
 
@@ -62,17 +61,16 @@ class Case(NamedTuple):
     """A configuration that must keep the laws.
 
     Attributes:
-      mechanism: the configuration.
-      repeats: the name of the case whose program this one runs with other constants, another pointwise function or
-        other ranks. All its tests are slow, except for laws 1 to 3 where it is the first case of its mechanism. None:
-        the case is structurally new (it adds a loop, a state or a memory), and its tests are fast.
-    """
+        mechanism: the configuration.
+        repeats: the name of a case whose program this one repeats with other constants, another pointwise function or
+        other ranks. All its tests are slow, except for laws 1 to 3 if it is its mechanism's first case. None: the case
+        is structurally new (it adds a loop, a state or a memory), and its tests are fast."""
 
     mechanism: Mechanism
     repeats: str | None = None
 
 
-# With the paper's beta, which has one more matrix than the default.
+# The paper's beta adds one matrix that the default lacks.
 _BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None, beta=0.5)
 
 
@@ -86,8 +84,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
         "gate": Case(FullConfig(rotary_dim=2, output_gate=True, qk_norm=True), repeats="full"),
     },
-    # tests/attention/local/test_local.py has each pattern. Causal ones go through one loop over blocks; the others add
-    # a part that all queries see.
+    # tests/attention/local/test_local.py covers each pattern. Causal ones use one loop over blocks; the others add a
+    # part that all queries see.
     "local": {
         "sliding": Case(LocalConfig(window=5)),
         "sinks": Case(LocalConfig(window=5, sinks=True, logits_soft_cap=0.5), repeats="local-sliding"),
@@ -109,7 +107,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     },
     "brl": {
         "layer": _brl(),
-        # Not the same program, but the larger one of both, and no default: slow.
+        # A different program, but a larger one and not the default: slow.
         "output": _brl("brl-layer", memory="output", compress_scale="m1"),
         "output-equations": _brl(
             "brl-output",
@@ -159,12 +157,12 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "dense": Case(SynthesizerConfig("dense", max_length=32), repeats="synthesizer"),
     },
     "informer": {"": Case(InformerConfig(factor=1))},
-    # The last of a row's 27 tokens have four blocks of which they choose two; compressed blocks overlap.
+    # The last of a row's 27 tokens have four blocks to select two from; compressed blocks overlap.
     "native_sparse": {
         "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
     },
     "reformer": {"": Case(ReformerConfig(num_rounds=2, num_buckets=4, chunk_size=2))},
-    # Dense products without a loop over tokens, as Nystromformer's; tests/attention has a fast test of padding.
+    # Dense products without a loop over tokens, like Nystromformer's; tests/attention has a fast test of padding.
     "sinkhorn": {
         "": Case(SinkhornConfig(block_size=5, max_length=32, iterations=3), repeats="nystromformer")
     },
@@ -180,7 +178,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "": Case(DeltaNetConfig(chunk_size=8)),
         "plain": Case(DeltaNetConfig(chunk_size=8, conv_size=0), repeats="deltanet"),
     },
-    # Two value heads share a key head; tests/attention has convolutions over packed rows and the decays.
+    # Two value heads share a key head; tests/attention covers convolutions over packed rows and the decays.
     "gated_deltanet": {
         "": Case(GatedDeltaNetConfig(chunk_size=8), repeats="deltanet"),
         "sizes": Case(
@@ -190,7 +188,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     },
     "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
     "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
-    # Decays from about 1/2 to 1/1000 a token; by default they are near 1.
+    # Decays from about 1/2 to 1/1000 per token; by default they are near 1.
     "gla": {
         "": Case(GLAConfig(key_dim=4, temperature=0.2, gate_rank=3, chunk_size=8), repeats="linear"),
         "weak": Case(GLAConfig(gate_rank=3, chunk_size=16), repeats="gla"),
@@ -199,12 +197,12 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "": Case(Mamba2Config(state_size=6, num_groups=2, conv_size=3, chunk_size=8), repeats="linear")
     },
     "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
-    # Near max_length=40 one row of ours has a single key left by ReLU, by less than bfloat16's rounding.
+    # Near max_length=40, ReLU leaves one row here with a single key, by less than bfloat16's rounding.
     "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},
     "gau": {"": Case(GAUConfig(key_dim=8, chunk_size=8))},
     "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
     "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
-    # Two linear attentions, one after the other; its packed tokens and their count are in laws 1 to 3 and in states.
+    # Two linear attentions, one after the other; laws 1 to 3 and the tests of states cover its packed tokens and count.
     "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
@@ -248,17 +246,17 @@ CASES: dict[str, Mechanism] = {name: case.mechanism for name, case in _LISTED.it
 LEADING = tuple(next(name for name in CASES if type(CASES[name]) is kind) for kind in MECHANISMS.values())
 NEW = tuple(name for name, case in _LISTED.items() if case.repeats is None)
 
-# Laws 6 and 8 look at compiled programs, not at numbers: one case for each structure of the program. BRL's scores other
-# than softmax take no running maximum, and its biases go through XLA on a TPU too.
+# Laws 6 and 8 check compiled programs, not numbers, so one case per program structure is enough. BRL's other scores
+# than softmax need no running maximum, and on a TPU its biases go through XLA too.
 COMPILED = (*dict.fromkeys((*LEADING, *NEW)), "brl-output", "brl-output-equations", "brl-layer-laplace")
 
-# Remat, `vmap`, and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of
-# independent layers on each kind of loop (blocks with a custom gradient, chunks with a state, tiles of scores,
-# query blocks, a dense product), a stack with a carry over segments, and TLinFormer's own.
+# Remat, `vmap`, and 64-bit mode affect the engine that runs the layers and the loops inside them: a stack of
+# independent layers on each kind of loop (blocks with a custom gradient, chunks with a state, tiles of scores, query
+# blocks, a dense product), a stack with a carry over segments, and TLinFormer's engine.
 ENGINES = ("full", "local-sliding", "linear", "mlr", "hopfield", "diag-relu", "brl-output", "tlinformer")
-# The ones with fast tests: a loop without a state, and one with a state.
+# The engines with fast tests: a loop without a state, and one with a state.
 FAST_ENGINES = ("local-sliding", "linear")
-# The cases of law 6 that are fast, as compiling for 32k tokens takes seconds: a state and blocks.
+# The fast cases of law 6, since compiling for 32k tokens takes seconds: a state and blocks.
 FAST_MEMORY = ("linear", "diag-relu")
 
 _WINDOW = ("window_attention_forward", "window_attention_backward")
@@ -269,8 +267,8 @@ _ANY_PATTERN = (
 _COMPRESS = ("compress_forward", "compress_backward")
 _PROPAGATE = ("propagate_forward", "propagate_backward")
 _RECURRENT = ("recurrent_forward", "recurrent_backward")
-# The TPU kernels in the training programs of COMPILED in bfloat16; the others run through XLA there. A segment of BRL's
-# with memory per output is short of a window's tiles, so its windows go through the kernel for any pattern.
+# The TPU kernels in the training programs of COMPILED in bfloat16; the others use XLA there. Segments of BRL with
+# memory per output are too short for a window's tiles, so its windows use the kernel for any pattern.
 KERNELS = {
     "local-sliding": _WINDOW,
     "local-bigbird": _ANY_PATTERN,
@@ -289,16 +287,15 @@ KERNELS = {
     ),
 }
 
-# The cases of law 8 that are fast: each kernel once, and a program without one.
+# The fast cases of law 8: each kernel once, and a program without one.
 FAST_KERNELS = ("diag-relu", "local-sliding", "local-bigbird", "brl-layer", "linear")
 
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:
-    """A small network: 4 query heads of 4 on 2 key/value heads.
+    """A small network: 4 query heads of size 4 on 2 key/value heads.
 
-    XLA's alone, which is what runs here in any case: following the TPU's kernels too takes as long again. Law 8 is
-    theirs. tests/pallas_kernels/triton runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret.
-    """
+    Only through XLA: including the TPU kernels would double the time, and law 8 tests them. tests/pallas_kernels/triton
+    runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret."""
     standard = Dimensions(
         d_model=16,
         num_heads=4,
@@ -313,5 +310,5 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
 
 
 def named(condition) -> list[str]:
-    """Names of the cases whose mechanism fulfils the condition."""
+    """Names of the cases whose mechanism satisfies the condition."""
     return [name for name, mechanism in CASES.items() if condition(mechanism)]

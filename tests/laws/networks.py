@@ -21,10 +21,9 @@ LAYERS = 2
 class Network(NamedTuple):
     """A network of one case.
 
-    One program gives outputs and gradients at the inputs' own shape, and all laws run it: a program of the outputs
-    alone would take half as long to compile again. Generation, `vmap` and shorter inputs compile the forward pass by
-    itself, and are compared with it.
-    """
+    All laws run one program, which gives outputs and gradients at the inputs' shape: compiling another for the outputs
+    alone would cost half as much again. Generation, `vmap` and shorter inputs compile the forward pass separately and
+    are compared with it."""
 
     mechanism: Mechanism
     stack: Stack
@@ -69,12 +68,13 @@ def both_of(stack: Stack) -> Any:
 def _variables(name: str, is_causal: bool) -> tuple[Any, np.ndarray]:
     """Parameters and an input."""
     stack = make_stack((CASES[name],) * (LAYERS * CASES[name].group), dimensions(is_causal))
-    # NumPy's generator: JAX compiles a program for each shape drawn. In 6 of the first 8 seeds ReLU leaves some row of
-    # cosFormer hardly a key, and bfloat16's rounding of the features moves it by more than law 3 allows. Not here.
+    # NumPy's generator, because JAX compiles a program for each shape drawn. For 6 of the first 8 seeds ReLU leaves
+    # hardly a key to some row of cosFormer, and rounding the features to bfloat16 moves it by more than law 3 allows;
+    # not for this seed.
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2, LENGTH, 16)).astype(np.float32)
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(8), x[:, :1]))
-    # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
+    # Norms start at scale 1 and strengths at one number for all heads; moves them so that each affects the result.
     return jax.tree.map(
         lambda a: jnp.asarray(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype)), variables
     ), x
@@ -85,6 +85,6 @@ def as_float64(tree: Any) -> Any:
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference over the norm of the expected value."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -40,12 +40,12 @@ NETWORKS = {
 }
 
 CAUSAL = named(lambda m: m.causal)
-# What every mechanism keeps in the fast part of the suite runs on these, the rest of the laws on NEW.
+# The fast part of the suite runs laws that need every mechanism on these, and the other laws on NEW.
 BASIC = {*LEADING, *NEW}
 
 
-# Each case in one form, the causal one where there is one, and the other form of those that have both; one variant of
-# each mechanism, for laws that do not depend on its details.
+# Each case in one form (causal if possible), then the other form of cases that have both, and one variant of each
+# mechanism for laws that do not depend on its details.
 EACH = [(name, CASES[name].causal) for name in CASES]
 OTHER = [(name, False) for name in named(lambda m: m.causal and m.bidirectional)]
 FIRST = [(name, CASES[name].causal) for name in LEADING]
@@ -103,11 +103,11 @@ def test_law_1_causal(name):
 
 @pytest.mark.parametrize("name", slow_unless(CAUSAL, BASIC))
 def test_law_2_generation_is_training(name):
-    """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
+    """Prefill of any length and single steps give the parallel forward's outputs, with one cache structure."""
     net = network(name, True)
     expected = net.run(net.variables, net.x)
     step = jax.jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
-    # Chunks of one size begin anywhere in a block, end on its border, or span several.
+    # Chunks of one size begin anywhere in a block, end at its border, or span several.
     for sizes in ([11, 1, 1, 11, 1, 1, 1, 1, 1], [1] * 7 + [11, 11]):
         cache = net.stack.init_cache(2, LENGTH)
         outputs, start = [], 0
@@ -117,21 +117,21 @@ def test_law_2_generation_is_training(name):
             assert [a.shape for a in jax.tree.leaves(new)] == [a.shape for a in jax.tree.leaves(cache)]
             cache, start = new, start + size
             outputs.append(y)
-        # Relative to the size of the outputs, as single numbers among them may be near 0.
+        # Relative to the size of the outputs, since some single numbers are near 0.
         size = float(jnp.sqrt(jnp.mean(jnp.square(expected))))
         np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4 * size)
 
 
 @pytest.mark.parametrize("name", slow_unless(named(lambda m: m.causal and isinstance(m, BRLConfig)), NEW))
 def test_law_2_a_stream_goes_on(name):
-    """Batches of whole blocks with the memory of those before them give the parallel forward's outputs.
+    """Batches of whole blocks, each with the memory of earlier batches, give the parallel forward's outputs.
 
-    The window starts afresh with every batch, so that here it is the token itself."""
+    The window restarts with every batch, so here it is only the token itself."""
     net, short = network(name, True), dataclasses.replace(CASES[name], window=1)
     stack = Stack((short,) * LAYERS, net.stack.dimensions)
     expected = jax.jit(lambda v, x: stack.apply(v, x)[0])(net.variables, net.x[:, :24])
     step = jax.jit(lambda v, x, memory: stack.apply(v, x, cache=memory))
-    # A batch may be longer or shorter than the history that is kept.
+    # A batch may be longer or shorter than the stored history.
     for sizes in ((16, 8), (8, 8, 8)):
         memory, outputs, start = stack.init_memory(2), [], 0
         for size in sizes:
@@ -145,7 +145,7 @@ def test_law_2_a_stream_goes_on(name):
 
 @pytest.mark.parametrize("name", ["brl-output", "brl-layer"])
 def test_law_2_a_memory_has_no_gradient(name):
-    """A batch reads what the one before it left, and sends no gradient back to it."""
+    """A batch reads the memory of the previous one, and sends no gradient back to it."""
     net = network(name, True)
 
     def second(first):
@@ -168,7 +168,7 @@ def test_law_3_oracle(name, is_causal):
     params, xs = as_float64(net.variables["params"]), as_float64(net.x)
     expected = np.stack([oracle(params, net.mechanism, d, x) for x in xs])
 
-    # One sequence is enough for the gradient. Each parameter is checked along another random direction.
+    # One sequence is enough for the gradient. Each parameter is checked along a different random direction.
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(expected[0].shape)
     weights = np.stack([weight, np.zeros_like(weight)]).astype(np.float32)
@@ -190,7 +190,7 @@ def test_law_3_oracle(name, is_causal):
         expected_slope = derivative(path, direction, x_direction)
         grad = np.asarray(gradient_x[0], np.float64) if path is None else actual[path]
         along = x_direction if path is None else direction
-        # A parameter without influence on this sequence must have a gradient of 0.
+        # A parameter that does not affect this sequence must have a gradient of 0.
         scale = np.linalg.norm(grad) * np.linalg.norm(along) / np.sqrt(along.size)
         assert abs((grad * along).sum() - expected_slope) <= 1e-4 * max(scale, abs(expected_slope)) + 1e-6, (
             jax.tree_util.keystr(path) if path else "x"
@@ -199,7 +199,8 @@ def test_law_3_oracle(name, is_causal):
 
 @pytest.mark.parametrize(("name", "is_causal"), slow_unless(FIRST, NEW))
 def test_law_3_bfloat16(name, is_causal):
-    """Outputs in bfloat16 are within 2e-2 of the reference's norm: once a mechanism, as its variants round alike."""
+    """Outputs in bfloat16 are within 2e-2 of the reference's norm. One case per mechanism, as its variants round
+    alike."""
     net = network(name, is_causal)
     d = net.stack.dimensions
     oracle = oracle_of(mechanism_of(name))
@@ -208,7 +209,7 @@ def test_law_3_bfloat16(name, is_causal):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
         rough = jax.jit(net.stack.clone(dimensions=half).apply)(net.variables, rounded[1])[0]
     assert rough.dtype == jnp.bfloat16
-    # Where rounding the operands alone moves the exact result further than that, twice as far is allowed.
+    # If rounding the operands alone moves the exact result further than that, twice as far is allowed.
     exact, of_rounded = (
         np.stack([oracle(params, net.mechanism, d, x) for x in xs])
         for params, xs in (as_float64((net.variables["params"], net.x)), as_float64(rounded))
@@ -216,7 +217,7 @@ def test_law_3_bfloat16(name, is_causal):
     assert relative_error(rough, exact) < max(2e-2, 2 * relative_error(of_rounded, exact))
 
 
-# Ids of the two sequences of a row, and of a third pair at the ends of int32: any two numbers mark two sequences.
+# Ids of a row's two sequences, some at the ends of int32: any two different numbers separate sequences.
 SEGMENT_IDS = (
     (1, 2),
     (-1, -2),
@@ -227,7 +228,7 @@ CUT = 12
 
 
 def packed(ids: tuple[int, int]) -> dict[str, jax.Array]:
-    """The arguments that say that a row holds two sequences, the first of CUT tokens."""
+    """The arguments for a row of two sequences, the first of CUT tokens."""
     place = np.arange(LENGTH)
     return {
         "segment_ids": jnp.asarray(np.where(place < CUT, *ids).astype(np.int32)[None]),
@@ -237,11 +238,11 @@ def packed(ids: tuple[int, int]) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("name", slow_unless(named(lambda m: m.packs and m.causal), NEW))
 def test_law_4_packing(name):
-    """Two sequences packed in one row give what each gives alone, outputs and gradients, whatever ids they have."""
+    """Two sequences packed in one row have the same outputs and gradients as alone, whatever ids they have."""
     net = network(name, True)
     x = net.x[:1]
     weight = np.random.default_rng(0).standard_normal(x.shape).astype(np.float32)
-    # What follows a sequence changes nothing of it (law 1), so that both are rows of the network's own program.
+    # Nothing after a sequence affects it (law 1), so both can be rows of the network's program.
     rows, weights = (
         np.concatenate(
             [
@@ -263,7 +264,7 @@ def test_law_4_packing(name):
         assert relative_error(y[0], np.concatenate([alone[0, :CUT], alone[1, : LENGTH - CUT]])) < 1e-5
         for a, b in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
             assert relative_error(a, b) < 1e-4
-    # A sequence with the id of an earlier one is not its continuation.
+    # A sequence with the id of an earlier one does not continue it.
     sizes = (CUT, 5, LENGTH - CUT - 5)
     given = packed(SEGMENT_IDS[0])
     found = [
@@ -275,12 +276,12 @@ def test_law_4_packing(name):
     np.testing.assert_array_equal(*found)
 
 
-# Sequences of the two packed rows of an encoder, as numbers of tokens. The second row ends in padding.
+# The lengths of the sequences in two packed rows of an encoder. The second row ends in padding.
 PACKED_LENGTHS = ((12, 1, 16), (5, 17))
 
 
 def packed_rows() -> tuple[list[tuple[int, slice]], dict[str, jax.Array]]:
-    """The places of the sequences of PACKED_LENGTHS, (row, tokens), and the arguments that say so."""
+    """The positions of the sequences of PACKED_LENGTHS, (row, tokens), and the arguments that describe them."""
     places = [
         (row, slice(sum(sizes[:i]), sum(sizes[: i + 1])))
         for row, sizes in enumerate(PACKED_LENGTHS)
@@ -288,10 +289,10 @@ def packed_rows() -> tuple[list[tuple[int, slice]], dict[str, jax.Array]]:
     ]
     ids = np.full((2, LENGTH), 9, np.int32)
     for number, (row, tokens) in enumerate(places):
-        ids[row, tokens] = (7, -3, 7, 5, 2)[number]  # the third has the id of the first
+        ids[row, tokens] = (7, -3, 7, 5, 2)[number]  # the third repeats the id of the first
     lengths = np.array([sum(sizes) for sizes in PACKED_LENGTHS], np.int32)
     arrays = {"segment_ids": ids, "lengths": lengths}
-    # As an encoder gives them: Performer's features are drawn, and see more of a position than distances.
+    # As an encoder passes them: Performer's random features depend on positions, not only on distances.
     return places, {"positions": places_in_sequences(jnp.asarray(ids)), **jax.tree.map(jnp.asarray, arrays)}
 
 
@@ -300,8 +301,8 @@ PACKS_BIDIRECTIONAL = named(lambda m: m.packs_bidirectional)
 
 @pytest.mark.parametrize("name", slow_unless(PACKS_BIDIRECTIONAL, NEW))
 def test_law_4_packing_in_encoders(name):
-    """Outputs and gradients of packed rows of an encoder, one of them padded, are the float64 reference's for each
-    sequence alone, and the padding changes no bit of them."""
+    """Outputs and gradients of packed encoder rows, one of them padded, equal the float64 reference's for each sequence
+    alone, and padding does not change a bit of them."""
     net = network(name, False)
     d, oracle = net.stack.dimensions, oracle_of(mechanism_of(name))
     places, packing = packed_rows()
@@ -343,7 +344,7 @@ def test_law_4_packing_in_encoders(name):
         np.testing.assert_array_equal(other_y[row, tokens], y[row, tokens])
     for a, b in zip(*map(jax.tree.leaves, ((other, other_x), (gradient, gradient_x))), strict=True):
         np.testing.assert_array_equal(a, b)
-    # Without the ids the sequences do see each other.
+    # Without the ids, the sequences do see each other.
     one = {**packing, "segment_ids": jnp.zeros_like(packing["segment_ids"])}
     assert relative_error(together(net.variables, net.x, one)[1][0], y[0]) > 1e-3
 
@@ -351,7 +352,7 @@ def test_law_4_packing_in_encoders(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PACKS_BIDIRECTIONAL if name in LEADING])
 def test_law_4_packing_in_encoders_in_bfloat16(name):
-    """Each sequence's outputs in bfloat16 are within 2e-2 of the reference's norm, as far as law 3 allows it alone."""
+    """Each sequence's outputs in bfloat16 are as close to the reference as law 3 allows for it alone."""
     net = network(name, False)
     d, oracle = net.stack.dimensions, oracle_of(mechanism_of(name))
     places, packing = packed_rows()
@@ -370,7 +371,7 @@ def test_law_4_packing_in_encoders_in_bfloat16(name):
 # One case for each kernel that takes segments: windows, and any other pattern.
 @pytest.mark.parametrize("name", slow_unless(["local-sliding", "local-dilated"], ("local-sliding",)))
 def test_law_4_packing_in_kernels(name):
-    """The kernels keep sequences apart as XLA does, whatever ids they have."""
+    """The kernels separate sequences as XLA does, whatever ids they have."""
     net = network(name, True)
     mechanism = dataclasses.replace(net.mechanism, window=8)  # no kernel takes smaller blocks
     d = net.stack.dimensions
@@ -412,7 +413,7 @@ def test_law_4_packing_is_refused(name, is_causal):
 
 @pytest.mark.parametrize("name", slow_unless(named(lambda m: m.bidirectional), NEW))
 def test_law_4_padding(name):
-    """Padding changes no output of the real tokens, and its content no gradient."""
+    """Padding changes no output of the real tokens, and gets no gradient whatever it contains."""
     net = network(name, False)
     real = 17
     lengths = jnp.array([real, LENGTH], jnp.int32)
@@ -425,7 +426,7 @@ def test_law_4_padding(name):
     poisoned = changed(net.x, (0, slice(real, None)), 50.0)
     gradients, padded = grad(net.variables, net.x)
     poisoned_gradients, poisoned_padded = grad(net.variables, poisoned)
-    # BigBird draws other random blocks for each number of blocks: a longer row is another pattern by definition.
+    # BigBird draws different random blocks for each number of blocks, so a longer row has a different pattern.
     if name != "local-bigbird":
         assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
     assert relative_error(padded[1], net.run(net.variables, net.x)[1]) < 1e-5
@@ -436,7 +437,7 @@ def test_law_4_padding(name):
 
 
 def training_step(name: str, n: int, **changes: Any) -> Any:
-    """The gradient of one layer in sizes as in use, with respect to its parameters, traced on n tokens."""
+    """The gradient of one layer of realistic size with respect to its parameters, traced on n tokens."""
     d = dimensions(CASES[name].causal, **{"d_model": 32, "head_dim": 8, "d_ff": 32} | changes)
     stack = make_stack((default_size(name),) * CASES[name].group, d)
     token = jax.ShapeDtypeStruct((1, 1, 32), d.dtype)
@@ -447,7 +448,7 @@ def training_step(name: str, n: int, **changes: Any) -> Any:
 
 
 def largest(shapes: list[str], separator: str) -> int:
-    """Elements of the largest array out of those whose sizes are written one after another."""
+    """The number of elements of the largest array, from shapes written with this separator."""
     return max(math.prod(int(n) for n in shape.split(separator)) for shape in shapes)
 
 
@@ -464,7 +465,7 @@ def test_law_6_linear(name):
 
 
 def default_size(name):
-    """The case with windows, blocks and token counts as in use."""
+    """The case with realistic windows, blocks and token counts."""
     sizes = {"window": 256, "num_compressed": 64, "block_size": 512, "history_size": 512, "num_global": 16}
     sizes |= {
         "num_projected": 256,
@@ -481,7 +482,7 @@ def default_size(name):
 
 @pytest.mark.parametrize(("name", "is_causal"), slow_unless(FIRST, FAST_ENGINES))
 def test_law_7_composes(name, is_causal):
-    """vmap and one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
+    """vmap and a single token (other laws cover jit, grad, scan, grouped heads and ragged lengths)."""
     net = network(name, is_causal)
     expected = net.run(net.variables, net.x)
     mapped = jax.jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
@@ -507,8 +508,8 @@ def test_law_7_remat(name):
     "name", slow_unless(dict.fromkeys((*LEADING, *ENGINES)), (*FAST_ENGINES, "skyformer"))
 )
 def test_law_7_traces_in_64_bits(name):
-    """Where a Python int becomes an int64, which users mix with int32 by JAX's usual rules, and a Python float's array
-    a float64."""
+    """A Python int becomes an int64, which users mix with int32 by JAX's usual rules; an array of a Python float
+    becomes float64."""
     net = network(name, CASES[name].causal)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         jax.eval_shape(jax.grad(lambda v: net.stack.apply(v, net.x)[0].sum()), net.variables)
@@ -516,7 +517,7 @@ def test_law_7_traces_in_64_bits(name):
 
 @pytest.mark.parametrize("name", slow_unless(COMPILED, FAST_KERNELS))
 def test_law_8_lowers_for_tpu(name):
-    """A host without a TPU lowers training for it: with its kernels, in 32 bits, and nothing of n x n,
+    """A host without a TPU lowers training for one: with its kernels, in 32 bits, and with nothing of size n x n,
     whatever the mechanism's cost (compilation: tests/laws/test_tpu.py)."""
     n = 2**14
     text = (
@@ -527,15 +528,15 @@ def test_law_8_lowers_for_tpu(name):
     found = set(re.findall(r'kernel_name = "(\w+)"', text))
     assert found == set(KERNELS.get(name, ()))
     assert ("@tpu_custom_call" in text) == bool(found)
-    # An operation's attributes, such as the padding of a running sum, are 64-bit whatever its operands.
-    # (The boundary keeps the search linear: a table's hexadecimal digits are one word of a megabyte.)
+    # An operation's attributes, such as the padding of a running sum, are 64-bit for any operands. (The word boundary
+    # keeps the search linear: a table's hexadecimal digits form one word of a megabyte.)
     operands = re.sub(r"\b\w+ = dense<[^>]*> : tensor<[\dx]+xi64>", "", text)
     types = set(re.findall(r"tensor<(?:[\d?]+x)*([a-z]\w*)>", operands))
     assert {"bf16", "f32"} <= types <= {"bf16", "f32", "i1", "i8", "ui8", "i32", "ui32", "index"}
     assert largest(re.findall(r"tensor<(\d+(?:x\d+)*)x[a-z]", text), "x") < n**2 / 2
 
 
-# A configuration that is full attention, and one that nearly is. The scale 1 / r of an MLR level against full
+# One configuration that equals full attention, and one that nearly does. The scale 1 / r of an MLR level against full
 # attention's 1 / sqrt(head_dim) is here 1 / 4 and 1 / 2.
 LEVELS = MLRConfig(context=16, ranks=(4,), qk_norm=False, score_scale=2.0)
 FULL = {

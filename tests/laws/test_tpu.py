@@ -57,7 +57,7 @@ print(json.dumps(sizes))
 )
 @pytest.mark.parametrize("chip", CHIPS)
 def test_law_8_compiles_for_tpu(chip):
-    """Forward and backward of each kind of mechanism compile, with the Pallas kernels in them."""
+    """Forward and backward of each kind of mechanism compile with their Pallas kernels."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, CHIPS[chip], *NAMES], env=environment, capture_output=True, text=True

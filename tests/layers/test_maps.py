@@ -1,4 +1,4 @@
-"""The attention matrices that layers expose are those their outputs are made with."""
+"""Layers expose the attention matrices that they compute their outputs with."""
 
 import functools
 
@@ -12,7 +12,7 @@ from brl_jax.layers import MECHANISMS, Dimensions
 from brl_jax.models import Stack
 from tests.marks import slow_unless
 
-# Between the matrix and the output projection these have nothing.
+# These do nothing between the matrix and the output projection.
 PLAIN = {
     "full": {},
     "local": {"window": 4},
@@ -59,7 +59,7 @@ def _apply(layer, variables, x, **options):
 def test_weights_times_values_are_the_output(name):
     layer = _layer(name, PLAIN[name])
     x, variables = _inputs(layer)
-    assert "maps" not in variables  # quadratic: never made where nobody asked
+    assert "maps" not in variables  # quadratic, so it is computed only on request
     (y, _, _), sown = _apply(layer, variables, x, mutable="maps")
     (weights,) = sown["maps"]["weights"]
     assert weights.shape == (2, 4, LENGTH, LENGTH)
@@ -83,7 +83,7 @@ def test_no_weight_on_the_future_and_none_while_decoding(name):
     (weights,) = sown["maps"]["weights"]
     assert bool(jnp.isfinite(weights).all())
     np.testing.assert_array_equal(np.triu(np.asarray(weights), 1), 0)
-    # With features of ReLU a query and all its keys may have none in common.
+    # With ReLU features, a query may have nothing in common with any of its keys.
     sees = np.abs(np.asarray(weights)).sum(-1) > 0
     assert sees.all() if name != "cosformer" else sees.mean() > 0.5
     _, sown = _apply(layer, variables, x, cache=layer.init_cache(2, LENGTH), mutable="maps")
@@ -103,7 +103,7 @@ def _sown_by_a_bidirectional_layer(name):
 
 
 def test_compressed_tokens_show_what_they_read_of_this_input():
-    """One map of each kind, of the sequence at hand: initialising leaves none behind."""
+    """One map of each kind, for this sequence: initializing leaves none behind."""
     config = MECHANISMS["brl"](window=4, num_compressed=3)
     stack = Stack((config,), Dimensions(16, 4, 2, 4, 16, is_causal=False))
     x, variables = _inputs(stack)

@@ -16,11 +16,11 @@ TOKENS = jnp.arange(20, dtype=jnp.int32).reshape(2, 10) % 11
 
 @pytest.mark.parametrize("name", slow_unless(("local-sliding", "brl-layer"), ("local-sliding",)))
 def test_to_nnx(name):
-    """The bridged model computes what the Linen model computes with the same parameters, and has their gradients."""
+    """With the same parameters, the bridged model has the Linen model's outputs and gradients."""
     model = DecoderLM(
         DecoderConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=4, mechanism=CASES[name])
     )
-    # Without a mesh there is nothing to shard parameters over as they are made.
+    # Without a mesh, parameters cannot be sharded as they are created.
     with nnx.use_eager_sharding(False):
         bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(TOKENS)
     logits, _ = nnx.jit(lambda m: m(TOKENS))(bridged)
@@ -33,7 +33,7 @@ def test_to_nnx(name):
 
 
 def pure_parameters(module):
-    """The Linen parameters in a bridged module."""
+    """Extracts the Linen parameters of a bridged module."""
     return jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, nn.meta.AxisMetadata) else leaf,
         nnx.to_pure_dict(nnx.state(module, nnx.Param)),
@@ -47,7 +47,7 @@ LAYER = LocalConfig(window=4).layer(
 
 
 class OwnBlock(nnx.Module):
-    """One's own residual block around a single layer."""
+    """A custom residual block around a single layer."""
 
     def __init__(self, x, rngs):
         with nnx.use_eager_sharding(False):

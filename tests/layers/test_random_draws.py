@@ -1,4 +1,4 @@
-"""Layers that draw at random use the key that they are given, in training alone."""
+"""Layers with random draws use the given key, and only in training."""
 
 import flax.linen as nn
 import jax
@@ -33,6 +33,6 @@ def test_the_key_decides_in_training_alone(name):
     ]
     np.testing.assert_array_equal(run(False, 2), run(False, 2))
     assert np.abs(run(False, 3) - run(False, 2)).max() > 1e-4
-    if name != "performer":  # a key in evaluation asks for its features
+    if name != "performer":  # a key in evaluation sets Performer's features
         np.testing.assert_array_equal(run(True, 2), run(True, 3))
         assert np.abs(run(False, 2) - run(True, 2)).max() > 1e-4

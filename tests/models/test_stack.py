@@ -31,7 +31,7 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
     "mechanism",
     slow_unless([FullConfig(), LocalConfig(window=2), LinearConfig()], (LocalConfig(window=2),)),
 )
-def test_more_tokens_than_a_cache_has_room_for(mechanism):
+def test_more_tokens_than_a_cache_holds_are_refused(mechanism):
     stack = Stack((mechanism,), dimensions(True))
     x = jnp.ones((1, 5, 16))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x))

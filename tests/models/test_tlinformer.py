@@ -184,7 +184,7 @@ def test_the_papers_network_has_41m_parameters():
     assert round(sizes[0] / 1e6) == 41
 
 
-def test_more_tokens_than_a_cache_has_room_for(variables):
+def test_more_tokens_than_a_cache_holds_are_refused(variables):
     model = decoder()
     cache = model.init_cache(2, 4)
     message = "cache: has room for 4 tokens, got 5 after 0; init_cache.batch, length. with a larger length"
@@ -214,11 +214,11 @@ def test_auto_context_grows_with_the_history():
     assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
 
 
-@pytest.mark.parametrize("room", slow_unless([3, 4], (4,)))
-def test_generation_within_one_window_needs_no_history(room):
+@pytest.mark.parametrize("capacity", slow_unless([3, 4], (4,)))
+def test_generation_within_one_window_needs_no_history(capacity):
     """Prompt and new tokens fit in one window, whose history stays empty."""
     model = decoder()
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    out = generate(model, variables, tokens(2), max_new_tokens=room - 2, temperature=0)
+    out = generate(model, variables, tokens(2), max_new_tokens=capacity - 2, temperature=0)
     logits = jax.jit(model.apply)(variables, out)[0]
     np.testing.assert_array_equal(out[:, 2:], jnp.argmax(logits[:, 1:-1], axis=-1))

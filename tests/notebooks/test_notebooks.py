@@ -1,4 +1,4 @@
-"""The notebooks run top to bottom, as a reader would run them, and open on Colab by what their first cells say."""
+"""The notebooks run from top to bottom, and their first cells let them open on Colab."""
 
 import re
 import tomllib
@@ -16,12 +16,12 @@ def _notebook(path):
     return nbformat.read(path, as_version=4)
 
 
-# The kernel and its client warn about sockets and event loops of their own.
+# The kernel and its client raise warnings about sockets and event loops.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_top_to_bottom(path, monkeypatch, tmp_path):
-    # A notebook trains, so that programs without optimisations would take longer to run than is saved in compiling.
+    # A notebook trains, so unoptimized programs would lose more time running than they save in compiling.
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     notebook = _notebook(path)
@@ -36,7 +36,8 @@ def test_runs_top_to_bottom(path, monkeypatch, tmp_path):
 
 
 def test_opens_on_colab():
-    """Each notebook begins with its own link, then with the one cell that installs the library, from one repository."""
+    """Each notebook starts with a link to itself, then the one cell that installs the library, all from one
+    repository."""
     (address,) = set(
         re.findall(r"https://(github\.com/\S+/brl-jax)", (ROOT / "docs" / "pods.md").read_text())
     )

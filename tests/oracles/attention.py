@@ -30,7 +30,7 @@ def softmax_attention(query, key, value, visible, bias=None, scale=None, sinks=N
 def softmax_attention_gradients(
     query, key, value, visible, d_out, bias=None, scale=None, sinks=None, cap=None
 ):
-    """Gradients of query, key, value, of the (B, N, T, S) scores after the bias, and of sinks where there are any."""
+    """Gradients of query, key, value, the (B, N, T, S) scores after the bias, and sinks if there are any."""
     kv_heads, scale = key.shape[2], 1 / np.sqrt(query.shape[-1]) if scale is None else scale
     group = query.shape[2] // kv_heads
     _, weights = softmax_attention(query, key, value, visible, bias, scale, sinks, cap)
@@ -47,13 +47,13 @@ def softmax_attention_gradients(
     fold = lambda x: x.reshape(*x.shape[:2], kv_heads, group, x.shape[3]).sum(3)  # noqa: E731
     if sinks is None:
         return d_query, fold(d_key), fold(d_value), d_scores
-    # What the keys' weights lack of 1 is the sink's weight; its value is 0. A row without keys has no gradient.
+    # The keys' weights sum to 1 minus the sink's weight; the sink's value is 0. A row without keys has no gradient.
     d_sinks = -((1 - weights.sum(-1)) * (weights * d_weights).sum(-1)).sum((0, 2))
     return d_query, fold(d_key), fold(d_value), d_scores, d_sinks
 
 
 def alibi(slopes, distance):
-    """The bias (N, T, S) of distances (T, S), the query's position minus the key's, and its gradient as a function of
+    """The bias (N, T, S) for distances (T, S), the query's position minus the key's, and its gradient as a function of
     the gradients (B, N, T, S) of all elements."""
     far = np.abs(distance).astype(np.float64)
     return -np.asarray(slopes)[:, None, None] * far, lambda d: -(d * far).sum((0, 2, 3))
@@ -78,7 +78,7 @@ def t5(table, distance, max_distance, bidirectional):
 
 
 def pairs(num_queries, num_keys, sees, query_start=0, key_start=0, is_causal=False):
-    """(T, S) bool, pair by pair: sees(i, j) of absolute positions, and j <= i where causal."""
+    """(T, S) bool, pair by pair: sees(i, j) for absolute positions, and j <= i if causal."""
     return np.array(
         [
             [bool(sees(i, j)) and (j <= i or not is_causal) for j in range(key_start, key_start + num_keys)]
@@ -155,7 +155,7 @@ def block_mask(block, mask):
 
 
 def relative_error(got, expected):
-    """The norm of the difference over the norm of what is expected (over 0.01 where that is about 0)."""
+    """The norm of the difference over the norm of the expected value (or over 0.01 if that is near 0)."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, (got.shape, expected.shape)
     return np.linalg.norm((got - expected).ravel()) / max(np.linalg.norm(expected.ravel()), 1e-2)

@@ -1,4 +1,4 @@
-"""Compression from equations 8-12, and the network of BRL, block by block, slicing each history where it is needed."""
+"""Compression from equations 8-12, and BRL's network, block by block, with each history sliced when needed."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.oracles.parts import feed_forward, layers, norm, project, relu, rotar
 
 
 def compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
-    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
+    """One batch entry and head at a time; analytic, so complex steps give derivatives."""
     batch, m, heads, _ = q.shape
     s = k1.shape[1]
     bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
@@ -28,10 +28,10 @@ def compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
 
 
 def brl_network(params, mechanism, d, x):
-    """Algorithm 1 (or equations 4-12), block by block, with each history sliced where it is needed."""
+    """Algorithm 1 (or equations 4-12), block by block, with each history sliced when needed."""
     m = mechanism
     n = x.shape[0]
-    block = m.block_size if d.is_causal else n  # the cases give it
+    block = m.block_size if d.is_causal else n  # all cases set it
     history = m.block_size if m.history_size is None else m.history_size
     mask = local_mask(n, d, m.local)
     table = params["carrier_0"]["tokens"]
@@ -69,7 +69,7 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
     equations = m.formulation == "equations"
     read = ct
     if source.shape[0]:
-        # Distance of a token before the block to the block's start; in an encoder to evenly spread places.
+        # The distance from a token before the block to the block's start; in an encoder, to evenly spread positions.
         if d.is_causal:
             query_places, key_places = np.full(count, 0), np.arange(-source.shape[0], 0)
         else:

@@ -22,7 +22,7 @@ def full_mix(u, p, m, d):
 
 
 def diag_mix(u, p, m, d):
-    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalised together."""
+    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalized together."""
     block = np.arange(len(u)) // m.block_size
     mask = (block[:, None] == block) & full_mask(len(u), d, m)
     if m.score == "softmax":
@@ -33,7 +33,7 @@ def diag_mix(u, p, m, d):
 
 
 def hopfield_mix(u, p, m, d):
-    """Each step but the last replaces the query by a mixture of the visible keys; the last reads the values."""
+    """Each step except the last replaces the query by a mixture of the visible keys; the last reads the values."""
     mask, heads = full_mask(len(u), d, m), []
     for q, k, v in head_inputs(u, p, d):
         for _ in range(m.steps - 1):

@@ -1,4 +1,4 @@
-"""The network of local attention: softmax under a mask that is built pair by pair."""
+"""The network of local attention: softmax under a mask built pair by pair."""
 
 import numpy as np
 

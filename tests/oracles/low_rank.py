@@ -1,4 +1,4 @@
-"""Networks of the mechanisms of low rank."""
+"""Networks of the low-rank mechanisms."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def linformer_mix(u, p, m, d):
 
 
 def pseudo_inverse(a, steps):
-    """The iteration of order three; the largest sums are chosen by their real parts."""
+    """The third-order iteration; selects the largest sums by their real parts."""
     rows, columns = a.sum(1), a.sum(0)
     z = a.T / (rows[np.argmax(np.real(rows))] * columns[np.argmax(np.real(columns))])
     one = np.eye(len(a))
@@ -33,7 +33,7 @@ def pseudo_inverse(a, steps):
 
 
 def nystromformer_mix(u, p, m, d):
-    """Landmarks are means of segments, cut where floor(t r / n) steps."""
+    """Landmarks are means of segments; a new segment begins where floor(t r / n) increases."""
     n = len(u)
     r = min(m.num_landmarks, n)
     cuts = [-(-i * n // r) for i in range(r + 1)]
@@ -45,14 +45,14 @@ def nystromformer_mix(u, p, m, d):
         out = left @ pseudo_inverse(between, m.iterations) @ (right @ v)
         if m.conv_size:
             reach = m.conv_size // 2
-            room = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
-            out = out + sum(p["value_kernel"][a, w] * room[w : w + n] for w in range(m.conv_size))
+            padded = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
+            out = out + sum(p["value_kernel"][a, w] * padded[w : w + n] for w in range(m.conv_size))
         heads.append(out)
     return merge(heads, p)
 
 
 def skyformer_mix(u, p, m, d):
-    # The random places come from the library; half of them choose queries, half keys.
+    # The library draws the random positions; half of them select queries, half keys.
     places = np.asarray(skyformer_samples(jax.random.key(m.seed), m.num_samples), np.float64)
     places, half = np.floor(places * len(u)).astype(int), m.num_samples // 2
     heads = []
@@ -66,7 +66,7 @@ def skyformer_mix(u, p, m, d):
 
 
 def long_short_mix(u, p, m, d):
-    """Token by token: its window's keys and the projected ones, in one softmax."""
+    """Token by token: the keys of its window and the projected keys share one softmax."""
     n, group = len(u), d.num_heads // d.num_kv_heads
     q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
     logits = project(u, p["projection"])

@@ -1,4 +1,4 @@
-"""What the networks share: norms, projections, rotary positions, softmax, residual blocks."""
+"""Parts that the networks share: norms, projections, rotary positions, softmax, residual blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rotary(x, positions, theta=10000.0):
 
 
 def project(x, p):
-    """(n, d) by a kernel (d, heads, h)."""
+    """Multiplies (n, d) by a kernel (d, heads, h)."""
     y = np.tensordot(x, p["kernel"], axes=1)
     return y + p["bias"] if "bias" in p else y
 
@@ -98,7 +98,7 @@ def residual_network(mix):
 
 
 def mixer_network(mix):
-    """Blocks of a mixer alone."""
+    """Blocks with a mixer only."""
 
     def network(params, mechanism, d, x):
         for p in layers(params):
@@ -143,8 +143,8 @@ def turned(x):
 
 
 def softmax_attention(x, p, mask, d, cap=None, rotated=None):
-    """Multi-head attention with grouped heads under a mask (n, n), with p's norms of queries and keys, sinks and gate
-    where it has them; the first `rotated` features are rotated."""
+    """Multi-head attention with grouped heads under a mask (n, n). Uses p's norms of queries and keys, sinks and gate
+    if present, and rotates the first `rotated` features."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))

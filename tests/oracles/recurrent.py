@@ -1,7 +1,6 @@
-"""Networks of the mechanisms with a state of fixed size.
+"""Networks of the mechanisms with a fixed-size state.
 
-Weights are written as dense (n, n) matrices and recurrences token by token: neither chunks nor states of chunks.
-"""
+Weights are dense (n, n) matrices and recurrences run token by token: no chunks, and no states of chunks."""
 
 from __future__ import annotations
 
@@ -52,12 +51,12 @@ def delta(q, k, v, beta, decay=None, segments=None):
 
 
 def begun(state, t, segments):
-    """The state before token t: zeros where a segment begins."""
+    """The state before token t: zeros if a segment begins there."""
     return state if segments is None else state * (t > 0 and segments[t] == segments[t - 1])
 
 
 def linear_mix(u, p, m, d):
-    """The features are rotated, except in the sum that divides."""
+    """Rotates the features, except in the normalizing sum."""
     phi = FEATURES[m.feature_map]
     mask = full_mask(len(u), d, m)
     heads = []
@@ -83,7 +82,7 @@ def delta_mix(u, p, m, d):
 
 
 def short_convolved(x, p):
-    """SiLU of the sum over the last tokens of (n, heads, h), each channel by itself."""
+    """SiLU of the sum over the last tokens of (n, heads, h), separately for each channel."""
     kernel = p["kernel"]
     before = np.concatenate([np.zeros((len(kernel) - 1, *x.shape[1:])), x])
     sums = np.stack([(before[t : t + len(kernel)] * kernel).sum(0) for t in range(len(x))])
@@ -182,7 +181,7 @@ def cosformer_mix(u, p, m, d):
 
 
 def performer_mix(u, p, m, d):
-    # The random directions come from the library; tests in tests/attention check them.
+    # The library draws the random directions; tests/attention checks them.
     directions = performer_projection(jax.random.key(m.seed), m.features(d.head_dim), d.head_dim)
     directions = np.asarray(directions, np.float64)
 
@@ -198,7 +197,7 @@ def performer_mix(u, p, m, d):
 
 
 def flow_mix(u, p, m, d):
-    """Every flow is a sum over the tokens that a causal token has seen."""
+    """Every flow sums over the tokens that a causal token has seen."""
     n = len(u)
     heads = []
     for q, k, v in head_inputs(u, p, d, rotated=False):
@@ -253,7 +252,7 @@ def flash_attend(maps, v, bias, m, d):
 
 
 def bsbr_mix(u, p, m, d):
-    """Token by token: its chunk's softmax, then the products of the chunks that its own retrieves from."""
+    """Token by token: the softmax of its chunk, then the products of the chunks that its chunk retrieves from."""
     n, c = len(u), m.chunk_size
     starts = range(0, n, c)
     ends = [min(s + c, n) for s in starts]

@@ -10,7 +10,7 @@ from tests.oracles.parts import head_inputs, merge, project, relu, residual_netw
 
 
 def informer_mix(u, p, m, d):
-    # The random fractions come from the library.
+    # The library draws the random fractions.
     n = len(u)
     sees = [t + 1 if d.is_causal else n for t in range(n)]
     logarithms = [max(1, int(np.ceil(np.log(s)))) for s in sees]
@@ -51,7 +51,7 @@ def native_sparse_mix(u, p, m, d):
     starts = range(0, n - length + 1, stride)
 
     def compressed(name):
-        """(C, K, h): a network of one hidden layer with GELU by tanh over the tokens of each block."""
+        """(C, K, h): one hidden layer with tanh GELU over each block's tokens."""
         x, blocks = project(u, p[f"compressed_{name}"]), []
         for start in starts:
             block = np.moveaxis(x[start : start + length], 0, 2) + p[f"compress_{name}_places"]
@@ -99,8 +99,8 @@ def native_sparse_mix(u, p, m, d):
 
 
 def reformer_mix(u, p, m, d):
-    """Token by token, round by round: the softmax over what is seen in any round."""
-    # The random directions come from the library.
+    """Token by token, round by round: the softmax over everything seen in any round."""
+    # The library draws the random directions.
     sizes = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
     rotations = np.asarray(reformer_rotations(jax.random.key(m.seed), d.head_dim, **sizes), np.float64)
     n, size, group = len(u), m.chunk_size, d.num_heads // d.num_kv_heads
@@ -126,7 +126,7 @@ def reformer_mix(u, p, m, d):
 
 
 def sinkhorn_mix(u, p, m, d):
-    """Block by block: the own tokens and the mixed ones, in one softmax."""
+    """Block by block: the block's tokens and the mixed ones share one softmax."""
     n, w = len(u), m.block_size
     count, group = -(-n // w), d.num_heads // d.num_kv_heads
     starts = range(0, n, w)
@@ -140,7 +140,7 @@ def sinkhorn_mix(u, p, m, d):
         for _ in range(m.iterations):
             rows = s.sum(1, keepdims=True)
             s = s / np.where(rows == 0, 1, rows)
-            # Divided by the column so far, or by all of it.
+            # Divided by the column so far, or by the whole column.
             columns = np.stack([s[: i + 1].sum(0) if d.is_causal else s.sum(0) for i in range(count)])
             s = s / np.where(columns == 0, 1, columns)
         out = []

@@ -1,8 +1,7 @@
 """Networks of the structured-matrix mechanisms.
 
-Score matrices are dense (n, n) sums, bilinear forms dense (d, d) matrices put together entry by entry from the weights;
-where layer norms stand between the factors, features are made channel block by channel block.
-"""
+Score matrices are dense (n, n) sums, and bilinear forms are dense (d, d) matrices assembled from the weights entry by
+entry. If layer norms come between the factors, features are computed channel block by channel block."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def same_block(length, size):
 
 
 def mlr_attention(arrays, ranks, sizes, visible):
-    """The output and the gradients of query, key and value from dense scores, which are a bias on scores of zero."""
+    """The output and the gradients of query, key and value from dense scores, added as a bias to scores of zero."""
     query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
     length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
     wide = np.repeat(key, group, 2)
@@ -85,7 +84,7 @@ def limited(weight, fan_in, fan_out, m):
 
 
 def turned(features, places):
-    """Rotary positions on (n, f); an odd last feature stays."""
+    """Rotary positions on (n, f); an odd last feature stays unrotated."""
     even = features.shape[1] // 2 * 2
     head = rotary(features[:, None, :even], places)[:, 0]
     return np.concatenate([head, features[:, even:]], 1)

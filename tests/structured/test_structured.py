@@ -1,4 +1,4 @@
-"""Structured matrices against NumPy matrices put together from their parameters, entry by entry."""
+"""Structured matrices against NumPy matrices assembled from their parameters, entry by entry."""
 
 import functools
 
@@ -24,7 +24,7 @@ from brl_jax.structured.mlbtc import ContractionSizes
 from tests.marks import slow_unless
 
 KEY = jax.random.key(3)
-# Rectangular wherever a matrix can be. name: (matrix, shape, parameters, rank)
+# Rectangular if the family allows it. name: (matrix, shape, parameters, rank)
 MATRICES = {
     "low_rank": (LowRank.init(KEY, 12, 18, 4), (12, 18), 30 * 4, 4),
     "block_low_rank": (BlockLowRank.init(KEY, 12, 18, 3, 2), (12, 18), 30 * 2, 6),
@@ -113,7 +113,7 @@ def close(got, expected):
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_equals_its_definition(name):
-    """The dense form, products, bilinear forms, and all of them as block tensor contractions."""
+    """The dense form, products and bilinear forms, also written as block tensor contractions."""
     matrix, shape, parameters, rank = MATRICES[name]
     dense = ORACLES[name](matrix)
     assert matrix.shape == matrix.as_mlbtc().shape == dense.shape == shape
@@ -133,20 +133,20 @@ def test_equals_its_definition(name):
 
 
 @pytest.mark.parametrize("name", slow_unless(MATRICES, ("mlr", "btt")))
-def test_flops_are_those_of_the_products(name):
-    """As the compiler counts them, additions of levels aside; fewer than the dense product's at a width of use."""
+def test_flops_equal_the_products(name):
+    """As the compiler counts them, apart from sums of levels; fewer than the dense product's at a realistic width."""
     matrix = MATRICES[name][0]
-    # A batch makes them products of matrices, which the compiler counts as two for each pair.
+    # A batch turns them into matrix products, which the compiler counts as two operations per pair.
     y = jnp.ones((64, matrix.shape[1]), jnp.float32)
     counted = jax.jit(lambda m, y: m.matmul(y)).lower(matrix, y).compile().cost_analysis()["flops"]
     levels = len(matrix.as_mlbtc().levels)
-    # Some products of single numbers lack the addition; sums of levels add one a row.
+    # Some products of single numbers need no addition; sums of levels add one per row.
     assert 0.5 * 64 * matrix.flops <= counted <= 64 * (matrix.flops + levels * matrix.shape[0])
 
 
 def test_cheaper_than_dense_at_full_rank():
-    """A BTT of rank 1 and a butterfly of width 256 have full rank with a fraction of the numbers."""
-    # A product of eight random factors is too near to singular for float32; one of rotations is orthogonal.
+    """A BTT of rank 1 and a butterfly of width 256 have full rank with far fewer numbers."""
+    # A product of eight random factors is too close to singular for float32; a product of rotations is orthogonal.
     angle = jax.random.uniform(KEY, (8, 128), jnp.float32, 0, 2 * np.pi)
     turns = jnp.stack([jnp.cos(angle), -jnp.sin(angle), jnp.sin(angle), jnp.cos(angle)], -1)
     for matrix in (BTT.init(KEY, (16, 16), (16, 16), 1), Butterfly(turns.reshape(8, 128, 2, 2))):
@@ -175,7 +175,7 @@ def test_gradients_flow_through_the_pytree():
 
 
 def test_maps_over_heads():
-    """A pytree of stacked parameters goes through vmap, one matrix for each head."""
+    """vmap maps over a pytree of stacked parameters, with one matrix per head."""
     heads = [BTT.init(key, (3, 4), (2, 8), 1) for key in jax.random.split(KEY, 5)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *heads)
     y = jnp.ones((7, 16), jnp.float32)
@@ -194,7 +194,7 @@ def test_identity_of_every_family_that_holds_it():
     for matrix in (monarch, kronecker, fine, Butterfly(factors)):
         np.testing.assert_array_equal(matrix.to_dense(), unit)
         np.testing.assert_array_equal(matrix.as_mlbtc().to_dense(), unit)
-    # Eckart and Young: no matrix of rank r is nearer to the identity than sqrt(n - r).
+    # Eckart and Young: no matrix of rank r is closer to the identity than sqrt(n - r).
     best = np.diag((np.arange(16) < 4) * 1.0)
     assert np.linalg.norm(unit - best) == pytest.approx(np.sqrt(12))
     assert LowRank.init(KEY, 16, 16, 4).rank == 4

@@ -1,4 +1,4 @@
-"""Inputs of attention functions, and comparisons with the float64 references."""
+"""Inputs for attention functions, and comparisons with the float64 references."""
 
 import functools
 import re
@@ -21,8 +21,8 @@ def random_qkv(
 
 
 def outputs_and_gradients(function, query, key, value, d_out, **options):
-    """The output and the gradients of query, key and value, in one compiled function; arrays among the options are
-    traced."""
+    """The output and the gradients of query, key and value, in one compiled function that traces arrays among the
+    options."""
 
     @jax.jit
     def both(query, key, value, d_out, traced):
@@ -47,7 +47,7 @@ def assert_close(got, expected, tolerance=1e-4):
 
 
 def close(actual, expected, tolerance=2e-5):
-    """The norm of the difference is at most the tolerance times the norm of what is expected."""
+    """Asserts that the norm of the difference is at most `tolerance` times the norm of the expected value."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program bring each other."""
+"""What the devices of a compiled program exchange."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 def collectives(compiled: Any) -> list[tuple[str, int]]:
-    """(kind, elements of a device's result) of each; an all-to-all has one array for each device."""
+    """(kind, elements of a device's result) of each collective; an all-to-all has one array per device."""
     found = []
     for shapes, kind in _FOUND.findall(compiled.as_text()):
         sizes = [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in _SHAPE.findall(shapes)]

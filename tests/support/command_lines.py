@@ -1,11 +1,11 @@
-"""Command lines that tests put together."""
+"""Builds command lines for tests."""
 
 from collections.abc import Sequence
 
 
 def last_wins(line: str | Sequence[str]) -> list[str]:
-    """The words of a command line in which an option that is given twice has its last value: commands refuse the two,
-    and tests override the options of a common line."""
+    """The words of a command line in which a repeated option keeps only its last value: commands refuse repetitions,
+    and tests override options of a common line."""
     words = line.split() if isinstance(line, str) else list(line)
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
     first = starts[0] if starts else len(words)

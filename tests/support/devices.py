@@ -1,11 +1,10 @@
-"""A process of eight simulated devices, which computes what tests ask of it: a process keeps the devices it began with.
+"""A process with eight simulated devices computes what tests ask for, since a process cannot change its devices.
 
-    result = devices.ask("tests.train.meshes", "rows")
+result = devices.ask("tests.train.meshes", "rows")
 
-calls `PARTS["rows"]()` of that module there. Starting one takes seconds and so do the programs that it compiles, so the
-fixture `devices` of tests/conftest.py is one for the session, and its tests are of one group for xdist. Tests of fewer
-devices use the first of the eight.
-"""
+calls `PARTS["rows"]()` of that module there. Starting the process takes seconds, and so does compiling its programs, so
+the fixture `devices` of tests/conftest.py lasts for the session and its tests share one xdist group. Tests that need
+fewer devices use the first of the eight."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Devices:
-    """The process, which starts with the first question; each is answered once."""
+    """The process, started by the first question. Repeated questions get the stored answer."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], Any] = {}
@@ -57,14 +56,14 @@ class Devices:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=60)
-            except subprocess.TimeoutExpired:  # its answers are in; the suite does not wait for how it ends
+            except subprocess.TimeoutExpired:  # it has answered; the suite does not wait for it to exit
                 self._process.kill()
                 self._process.communicate()
         self._log.close()
 
 
 def main() -> None:
-    """Answers one question a line; whatever is printed on the way goes to stderr."""
+    """Answers one question per line; everything printed meanwhile goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
@@ -78,7 +77,7 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", folder)  # some programs of one device are needed twice
+        jax.config.update("jax_compilation_cache_dir", folder)  # some single-device programs are needed twice
         for line in sys.stdin:
             module, part = json.loads(line)
             try:

@@ -1,7 +1,6 @@
-"""One device against a mesh of eight, two rows of four, which the process of `tests.support.devices` has.
+"""Compares one device with a mesh of eight, two rows of four, in the process of `tests.support.devices`.
 
-A test module names its cases in PARTS and asks for them by the fixture `devices`; the functions here run there.
-"""
+A test module names its cases in PARTS and asks for them through the fixture `devices`; the functions here run there."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def draw(*shape: int, seed: int) -> jax.Array:
 
 
 def with_gradients(function: Callable[..., Any]) -> Any:
-    """The function's results and the gradients of its operands, in one program."""
+    """The function's results and its operands' gradients, in one program."""
 
     def both(*operands):
         out, pull = jax.vjp(function, *operands)
@@ -39,19 +38,19 @@ def with_gradients(function: Callable[..., Any]) -> Any:
 
 
 def on_mesh(function: Callable[..., Any], *operands: Any) -> list[np.ndarray]:
-    """The function's results and the gradients of its operands, on the mesh."""
+    """The function's results and its operands' gradients, on the mesh."""
     with jax.set_mesh(mesh()):
         return [np.asarray(x) for x in jax.tree.leaves(with_gradients(function)(*operands))]
 
 
 def compared(function: Callable[..., Any], *operands: Any) -> list[list[np.ndarray]]:
-    """The results and gradients on one device, and those on the mesh."""
+    """The results and gradients on one device, and on the mesh."""
     alone = [np.asarray(x) for x in jax.tree.leaves(with_gradients(function)(*operands))]
     return [alone, on_mesh(function, *operands)]
 
 
 def after(function: Callable[..., Any], place: int, tokens: Any, *others: Any) -> list[np.ndarray]:
-    """The output on the mesh, and the same with other tokens from `place` on."""
+    """The output on the mesh, and the output with other tokens from `place` on."""
     other = [x.at[:, place:].add(3.0) for x in tokens]
     with jax.set_mesh(mesh()):
         run = jax.jit(function)
@@ -59,7 +58,7 @@ def after(function: Callable[..., Any], place: int, tokens: Any, *others: Any) -
 
 
 def moved(function: Callable[..., Any], *operands: Any, length: int) -> list[tuple[str, int]]:
-    """(kind, elements) of what each collective brings to a device where rows of `length` have 4,096 tokens."""
+    """(kind, elements) that each collective brings to a device, if the rows of `length` have 4,096 tokens."""
 
     def shape(x):
         dims = [4096 if n == length else n for n in x.shape]
@@ -71,7 +70,8 @@ def moved(function: Callable[..., Any], *operands: Any, length: int) -> list[tup
 
 
 def check_equal(expected: Any, got: Any, tolerance: float = 1e-5) -> None:
-    """Each array is finite and nears the one expected, which is not about 0, by its largest number."""
+    """Asserts that each array is finite and close to the expected one, relative to its largest number, which is not
+    near 0."""
     for x, y in zip(expected, got, strict=True):
         assert np.isfinite(y).all()
         assert np.abs(x).max() > 0.01
@@ -79,6 +79,6 @@ def check_equal(expected: Any, got: Any, tolerance: float = 1e-5) -> None:
 
 
 def check_prefix(whole: np.ndarray, other: np.ndarray, place: int) -> None:
-    """No bit changes before the place, and something does after it."""
+    """Asserts that no bit changes before the place, and something does after it."""
     assert (whole[:, :place] == other[:, :place]).all()
     assert not (whole[:, place:] == other[:, place:]).all()

@@ -1,4 +1,4 @@
-"""Programs as users get them: the other tests compile with few optimisations (`tests/conftest.py`)."""
+"""Programs compiled as for users; the other tests compile with few optimizations (`tests/conftest.py`)."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ if jax.__version_info__ < (0, 11):
 
 
 def optimised(lowered: Any) -> Any:
-    """A lowered program, compiled with all optimisations. Which arrays are copied depends on them."""
+    """Compiles a lowered program with all optimizations, which decide what arrays are copied."""
     return lowered.compile(_OPTIONS)

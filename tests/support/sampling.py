@@ -1,11 +1,10 @@
-"""Some of the cases of each slow test, others at every commit, for a check that is quick and sees all in time.
+"""Runs some cases of each slow test, different ones at every commit: a quick check that covers everything over time.
 
-    python -m pytest -m slow --cases 2
+python -m pytest -m slow --cases 2
 
-runs every slow test function, with at most two of its slow parameters. The commit chooses them, so that a run can be
-repeated; `--cases-of NAME` chooses as another commit would. Tests that share a group (the laws of one mechanism share
-its compiled networks) choose the same ones where they can.
-"""
+runs every slow test function with at most two of its slow parameters. The commit selects them, so a run can be
+repeated; `--cases-of NAME` selects as another commit would. Tests that share a group (such as the laws of one
+mechanism, which share its compiled networks) select the same ones if they can."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ def group_of(item: Any) -> str | None:
 
 
 def commit() -> str:
-    """The commit that is checked out, or nothing outside a repository."""
+    """The current commit, or nothing outside a repository."""
     line = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def left_out(items: Sequence[Any], cases: int, seed: str) -> list[Any]:
-    """The slow items beyond the first `cases` of their function, in the order that `seed` puts them."""
+    """The slow items beyond the first `cases` of their function, in the order given by `seed`."""
 
     def order(item: Any) -> list[str]:
         names = group_of(item), item.nodeid

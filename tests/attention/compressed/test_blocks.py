@@ -126,7 +126,7 @@ def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
         ({"block_size": 16.0}, "block_size must be an integer, got 16.0"),
     ],
 )
-def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, implementation):
+def test_invalid_calls_are_refused_by_every_implementation(change, message, implementation):
     query, key = jnp.ones((1, 2, 4, 1, 4)), jnp.ones((1, 32, 1, 4))
     given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1}
     given |= {"block_size": 16, "history_size": 16} | change

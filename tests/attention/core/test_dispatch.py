@@ -130,7 +130,7 @@ def test_forced_kernel_refuses_other_platforms(name):
         jax.jit(forced).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
-def test_the_first_backend_that_serves_is_taken(caplog):
+def test_the_first_supporting_backend_runs_the_call(caplog):
     """Backends are tried in order of preference. If none supports the call, XLA runs it and logs each reason once."""
 
     def backend(name, reason, unsuited=False):
@@ -156,7 +156,7 @@ def test_the_first_backend_that_serves_is_taken(caplog):
         run(old, three, implementation="ab")
 
 
-def test_what_no_kernel_serves(caplog):
+def test_calls_that_no_kernel_supports(caplog):
     """If forced, an error names the argument; by default XLA runs the call and logs that once."""
     q, k, v = arrays(TOKENS, TOKENS, TOKENS)
     refused = {

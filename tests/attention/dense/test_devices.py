@@ -24,12 +24,12 @@ from tests.support.collectives import collectives
 from tests.support.meshes import check_equal, check_prefix
 
 pytestmark = pytest.mark.xdist_group("devices")
-ROWS = P("rows", "stretch")
+ROWS = P("rows", "shard")
 
 
 def mesh(devices):
     shape = (8 // devices, devices)
-    return Mesh(np.array(jax.devices()).reshape(shape), ("rows", "stretch"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(np.array(jax.devices()).reshape(shape), ("rows", "shard"), axis_types=(AxisType.Auto,) * 2)
 
 
 def packed(length):
@@ -54,7 +54,7 @@ def case(
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
 
     def local(query, key, value, sinks, ids, lengths):
-        given = {"axis_name": "stretch", "is_causal": is_causal, "key_value_seq_lengths": lengths}
+        given = {"axis_name": "shard", "is_causal": is_causal, "key_value_seq_lengths": lengths}
         given |= {"segment_ids": ids, **options}
         if steps is not None:
             return sharded.hopfield_attention(query, key, value, steps=steps, **given)
@@ -145,10 +145,10 @@ def work():
     """For each of 8 devices with 12 tokens and each round: how many pairs of a query and a key are multiplied, and how
     many of those are visible."""
     half = 6
-    ring = sharded.Ring("stretch", True)
+    ring = sharded.Ring("shard", True)
 
     def local():
-        here = jax.lax.axis_index("stretch")
+        here = jax.lax.axis_index("shard")
         parts = [np.array([2 * i, 15 - 2 * i]) * half for i in range(8)]
         starts = jnp.asarray(parts)
 
@@ -168,7 +168,7 @@ def work():
         ]
         return jnp.stack(counts)[None]
 
-    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("stretch")))())
+    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("shard")))())
 
 
 def shared_queries(is_causal, function=full_attention, around=None, **options):
@@ -294,7 +294,7 @@ def test_no_row_is_gathered(result, name):
     assert max(elements for _, elements in found) <= 4 * 1024 * 32
 
 
-def test_odd_stretches_of_causal_attention_are_refused():
+def test_odd_shards_of_causal_attention_are_refused():
     odd = jnp.zeros((1, 3, 1, 8))
     with pytest.raises(ValueError, match=r"same even number of tokens per device if is_causal, got 3 and 3"):
         jax.eval_shape(lambda x: sharded.full_attention(x, x, x, axis_name="x", is_causal=True), odd)

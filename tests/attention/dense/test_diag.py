@@ -69,9 +69,9 @@ def test_pieces_of_any_size(score):
     state = init_diag_state(1, key.shape[2], 8)
     step = jax.jit(functools.partial(diag_attention, score=score, is_causal=True, return_state=True))
     outputs, start = [], 0
-    for size, room in ((1, 0), (7, 3), (56, 0), (64, 0), (1000, 90), (1, 5), (871, 0)):
+    for size, pad in ((1, 0), (7, 3), (56, 0), (64, 0), (1000, 90), (1, 5), (871, 0)):
         pieces = [
-            jnp.pad(x[:, start : start + size], ((0, 0), (0, room), (0, 0), (0, 0)), constant_values=np.nan)
+            jnp.pad(x[:, start : start + size], ((0, 0), (0, pad), (0, 0), (0, 0)), constant_values=np.nan)
             for x in (query, key, value)
         ]
         out, state = step(*pieces, state=state, count=jnp.int32(size))

@@ -25,7 +25,7 @@ ROWS = {"random": array(L - 7, N, R), "dense": array(B, L - 7, N, R)}
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", ROWS)
-def test_outputs_and_gradients_are_those_of_the_plain_form(form, is_causal):
+def test_outputs_and_gradients_equal_the_plain_form(form, is_causal):
     weight = array(B, L - 7, N, V)
 
     def both(function):

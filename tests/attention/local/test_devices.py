@@ -35,7 +35,7 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
+def both(whole, sharded_call, arrays, specs, others=(), other_specs=(), interpreted=False):
     """Results and gradients of a function on whole sequences, and of its sharded form.
 
     interpreted: whether it is a kernel, which JAX interprets under `vmap` but not under `shard_map`. Returns None if
@@ -56,9 +56,9 @@ def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted
     out_spec = specs[0]
     in_specs = (*specs, *other_specs)
     if interpreted:
-        mapped = in_lanes(stretches, in_specs)
+        mapped = in_lanes(sharded_call, in_specs)
     else:
-        mapped = jax.shard_map(stretches, mesh=mesh(), in_specs=in_specs, out_specs=out_spec)
+        mapped = jax.shard_map(sharded_call, mesh=mesh(), in_specs=in_specs, out_specs=out_spec)
     return run(whole), run(mapped)
 
 
@@ -92,7 +92,7 @@ def local(pattern, is_causal, lengths=None, segments=None, sinks=None):
             query, key, value, segment_ids=segments, key_value_seq_lengths=lengths, sinks=sinks, **options
         )
 
-    def stretches(query, key, value, sinks, segments, lengths):
+    def sharded_call(query, key, value, sinks, segments, lengths):
         return sharded.local_attention(
             query,
             key,
@@ -107,9 +107,9 @@ def local(pattern, is_causal, lengths=None, segments=None, sinks=None):
     others, other_specs = (segments, lengths), (WHOLE if segments is None else CUT, WHOLE)
     if sinks is None:
         others, other_specs = (None, *others), (WHOLE, *other_specs)
-        return both(whole, stretches, (query, key, value), (CUT,) * 3, others, other_specs)
+        return both(whole, sharded_call, (query, key, value), (CUT,) * 3, others, other_specs)
     arrays = (query, key, value, np.asarray(sinks, np.float32))
-    return both(whole, stretches, arrays, (*[CUT] * 3, WHOLE), others, other_specs)
+    return both(whole, sharded_call, arrays, (*[CUT] * 3, WHOLE), others, other_specs)
 
 
 ENDS = np.iinfo(np.int32)
@@ -147,9 +147,9 @@ def compressed(score="softmax", contrast=True, lengths=None, bias=False, impleme
             implementation=implementation,
         )
 
-    stretches = functools.partial(function, axis_name="sequence")
+    sharded_call = functools.partial(function, axis_name="sequence")
     return both(
-        function, stretches, arrays, specs, (lengths,), (WHOLE,), implementation == "pallas_interpret"
+        function, sharded_call, arrays, specs, (lengths,), (WHOLE,), implementation == "pallas_interpret"
     )
 
 
@@ -170,7 +170,7 @@ def blocks(history, block, earlier):
         joined = [jnp.concatenate(pair, axis=1) for pair in zip(before, (key, contrast_key, value))]
         return brl_jax.compress_blocks(query, *joined, gamma=gamma, history_lengths=exist, **options)
 
-    def stretches(query, key, contrast_key, value, *rest):
+    def sharded_call(query, key, contrast_key, value, *rest):
         *first, gamma, exist = rest
         return compressed_sharded.compress_blocks(
             query, key, contrast_key, value, gamma=gamma, axis_name="sequence", history_lengths=exist,
@@ -179,12 +179,12 @@ def blocks(history, block, earlier):
 
     given = first if earlier else []
     arrays, specs = [*arrays, *given, gamma], [*(CUT,) * 4, *(WHOLE,) * (len(given) + 1)]
-    return both(whole, stretches, arrays, specs, (exist,), (P("sequence"),))
+    return both(whole, sharded_call, arrays, specs, (exist,), (P("sequence"),))
 
 
 CASES = {
     "window": lambda: local(SlidingWindow(4, 0), True),
-    "window over several stretches, packed": lambda: local(SlidingWindow(16, 0), True, segments=packed()),
+    "window over several shards, packed": lambda: local(SlidingWindow(16, 0), True, segments=packed()),
     "both sides, padded": lambda: local(SlidingWindow(3, 9), False, lengths=[28, 17]),
     "ids at the ends of int32, padded": lambda: local(
         SlidingWindow(9, 3),
@@ -192,7 +192,7 @@ CASES = {
         lengths=[28, 17],
         segments=packed([-1, ENDS.min, ENDS.max], [ENDS.min + 1, -2]),
     ),
-    "negative ids over several stretches": lambda: local(
+    "negative ids over several shards": lambda: local(
         SlidingWindow(16, 0), True, segments=packed([-1, -2, -1], [-2, -1])
     ),
     "window over everything": lambda: local(SlidingWindow(100, 100), False, segments=packed()),
@@ -200,14 +200,14 @@ CASES = {
         SlidingWindow(16, 0), True, segments=packed(), sinks=[0.5, -1.0, 2.0, 0.0]
     ),
     "dilated": lambda: local(Dilated(2, 0, 3), True, segments=packed()),
-    "blocks that no stretch holds": lambda: local(BlockDiagonal(5), True),
+    "blocks that no shard holds": lambda: local(BlockDiagonal(5), True),
     "compress": compressed,
     "compress, padded": lambda: compressed(lengths=[28, 5], bias=True),
     "compress, relu2": lambda: compressed("relu2", lengths=[23, 1]),
     "compress, laplace, once": lambda: compressed("laplace", contrast=False),
     "compress, kernel": lambda: compressed(lengths=[512, 140], implementation="pallas_interpret", length=512),
     "history of one block": lambda: blocks(4, 4, None),
-    "history over several stretches": lambda: blocks(21, 4, 21),
+    "history over several shards": lambda: blocks(21, 4, 21),
     "history begun": lambda: blocks(5, 4, 2),
 }
 
@@ -242,11 +242,11 @@ PARTS = {**CASES, "travelled": travelled, "kernels": kernels}
 
 # Fast: neighbours that send what windows reach, blocks and histories over several devices, and sums over all devices.
 FAST = (
-    "window over several stretches, packed",
+    "window over several shards, packed",
     "both sides, padded",
-    "blocks that no stretch holds",
+    "blocks that no shard holds",
     "compress, padded",
-    "history over several stretches",
+    "history over several shards",
 )
 
 
@@ -256,7 +256,7 @@ def result(devices):
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, FAST))
-def test_results_and_gradients_are_those_of_one_device(result, name):
+def test_results_and_gradients_equal_one_devices(result, name):
     if result(name) is None:
         pytest.skip("JAX 0.12 can look at a kernel neither under shard_map nor, sharing a result, under vmap")
     check_equal(*result(name))

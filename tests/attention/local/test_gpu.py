@@ -59,7 +59,7 @@ def installed(monkeypatch):
         ({"bias": ALiBi(alibi_slopes(2))}, "bias must be None, got ALiBi"),
     ],
 )
-def test_what_the_kernel_cannot_serve(options, message):
+def test_what_the_kernel_does_not_support(options, message):
     with pytest.raises(
         NotImplementedError, match=f"local_attention with implementation='triton': .*{message}"
     ):
@@ -81,7 +81,7 @@ def test_interpretation_is_chosen_for_a_process(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-def test_who_interprets_kernels_of_their_own_gets_xla_by_default(monkeypatch):
+def test_xla_is_the_default_where_users_interpret_their_kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = jnp.sin(jnp.arange(float(X.size))).reshape(X.shape)
     expected = local_attention(x, x, x, local_window_size=3, implementation="xla")

@@ -34,7 +34,7 @@ def test_bias_and_mask_by_position(shape):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_beside_a_position_bias_is_refused():
+def test_a_mask_with_a_position_bias_is_refused():
     mask = jnp.ones((LENGTH, LENGTH), bool)
     with pytest.raises(ValueError, match="mask must be None with a ALiBi"):
         local_attention(*qkv(1), ALiBi(alibi_slopes(HEADS)), mask, local_window_size=2)

@@ -212,7 +212,7 @@ def result(devices):
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("linear, packed", "gau, packed")))
-def test_results_and_gradients_are_those_of_one_device(result, name):
+def test_results_and_gradients_equal_one_devices(result, name):
     check_equal(*result(name))
 
 

@@ -97,7 +97,7 @@ def test_compress_blocks():
         (brl_jax.RotaryBias(jnp.ones((2, 4)), jnp.ones((2, 4))), "as many key heads as query heads, got 1 and 2"),
     ],
 )  # fmt: skip
-def test_what_the_kernel_of_gau_cannot_serve(bias, message):
+def test_what_the_kernel_of_gau_does_not_support(bias, message):
     query, key = random(0, 1, 9, 2, 6), random(1, 1, 9, 1, 6)
     with pytest.raises(
         NotImplementedError, match=f"gau_attention with implementation='triton_interpret': .*{message}"

@@ -27,7 +27,7 @@ def convolved(x, kernel, bias, ids):
     return y
 
 
-def test_outputs_and_gradients_are_those_of_the_sum():
+def test_outputs_and_gradients_equal_the_sum():
     x, kernel, bias, weight = arrays()
 
     def loss(x, kernel, bias, ids):

@@ -60,7 +60,7 @@ def result(devices):
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("reformer, fewer heads than devices",)))
-def test_results_and_gradients_are_those_of_one_device(result, name):
+def test_results_and_gradients_equal_one_devices(result, name):
     check_equal(*result(name))
 
 

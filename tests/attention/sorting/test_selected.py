@@ -29,7 +29,7 @@ def listed_blocks():
 
 
 @pytest.mark.parametrize("all_keys", [4, 0])
-def test_results_and_gradients_are_those_of_the_oracle(all_keys, monkeypatch):
+def test_results_and_gradients_equal_the_oracle(all_keys, monkeypatch):
     monkeypatch.setattr(selected, "_ALL_KEYS", all_keys)
     monkeypatch.setattr(selected, "_QUERY_BLOCK", 20)
     starts, seen = listed_blocks()

@@ -35,7 +35,7 @@ def test_weights_are_doubly_stochastic():
     np.testing.assert_allclose(weights.sum(3), present, atol=1e-5)
 
 
-def test_causal_weights_are_those_of_every_prefix():
+def test_causal_weights_equal_every_prefixs():
     logits = random_logits(random_qkv(3), 6)
     weights = np.asarray(balanced(logits, None, 4, 0.75, True, None))
     np.testing.assert_array_equal(np.triu(weights), 0)

@@ -148,7 +148,7 @@ def test_later_tokens_change_no_bit(result, case, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_and_gradients_are_those_of_one_device(result, name):
+def test_results_and_gradients_equal_one_devices(result, name):
     check_equal(*result(name), 3e-5)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows of BRL attention: each sequence has the blocks, and the outputs, that it has alone."""
+"""Packed rows of BRL attention: each sequence has the same blocks and outputs as alone."""
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ from tests.laws.networks import relative_error
 
 
 def ids_of(sizes):
-    """Ids of a row of sequences of these lengths, neighbours with different ones."""
+    """Ids of a row of sequences with these lengths; neighbours differ."""
     return np.concatenate([np.full(size, 7 * (i % 3), np.int32) for i, size in enumerate(sizes)])
 
 
@@ -61,7 +61,7 @@ def test_the_blocks_of_a_row(block):
 
 @pytest.mark.slow  # law 4 has two sequences
 def test_many_sequences_in_a_row_are_each_alone():
-    """Outputs and gradients, with a bias that not only softmax takes, and a memory that a packed row does not read."""
+    """Outputs and gradients, with a bias that not only softmax takes, and a memory that packed rows do not read."""
     sizes = (1, 8, 9, 3, 17, 2)
     mechanism = BRLConfig(
         window=3, num_compressed=3, block_size=4, history_size=6, score="laplace", bias="alibi", gamma=0.5
@@ -71,7 +71,7 @@ def test_many_sequences_in_a_row_are_each_alone():
     x = rng.standard_normal((1, sum(sizes), 16)).astype(np.float32)
     weight = rng.standard_normal(x.shape).astype(np.float32)
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
-    # What follows a sequence changes nothing of it.
+    # Later sequences don't affect earlier ones.
     cuts = np.cumsum(sizes)[:-1]
     rows, weights = (
         np.concatenate([np.pad(part, ((0, 0), (0, max(sizes) - part.shape[1]), (0, 0))) for part in parts])

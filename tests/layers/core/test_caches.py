@@ -1,4 +1,4 @@
-"""What decoding caches have after tokens are written, at every place and with tokens that do not exist."""
+"""Contents of decoding caches after tokens are written, at every position and with missing tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_tokens_that_do_not_exist_may_reach_over_the_end():
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 9), (6, 3)])
-def test_more_tokens_than_room_are_refused(start, length):
+def test_more_tokens_than_a_cache_holds_are_refused(start, length):
     with pytest.raises(ValueError, match=f"cache: has room for 8 tokens, got {length} after {start};"):
         write_tokens(jnp.zeros((1, 8, 1, 2)), numbered(0, length), jnp.int32(start))
 
@@ -50,7 +50,7 @@ def test_a_window_slides_by_the_tokens_that_exist(count):
 @pytest.mark.parametrize(
     ("start", "seen"), [(0, [0, 0, 0, 1, 1]), (2, [0, 1, 1, 1, 1]), (7, [1, 1, 1, 1, 1])]
 )
-def test_unfilled_places_of_a_window_are_a_segment_of_their_own(start, seen):
+def test_unfilled_places_of_a_window_are_a_separate_segment(start, seen):
     queries, keys = window_segments(2, 2, 3, jnp.int32(start))
     np.testing.assert_array_equal(queries, np.ones((2, 2)))
     np.testing.assert_array_equal(keys, [seen, seen])

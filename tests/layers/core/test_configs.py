@@ -1,4 +1,4 @@
-"""What the mechanisms' configurations refuse: every field of every mechanism."""
+"""What the mechanisms' configurations refuse, for every field of every mechanism."""
 
 import dataclasses
 import types
@@ -52,7 +52,7 @@ def test_a_negative_size_is_refused(name, field):
 
 
 def test_the_fields_are_found():
-    """The tests above are of something."""
+    """Otherwise the tests above would test nothing."""
     assert ("brl", "phi") in fields_of(Literal)
     assert ("tlinformer", "context") in fields_of(Literal)
     assert ("brl", "gamma") in fields_of(float)

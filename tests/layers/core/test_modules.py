@@ -23,7 +23,7 @@ FORMULAS = {
 
 
 def _normal(u):
-    """The share of a normal distribution below u."""
+    """The normal distribution function at u."""
     return (1 + math.erf(u / math.sqrt(2))) / 2
 
 
@@ -39,7 +39,7 @@ def test_feed_forward(kind):
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gated_norm(activation):
-    """Each head by itself; all share one scale."""
+    """Normalizes each head separately; all heads share one scale."""
     x, gate = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 4))
     scale = jnp.asarray([0.5, 1.0, 2.0, -1.0])
     layer = GatedNorm(dimensions(True, norm_epsilon=0.1), activation)
@@ -61,8 +61,8 @@ def test_gated_norm(activation):
     ids=lambda value: type(value).__name__ if not isinstance(value, tuple) else "",
 )
 def test_norms_inside_mechanisms_follow_norm_epsilon(mechanism, normalised):
-    """What they normalise three times as large, with nine times the epsilon, gives the same; with the same epsilon it
-    does not. In training and in generation."""
+    """Scaling the normalized input by three and epsilon by nine changes nothing, in training and generation; scaling
+    the input alone does."""
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
 
     @functools.partial(jax.jit, static_argnums=(0, 2))

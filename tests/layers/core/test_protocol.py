@@ -1,4 +1,4 @@
-"""The protocol's text: its example is a mechanism that works."""
+"""The example in the protocol's docstring is a working mechanism."""
 
 import dataclasses
 import textwrap
@@ -38,7 +38,7 @@ def mean_config():
 
 
 def test_the_example_works_in_a_network(mean_config):
-    """It is causal, and generation of pieces, some with tokens that do not exist, gives the outputs of training."""
+    """It is causal, and generating in pieces, some with missing tokens, gives the outputs of training."""
     stack = Stack((mean_config,) * 2, dimensions(True))
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
@@ -66,7 +66,7 @@ def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
     assert int(cache.length) == 6
 
 
-def test_flags_that_cannot_be_served_are_refused(mean_config):
+def test_unsupported_flags_are_refused(mean_config):
     with pytest.raises(ValueError, match="MeanConfig has no bidirectional form"):
         mean_config.check(dimensions(False))
     layer = mean_config.layer(dimensions(True))
@@ -75,8 +75,8 @@ def test_flags_that_cannot_be_served_are_refused(mean_config):
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global_window", "native_sparse", "linear"])
-def test_a_packed_row_beside_a_cache_is_kept_apart_or_refused(name):
-    """Caches of tokens have one sequence in each row; a state is cleared where a sequence starts."""
+def test_a_packed_row_with_a_cache_is_kept_apart_or_refused(name):
+    """Token caches hold one sequence per row; a recurrent state is cleared where a sequence starts."""
     layer = MECHANISMS[name]().layer(dimensions(True))
     x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])
     variables = nn.unbox(layer.init(jax.random.key(1), x))

@@ -14,7 +14,7 @@ RATE = 0.25
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_dropped_weights_are_those_of_a_softmax_over_all_keys(is_causal, monkeypatch):
+def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
     d = dimensions(is_causal, rope_theta=None)
     layer = FullConfig(dropout=RATE).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, d.d_model))
@@ -43,7 +43,7 @@ def test_dropped_weights_are_those_of_a_softmax_over_all_keys(is_causal, monkeyp
     for kept, deterministic in ((keep / (1 - RATE), False), (1.0, True)):
         expected = np.einsum("bnth,nhd->btd", (weights * kept) @ v, w["out"])
         assert relative_error(run(x, deterministic), expected) < 1e-5
-    # The first token of a decoder sees itself alone, which some heads drop.
+    # A decoder's first token sees only itself, and some heads drop that.
     assert np.isfinite(jax.grad(lambda x: jnp.sum(run(x, False) ** 2))(x)).all()
     assert not is_causal or not keep[:, :, 0, 0].all()
 
@@ -61,7 +61,7 @@ def test_the_random_numbers_are_of_the_stream_dropout():
         ]
 
     assert jnp.array_equal(run(0), run(0))
-    # The mean over many draws is the output without dropout.
+    # The mean over many draws approaches the output without dropout.
     outputs = jnp.stack([run(seed) for seed in range(60)])
     plain = layer.apply(variables, x, deterministic=True, **call)[0]
     assert relative_error(outputs.mean(0), as_float64(plain)) < 0.15

@@ -1,4 +1,4 @@
-"""What a Linformer layer's parameters are, and what it refuses."""
+"""The parameters of a Linformer layer, and what it refuses."""
 
 import flax.linen as nn
 import jax

@@ -19,7 +19,7 @@ def test_max_length_follows_the_rows_and_the_cache():
     found, _, _ = layer.apply(variables, x)
     apply = {m: CosformerConfig(max_length=m, chunk_size=4).layer(d).apply for m in (13, 26)}
     np.testing.assert_array_equal(found, apply[13](variables, x)[0])
-    # At half the cosine's period the distance hardly matters, which made cosFormer blind to order on short rows.
+    # With a much longer half period the distance hardly matters, which made cosFormer blind to order on short rows.
     assert np.abs(apply[26](variables, x)[0] - found).max() > 1e-2
     step = jax.jit(lambda x, cache: layer.apply(variables, x, cache=cache))
     cache, outputs = layer.init_cache(2, 13), []
@@ -44,7 +44,7 @@ def test_a_text_shorter_than_the_rows_of_training_is_read_as_in_training():
     found, _, cache = layer.apply(variables, x[:, :8], cache=layer.init_cache(2, 8))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert int(cache.max_length) == 13
-    # Beyond the rows of training distances are weighed as in a row of that length, and `max_length` is for all.
+    # Beyond the training length, distances get the weights of a row of that length; `max_length` applies to all.
     pair = EncoderDecoderConfig(mechanism=FullConfig(), encoder_mechanism=CosformerConfig(chunk_size=4))
     assert pair.for_training(13).encoder.mechanism == trained
     assert EncoderDecoderConfig(mechanism=trained).for_training(9).encoder_mechanism is None

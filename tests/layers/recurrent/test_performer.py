@@ -1,4 +1,4 @@
-"""Performer's features drawn as in training: by one key they are the same wherever a network is called."""
+"""Performer draws the same features as in training: one key gives the same features wherever a network is called."""
 
 import flax.linen as nn
 import jax

@@ -40,8 +40,8 @@ def test_scores_depend_on_the_distance_only(config):
 @pytest.mark.parametrize("config", [GAUConfig(key_dim=8), FlashConfig(key_dim=8)])
 @pytest.mark.parametrize("theta", [100.0, None])
 def test_the_bias_of_gated_attention_units_turns_by_the_networks_base(config, theta):
-    """Without queries and keys only the bias gives weights, the mean of the cosines of the angles, squared. FLASH
-    has it within chunks."""
+    """Without queries and keys only the bias gives weights: the mean of the cosines of the angles, squared. FLASH has
+    it within chunks."""
     layer = config.layer(dataclasses.replace(dimensions(True), rope_theta=theta))
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
     params = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))["params"]

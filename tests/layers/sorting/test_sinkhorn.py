@@ -1,4 +1,4 @@
-"""The Sinkhorn layer has a longest sequence."""
+"""The Sinkhorn layer limits the length of sequences."""
 
 import jax
 import jax.numpy as jnp

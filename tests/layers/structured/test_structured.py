@@ -40,13 +40,13 @@ def test_mlr_cache_is_as_large_as_the_formula_says():
     state = layer.init_cache(3, 256)
     ranks = (32, 8, 8, 8, 4, 4)
     assert sum(keys.size for keys in state.keys) == 3 * 2 * sum(r * 256 // 2**i for i, r in enumerate(ranks))
-    # Longer sequences add to the coarsest level only.
+    # Longer sequences only add to the coarsest level.
     longer = layer.init_cache(3, 1024)
     assert [k.shape[2] for k in longer.keys] == [1024, *(k.shape[2] for k in state.keys[1:])]
 
 
 def test_sizes_that_grow_with_the_sequence():
-    """In generation the length of the cache decides: a full one gives what training gives."""
+    """In generation the length of the cache sets the sizes: a full cache gives the outputs of training."""
     d = dimensions(16, 4, 2)
     layer = MLRConfig(ranks=(2, 1, 1), context=None).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 12, 16))
@@ -74,7 +74,7 @@ def test_other_caches():
 
 
 def test_weights_start_at_their_limit():
-    """The bilinear weights are drawn with RMS_0, so that the limit holds nothing back at first."""
+    """The bilinear weights are initialized with RMS_0, so the limit has no effect at first."""
     layer = BilinearBTTConfig(rank=2).layer(dimensions())
     params = nn.unbox(jax.jit(layer.init)(jax.random.key(0), jnp.ones((1, 3, 64))))["params"]
     assert params["right"].shape == (8, 8, 4, 8, 2)
