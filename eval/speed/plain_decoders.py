@@ -8,7 +8,7 @@ with full attention in all layers. A step returns the logits of the new token an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +45,21 @@ def reread_step(
 ) -> tuple[Float[Array, "1 1 V"], tuple[Array, Array, Array]]:
     """A step after T - 1 tokens that computes all T rows of every layer, with the cached rows' queries, keys and
     values."""
-    d = model.config.dimensions
+    d, apply = model.config.dimensions, cast(Any, model.apply)
+    theta = cast(float, d.rope_theta)
     place = jnp.full((1, 1), tokens.shape[1] - 1, jnp.int32)
+
+    def normed(weights: Any, x: Array) -> Any:
+        return norm(d, name="norm").apply({"params": weights}, x)
 
     def layer(x: Array, inputs: Any) -> tuple[Array, Any]:
         w, *before = inputs
         mixer = w["mixer"]
-        read = norm(d, name="norm").apply({"params": w["mixer_norm"]}, x[:, -1:])
+        read = normed(w["mixer_norm"], x[:, -1:])
 
         def project(name: str) -> Array:
             made = jnp.einsum("btd,dnh->btnh", read, mixer[name]["kernel"]) + mixer[name]["bias"][None, None]
-            return made if name == "value" else rotate(made, place, d.rope_theta)
+            return made if name == "value" else rotate(made, place, theta)
 
         now = [
             jnp.concatenate([old, project(name)], axis=1)
@@ -67,11 +71,11 @@ def reread_step(
             + jnp.einsum("btnh,nhd->btd", attended, mixer["out"]["kernel"])
             + mixer["out"]["bias"][None, None]
         )
-        read = norm(d, name="norm").apply({"params": w["feed_forward_norm"]}, x)
-        return x + FeedForward(d).apply({"params": w["feed_forward"]}, read), tuple(now)
+        read = normed(w["feed_forward_norm"], x)
+        fed: Any = FeedForward(d).apply({"params": w["feed_forward"]}, read)
+        return x + fed, tuple(now)
 
     stack = params["params"]["stack"]
-    x = model.apply(params, tokens, method=lambda module, tokens: module.inputs.embed(tokens))
+    x = apply(params, tokens, method=lambda module, tokens: module.inputs.embed(tokens))
     x, rows = jax.lax.scan(layer, x, (stack["layers_0"]["block_0"], *rows))
-    last = norm(d, name="norm").apply({"params": stack["final_norm"]}, x[:, -1:])
-    return model.apply(params, last, method="logits"), rows
+    return apply(params, normed(stack["final_norm"], x[:, -1:]), method="logits"), rows

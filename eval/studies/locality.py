@@ -14,7 +14,8 @@ local attention, because what compressed tokens contribute from earlier blocks b
 
 Prints a JSON object for each run: score (l at each of `ratios`, averaged over layers), area (under it; 1 means that all
 attention is on the neighbours, and `uniform_area` is the area of attention spread evenly over the past), and both for
-each layer.
+each layer. --picture draws them, and below them the first layer's p of the last sequence, averaged over the heads (the
+paper's figure 2b).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from brl_jax.fields import Fraction, Range, Rows
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.harness.options import StudyOptions
-from eval.harness.output import Study
-from eval.harness.pictures import legend_outside, line_styles, panels
+from eval.harness.output import Measured, Study
+from eval.harness.pictures import legend_outside, line_styles
 from eval.harness.runs import open_run, run_labels
 from train.cli.summary import mechanism_names
 from train.data import load
@@ -134,8 +135,18 @@ def measure(
     return jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), axis=0), *rows)
 
 
-def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
-    """The JSON object of one run.
+def first_map(model: DecoderLM, params: Any, row: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N N"]:
+    """p of the first layer that exposes its attention matrix, for one sequence, averaged over the heads."""
+    _, sown = model.apply(
+        {"params": params}, jnp.asarray(row, jnp.int32)[None], method="hidden", mutable="maps"
+    )
+    found = layer_weights(model.config, sown.get("maps", {}))
+    weights = np.abs(np.asarray(found[min(found)][0][0]))
+    return (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-9)).mean(0)
+
+
+def measure_run(options: LocalityOptions, workdir: str) -> Measured:
+    """The JSON object of one run, and its `first_map`.
 
     Raises:
       UserError: the run does not exist, the text is too short, or the mechanism has no attention matrix.
@@ -158,7 +169,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
     if not layers:
         raise UserError(f"--workdir: the mechanism of {workdir}, {mechanism}, exposes no attention matrix")
     mean = np.mean(list(layers.values()), axis=0)
-    return {
+    result = {
         "workdir": workdir,
         "mechanism": mechanism,
         "step": step,
@@ -174,11 +185,20 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
             for layer, score in sorted(layers.items())
         ],
     }
+    return Measured(result, None if options.picture is None else first_map(model, params, tokens[-1]))
 
 
-def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """The score over the size of the neighbourhood, one curve for each run, and its area in each layer."""
-    figure, [[curves, areas]] = panels(1, 2, (13, 5.5), width_ratios=(3, 2))
+def draw(measured: Sequence[Measured]) -> Figure:
+    """The score over the size of the neighbourhood, one curve for each run, and its area in each layer; below, each
+    run's first layer."""
+    results = [each.result for each in measured]
+    whole = Figure(figsize=(13, 10), layout="constrained")
+    top, bottom = whole.subfigures(2, 1, height_ratios=(5, 4))
+    curves, areas = top.subplots(1, 2, width_ratios=(3, 2))
+    for axes, each in zip(bottom.subplots(1, len(measured), squeeze=False)[0], measured):
+        # Few weights are far above the others.
+        axes.imshow(each.example, cmap="Greys", vmin=0, vmax=np.quantile(each.example, 0.99))
+        axes.set(title=each.result["mechanism"], xlabel="token read", ylabel="token")
     styles = line_styles([result["workdir"] for result in results])
     for run, result in zip(run_labels(results), results, strict=True):
         order = np.argsort(result["ratios"])
@@ -203,8 +223,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     )
     areas.set(xlabel="layer", ylabel="area under the curve", title="by layer", ylim=(0, 1.02))
     areas.set_xticks(sorted({layer["layer"] + 1 for result in results for layer in result["layers"]}))
+    for axes in (curves, areas):
+        axes.grid(True, alpha=0.3)
     legend_outside(areas)
-    return figure
+    return whole
 
 
 main = Study(
