@@ -97,7 +97,7 @@ def _small() -> LmConfig:
             d_model=128,
             num_heads=4,
             d_ff=256,
-            mechanism=BRLConfig(window=64, num_compressed=32),
+            mechanism=BRLConfig(window=64, num_compressed=32, compressed_dim=32),
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
     )
