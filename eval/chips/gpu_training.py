@@ -31,7 +31,8 @@ def gradient(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     parameters = jax.eval_shape(model.init, jax.random.key(0), tokens)
 
     def loss(parameters: Any, tokens: Any) -> Any:
-        total, weight, _ = model.apply(parameters, tokens, tokens, method="loss")
+        outputs: Any = model.apply(parameters, tokens, tokens, method="loss")
+        total, weight, _ = outputs
         return total / weight
 
     return jax.value_and_grad(loss), (parameters, tokens)

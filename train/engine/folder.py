@@ -76,7 +76,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    inside = [place for place, _, _ in os.walk(folders[0], topdown=False)] if folders else []
+    inside = [Path(place) for place, _, _ in os.walk(folders[0], topdown=False)] if folders else []
     for place in (*inside, *folders[1:]):
         with contextlib.suppress(OSError):  # it is not empty
             os.rmdir(place)

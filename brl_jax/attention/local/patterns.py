@@ -93,7 +93,7 @@ class SlidingWindow(Pattern):
     @declared
     def of_size(cls, local_window_size: Natural | tuple[Natural, Natural]) -> SlidingWindow:
         """The window of `local_window_size`: an int for both sides, or (left, right)."""
-        sides = (local_window_size,) * 2 if is_int(local_window_size) else local_window_size
+        sides: Any = (local_window_size,) * 2 if is_int(local_window_size) else local_window_size
         return cls(int(sides[0]), int(sides[1]))
 
     @classmethod

@@ -154,7 +154,7 @@ def luna_attention(
         chunk_size=chunk_size, implementation=implementation,
     )  # fmt: skip
     (scores, _), new_scores = sums(
-        *turned, weights, num_features=head_dim, state=LinearState(before.scores, None)
+        turned[0], turned[1], weights, num_features=head_dim, state=LinearState(before.scores, None)
     )
     read = softmax_weights(scores * (share * scale), None)
     (out, _), new_values = sums(

@@ -204,8 +204,8 @@ def informer_attention(
         number = jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None, None]
         rest = jnp.broadcast_to(value.sum(1, keepdims=True) / number, value.shape)
         ends = jnp.broadcast_to(lengths[:, None, None], chosen.shape)
-    heads_first = (jnp.swapaxes(x, 1, 2) for x in (key, value))
-    attended = _attend(query, *heads_first, chosen, ends, scale)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (key, value)]
+    attended = _attend(query, heads_first[0], heads_first[1], chosen, ends, scale)
     out = _place(jnp.repeat(rest, heads // key.shape[2], axis=2), attended, chosen)
     return zero_padding(out, given).astype(dtype)
 

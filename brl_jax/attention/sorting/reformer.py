@@ -246,8 +246,8 @@ def _extend(
     state = ReformerState(past, codes, counts)
     if length > rotations.shape[0] * chunk_size:
         homes = jnp.where(codes < 0, num_buckets, codes // _code_size(room, chunk_size))
-        tokens_first = (jnp.swapaxes(x, 1, 2) for x in (past_query, past_value))
-        out = attend_in_buckets(*tokens_first, homes, num_buckets, chunk_size, scale, True)
+        past_query, past_value = (jnp.swapaxes(x, 1, 2) for x in (past_query, past_value))
+        out = attend_in_buckets(past_query, past_value, homes, num_buckets, chunk_size, scale, True)
         return jnp.take(out, jnp.minimum(start + numbers, room - 1), axis=1), state
     seen = functools.reduce(
         jnp.logical_or, (share_chunks(a[..., None], b[:, :, None]) for a, b in zip(own, codes))

@@ -135,7 +135,7 @@ def sinkhorn_attention(
     if state is not None:
         require(rng is None, "rng must be None with a state: noise is for training")
         fresh = functools.partial(
-            init_sinkhorn_state, batch, *key.shape[2:], value.shape[3],
+            init_sinkhorn_state, batch, key.shape[2], key.shape[3], value.shape[3],
             length=state.keys.shape[2] if isinstance(state, KeyValueCache) else 1, block_size=block_size, dtype=dtype,
         )  # fmt: skip
         check_state(state, jax.eval_shape(fresh), "init_sinkhorn_state")
