@@ -89,7 +89,7 @@ class Checked:
     """A base of dataclasses whose fields are checked before their own `__post_init__` runs."""
 
     def __post_init__(self) -> None:
-        _field_checks(type(self))((), vars(self))
+        check_fields(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -193,7 +193,8 @@ def draw(measured: Sequence[Measured]) -> Figure:
     run's first layer."""
     results = [each.result for each in measured]
     whole = Figure(figsize=(13, 10), layout="constrained")
-    top, bottom = whole.subfigures(2, 1, height_ratios=(5, 4))
+    parts: Any = whole.subfigures(2, 1, height_ratios=(5, 4))
+    top, bottom = parts
     curves, areas = top.subplots(1, 2, width_ratios=(3, 2))
     for axes, each in zip(bottom.subplots(1, len(measured), squeeze=False)[0], measured):
         # Few weights are far above the others.
