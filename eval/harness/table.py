@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 Result = Mapping[str, Any]
-#: The titles of columns, each with the function that makes its cell from a group of runs.
-Columns = Mapping[str, Callable[[Sequence[Result]], object]]
 
 
 class Table:
@@ -66,16 +64,6 @@ class Table:
                 last = row[0]
             table.add_row(*row)
         return table
-
-
-def table_of(
-    groups: Mapping[str, Sequence[Result]], first: str, columns: Columns, *, title: str = ""
-) -> Table:
-    """A row for each group of runs, which begins with the group's name."""
-    table = Table(first, *columns, title=title)
-    for name, runs in groups.items():
-        table.add(name, *(show(runs) for show in columns.values()))
-    return table
 
 
 def seeds(runs: Sequence[Result]) -> str:

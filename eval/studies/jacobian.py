@@ -99,20 +99,6 @@ def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple
     return x, y
 
 
-def loss_gradients(objective: Objective, params: Any, batch: Any) -> Float[Array, "B T"]:
-    """How strongly each input row of a network's stack of layers moves the loss: the norm of its gradient by the row.
-
-    Args:
-      batch: of the objective.
-
-    Raises:
-      UserError: the network does not call one stack once.
-    """
-    shape = jax.eval_shape(lambda: stack_io(objective, params, batch, None)[0])
-    gradient = jax.grad(lambda moved: _moved(objective, params, batch, moved)[0]["loss"])
-    return jnp.linalg.norm(gradient(jnp.zeros(shape.shape, shape.dtype)), axis=-1)
-
-
 def sensitivities(
     objective: Objective, params: Any, batch: Any, places: Int[Array, "B Q"], probes: int, key: Array
 ) -> Float[Array, "B Q T"]:

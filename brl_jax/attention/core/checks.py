@@ -59,21 +59,6 @@ def check_floating(**arrays) -> None:
         )
 
 
-def check_at_least(owner: object, *names: str, least: int = 1) -> None:
-    """Raises ValueError unless each of these attributes of a configuration is at least `least`."""
-    for name in names:
-        value = getattr(owner, name)
-        require(value >= least, f"{name} must be at least {least}, got {value}")
-
-
-def check_counts(owner: object, *names: str) -> None:
-    """Raises ValueError unless each of these attributes of a configuration fits in int32."""
-    most = int(np.iinfo(np.int32).max)
-    for name in names:
-        value = getattr(owner, name)
-        require(value <= most, f"{name} must be at most {most}, got {value}")
-
-
 def check_within(name: str, values: Any, most: int, least: int = 0) -> None:
     """Raises ValueError unless integers whose values are known lie between `least` and `most`."""
     known = concrete_values(values)

@@ -64,10 +64,6 @@ class BlockLists:
     mask_numbers: np.ndarray
     masks: np.ndarray
 
-    @property
-    def num_pairs(self) -> int:
-        return int(self.starts[-1])
-
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.starts, self.middles, self.others, self.mask_numbers, self.masks
 

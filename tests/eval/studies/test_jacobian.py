@@ -11,7 +11,7 @@ import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.studies.jacobian import by_distance, loss_gradients, main, sensitivities, stack_io
+from eval.studies.jacobian import by_distance, main, sensitivities, stack_io
 from eval.tasks.reach import window_reach
 from train.data.recall import RecallDataConfig, draw_rows
 from train.engine.errors import UserError
@@ -64,22 +64,6 @@ def test_sensitivities_are_the_norms_of_the_jacobian(mechanism):
     assert (np.asarray(got)[0, 1, :15] == 0).all() == (mechanism is LOCAL)
     assert (np.asarray(got)[0, 1, 15:] > 0).all()
     assert (np.asarray(got)[0, 0, 4:] == 0).all()
-
-
-@pytest.mark.slow
-def test_loss_gradients_equal_the_embeddings():
-    objective, params, batch = _network(LOCAL, tied_embeddings=False)
-    # A token that occurs once affects the loss only through its row of the stack's input.
-    once = [np.flatnonzero(np.bincount(row, minlength=16) == 1) for row in batch["tokens"]]
-    for row, tokens in enumerate(once):
-        alone = {name: array[row : row + 1] for name, array in batch.items()}
-        got = np.asarray(jax.jit(lambda p, b: loss_gradients(objective, p, b))(params, alone))[0]
-        gradient = jax.jit(jax.grad(lambda p, b: objective.sums(p, None, b, None)[0]["loss"]))(params, alone)
-        # The network multiplies rows of the table by the root of their length.
-        norms = np.linalg.norm(gradient["embedding"], axis=-1) / 8**0.5
-        places = [int(np.flatnonzero(batch["tokens"][row] == token)[0]) for token in tokens]
-        np.testing.assert_allclose(got[places], norms[tokens], rtol=1e-4, atol=1e-7)
-        assert got[places].max() > 0
 
 
 def test_averages_by_distance():
