@@ -49,8 +49,8 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 def check_offset(name: str, offset: Any) -> None:
     """Raises ValueError for an array that is not an int scalar; annotations check the rest."""
-    fits = is_int(offset) or (offset.shape == () and jnp.issubdtype(offset.dtype, jnp.integer))
-    require(fits, f"{name} must be an integer scalar, got {offset.dtype} of shape {offset.shape}")
+    if not (is_int(offset) or (offset.shape == () and jnp.issubdtype(offset.dtype, jnp.integer))):
+        raise ValueError(f"{name} must be an integer scalar, got {offset.dtype} of shape {offset.shape}")
 
 
 def check_sinks(sinks: Any, heads: int) -> Array | None:
