@@ -271,7 +271,7 @@ def test_bad_input(name):
         implementations = f"None, 'xla', 'pallas', 'pallas_interpret', {of_triton}"
     wrong = {
         "chunk_size must be at least 1, got 0": {"chunk_size": 0},
-        f"state must be a {type(state).__name__}": {"state": other},
+        f"state must be of type {type(state).__name__}": {"state": other},
         r"state\.\w+ must be .*shape \(2, ": {"state": case.init(3, 2, 8)},
         r"key_value_seq_lengths must be ints of shape \(2,\)": {
             "key_value_seq_lengths": jnp.ones(3, jnp.int32)
