@@ -143,25 +143,28 @@ def _field_checks(kind: type) -> Callable[[tuple[Any, ...], Mapping[str, Any]], 
 def _checks(
     names: tuple[str, ...], hints: Callable[[], Mapping[str, Any]]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    # What fits: name and type, and the value if it decides. Most calls repeat the arguments of earlier ones.
+    # What fits: name and type, with the value or the types of items if they decide. Most calls repeat earlier ones.
     fitting: set[tuple] = set()
 
     def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for name, value in (*zip(names, args), *kwargs.items()):
             kind = type(value)
-            if (name, kind) in fitting or (kind in _PLAIN and (name, kind, value) in fitting):
+            case: tuple = (name, kind, value) if kind in _PLAIN else (name, kind)
+            if kind is tuple:
+                case += tuple(map(type, value))
+            if (name, kind) in fitting or case in fitting:
                 continue
             hint = hints().get(name)
-            if is_checked(hint):
-                check_value(name, value, hint)
-                if kind in _PLAIN:
-                    if len(fitting) > 1000:
-                        fitting.clear()
-                    fitting.add((name, kind, value))
-                elif value is None or hasattr(kind, "_fields") or (_is_array(value) and not _is_key(hint)):
-                    fitting.add((name, kind))
-            else:
+            if not is_checked(hint):
                 fitting.add((name, kind))
+                continue
+            check_value(name, value, hint)
+            items = value if kind is tuple else (value,)
+            arrays = bool(items) and all(map(_is_array, items)) and not _is_key(hint)
+            if kind in _PLAIN or value is None or hasattr(kind, "_fields") or arrays:
+                if len(fitting) > 1000:
+                    fitting.clear()
+                fitting.add(case)
 
     return check
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
-from brl_jax.models.config import StackConfig
+from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.inputs import Inputs, Positions, check_ints
 from brl_jax.models.losses import cross_entropy
@@ -83,6 +83,7 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
+        check_config(c, DecoderConfig)
         dimensions = c.dimensions
         self.inputs = Inputs(
             dimensions,
@@ -170,6 +171,9 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
+        for name, given in (("memory", memory), ("cache", cache)):
+            if given is not None and not hasattr(given, "_fields"):
+                raise ValueError(f"{name} must be made by init_{name}, got {type(given).__name__}")
         start = cache.length if isinstance(cache, StackCache) else 0
         places = token_positions(tokens.shape[1], start)
         x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)

@@ -15,6 +15,8 @@ def test_operations_inside_others_count():
 def test_a_decoding_step_traces_at_most_250_calls_of_the_library():
     function, arguments = tracing._programs(tracing.TracingOptions())["decoding step"]
     step = jax.jit(lambda *arguments: function(*arguments))
+    step.trace(*arguments)  # annotations are read once in a process
+    jax.clear_caches()
     assert 100 < tracing.library_calls(lambda: step.trace(*arguments)) <= 250
 
 
