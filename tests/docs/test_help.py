@@ -66,7 +66,7 @@ def _shapes(text, sizes):
 
 
 def test_the_first_screen():
-    assert len(FUNCTIONS) > 35
+    assert len(FUNCTIONS) >= 35
     for name, function in FUNCTIONS.items():
         screen = pydoc.plain(pydoc.render_doc(function)).splitlines()[:SCREEN]
         shapes = [number for number, line in enumerate(screen) if re.match(r"    \(.* -> \(.*::$", line)]
