@@ -55,7 +55,7 @@ class FlashConfig(GAUConfig):
     # Chunks would cut a packed sequence elsewhere than the same sequence alone.
     packs: ClassVar[bool] = False
 
-    chunk_size: int = 256
+    chunk_size: Count = 256
     """Tokens in a chunk; changes results."""
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:

@@ -18,6 +18,7 @@ from brl_jax.attention.structured.global_window import (
     split_window,
     window_part,
 )
+from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.caches import slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
@@ -31,7 +32,7 @@ class GlobalWindowConfig(Mechanism):
 
     packs: ClassVar[bool] = True
 
-    window: int = 129
+    window: Count = 129
     """Width w: a token sees itself and the w - 1 tokens before it in a decoder, or w // 2 on each side in an encoder.
     The paper's window of 128 has 129 keys."""
     ranks: tuple[int, int] | None = None

@@ -24,8 +24,8 @@ from train.engine.errors import RunError, UserError
 from train.engine.step import make_eval_step
 from train.tasks.lm import LM
 
-SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8", "--window", "16"]
-FUNCTIONS = [*SMALL, "--levels", "functions"]
+SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8"]
+FUNCTIONS = [*SMALL, "--window", "16", "--levels", "functions"]
 TWO = ["--mechanisms", "full", "local"]
 
 
