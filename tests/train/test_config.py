@@ -218,7 +218,7 @@ def _with(values, path, value):
             "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'",
         ),
         ("model.mechanism.windw", 3, "unknown field model.mechanism.windw"),
-        ("model.mechanism.window", 0, "model.mechanism: window must be at least 1, got 0"),
+        ("model.mechanism.window", 0, "model.mechanism.window must be at least 1, got 0"),
         ("optimizer", 3, "optimizer must be an object, got 3"),
         ("model.mechanism", None, "model.mechanism must be an object, got None"),
         ("loop.steps", "many", "loop.steps must be an integer, got 'many'"),

@@ -27,9 +27,10 @@ from train.tasks.copy import COPY
 from train.tasks.copy_config import PRESETS
 
 TINY = (
-    "--length 12 --min_length 3 --vocabulary 6 --valid_rows 10 --test_rows 6 --num_layers 1 --encoder_layers 1 "
+    "--length 12 --valid_rows 10 --test_rows 6 --num_layers 1 --encoder_layers 1 "
     "--d_model 16 --num_heads 2 --d_ff 16 --batch 8 --warmup_steps 2 --tensorboard False"
 )
+SYMBOLS = "--min_length 3 --vocabulary 6"  # of drawn pairs; pairs of texts have their own
 PAIRS = [("one two", "eno owt"), ("a", "a"), ("three", "eerht"), ("four", "ruof"), ("x y", "y x")]
 
 
@@ -162,11 +163,11 @@ def test_missing_and_empty_files(tmp_path):
 
 
 def run(workdir, more=""):
-    train.copy.main(
-        last_wins(
-            f"copy-full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}"
-        )
+    drawn = "" if "--data_dir" in more else SYMBOLS
+    line = (
+        f"copy-full --workdir {workdir} {TINY} {drawn} --steps 6 --eval_every 3 --checkpoint_every 2 {more}"
     )
+    train.copy.main(last_wins(line))
 
 
 MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
@@ -216,7 +217,7 @@ def test_texts_as_a_user_runs_them(tmp_path, capsys):
         f"copy-full --workdir {workdir} {TINY} --data_dir {tmp_path / 'data'} --steps 300 --eval_every 300 "
         "--d_model 32 --learning_rate 1e-2"
     )
-    train.copy.main(line.split())
+    train.copy.main(last_wins(line))
     capsys.readouterr()
     eval.tasks.copy.main(["--workdir", str(workdir)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
