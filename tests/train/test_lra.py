@@ -319,7 +319,7 @@ def test_a_classifier_starts_from_a_tracer(tmp_path, capsys):
     assert 0 <= line["val_accuracy"] <= 1
     # The suggested command already names the network and images.
     few = f"--workdir {tmp_path / 'run'} --valid_examples 4 --batch 4 --steps 2 --eval_every 2 --tensorboard False"
-    train.lra.main([*shlex.split(following), *few.split(), "--learning_rate", "1e-12"])
+    train.lra.main(last_wins([*shlex.split(following), *few.split(), "--learning_rate", "1e-12"]))
     traced, run = (
         open_run([LRA, LRA_TRACE], str(tmp_path / name), "last").params["encoder"]
         for name in ("trace", "run")

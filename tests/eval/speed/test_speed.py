@@ -20,6 +20,7 @@ from eval.speed import encoders, functions, gpu_references, layers, measure, tra
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.oracles import attention as oracles
+from tests.support.command_lines import last_wins
 from train.engine.errors import RunError, UserError
 from train.engine.step import make_eval_step
 from train.tasks.lm import LM
@@ -30,14 +31,7 @@ TWO = ["--mechanisms", "full", "local"]
 
 
 def replaced(*words):
-    """A command line where later options replace earlier ones; the command itself refuses repeated options."""
-    options = {}
-    for word in words:
-        if word.startswith("--"):
-            options[word] = own = [word]
-        else:
-            own.append(word)
-    return [word for own in options.values() for word in own]
+    return last_wins(words)
 
 
 @pytest.mark.slow
