@@ -12,6 +12,7 @@ import pytest
 
 import train.lm
 from brl_jax.models import DecoderLM
+from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.engine import throughput
 from train.engine.errors import UserError
@@ -105,7 +106,7 @@ def test_a_run_reports_its_speed_and_leaves_a_profile(line, tmp_path, capsys, mo
 
 def _run(line, *more, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "train.lm", *line, *more],
+        [sys.executable, "-m", "train.lm", *last_wins([*line, *more])],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("JAX")}
         | {"JAX_PLATFORMS": "cpu"}
