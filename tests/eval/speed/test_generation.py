@@ -8,7 +8,7 @@ import pytest
 from eval.speed.__main__ import main
 from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
 from eval.speed.generation_pictures import picture
-from tests.eval.speed.test_speed import replaced
+from tests.support.command_lines import last_wins
 from train.engine.errors import UserError
 
 SMALL = ["--heads", "2", "--head_dim", "8", "--layers", "4", "--window", "8", "--context", "4"]
@@ -79,4 +79,4 @@ def test_lines_through_misses_and_hits():
 )
 def test_bad_input(arguments, message):
     with pytest.raises(UserError, match=message):
-        main(replaced("--generation", *SMALL, *arguments))
+        main(last_wins(["--generation", *SMALL, *arguments]))

@@ -30,14 +30,10 @@ FUNCTIONS = [*SMALL, "--window", "16", "--levels", "functions"]
 TWO = ["--mechanisms", "full", "local"]
 
 
-def replaced(*words):
-    return last_wins(words)
-
-
 @pytest.mark.slow
 def test_functions_table_and_json(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    main(replaced(*FUNCTIONS, "--json", str(path)))
+    main(last_wins([*FUNCTIONS, "--json", str(path)]))
     result = json.loads(path.read_text())
     assert result["options"]["window"] == 16
     rows = {(row["length"], row["name"]): row for row in result["rows"]}
@@ -60,7 +56,7 @@ def test_functions_table_and_json(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_without_torch(capsys):
-    main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "local"))
+    main(last_wins([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"]))
     assert "torch" not in capsys.readouterr().out
 
 
@@ -72,7 +68,7 @@ def test_references_without_a_gpu(monkeypatch, capsys):
 
     monkeypatch.setattr(gpu_references, "importlib", types.SimpleNamespace(import_module=missing))
     options = ["--torch", "False", "--mechanisms", "local", "--lengths", "40", "--repeats", "1"]
-    main(replaced(*FUNCTIONS, *options, "--references", *gpu_references.NAMES))
+    main(last_wins([*FUNCTIONS, *options, "--references", *gpu_references.NAMES]))
     printed = " ".join(capsys.readouterr().out.split())
     for name in gpu_references.NAMES:
         assert name in printed
@@ -255,7 +251,7 @@ class LeakyConfig(FullConfig):
 def test_wrong_layer_gets_no_number(monkeypatch, capsys):
     monkeypatch.setattr(layers, "default_config", lambda name, length: LeakyConfig())
     with pytest.raises(RunError, match="wrong results: full at n = 40"):
-        main(replaced(*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"))
+        main(last_wins([*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "WRONG RESULT: decoding is off the forward pass" in printed
 
@@ -271,7 +267,7 @@ def test_results_must_be_finite_and_of_their_shape():
 def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
     """Smaller programs still get numbers, and the table says why the others have none."""
     monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
-    main(replaced(*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"))
+    main(last_wins([*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "no room" in printed
     assert "GiB of temporary memory" in printed
@@ -289,7 +285,7 @@ def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
 
 
 def test_too_slow_in_a_run(capsys):
-    main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"))
+    main(last_wins([*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "functions, full at n = 96: too slow: a round would take about 0 s" in printed
 
@@ -300,7 +296,7 @@ def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(functions.CASES, "full", leaks)
     path = tmp_path / "speed.json"
     with pytest.raises(RunError, match="wrong results: full at n = 40, full at n = 96"):
-        main(replaced(*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)))
+        main(last_wins([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)]))
     assert "WRONG RESULT" in " ".join(capsys.readouterr().out.split())
     for row in json.loads(path.read_text())["rows"]:
         assert ("forward_s" in row) == (row["name"] == "local")
@@ -315,7 +311,7 @@ def test_wrong_gradient_gets_no_number(monkeypatch):
     wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: no_key_gradient)
     monkeypatch.setitem(functions.CASES, "full", wrong)
     with pytest.raises(RunError, match="wrong results"):
-        main(replaced(*FUNCTIONS, "--torch", "False", "--mechanisms", "full"))
+        main(last_wins([*FUNCTIONS, "--torch", "False", "--mechanisms", "full"]))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -335,7 +331,7 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
     ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
     path = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
-        main(replaced(*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)))
+        main(last_wins([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)]))
     rows = json.loads(path.read_text())["rows"]
     assert [(row["length"], row["name"]) for row in rows if row.get("forward_s")] == [
         (40, "full"),
@@ -396,7 +392,7 @@ def test_bfloat16_results_are_checked_too(tmp_path):
     path = tmp_path / "speed.json"
     argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types implicitly
-        main(replaced(*SMALL, *argv, "--json", str(path)))
+        main(last_wins([*SMALL, *argv, "--json", str(path)]))
     rows = json.loads(path.read_text())["rows"]
     assert {row["level"] for row in rows} == {"functions", "layers"}
     assert all(row["note"] == "" for row in rows)
@@ -433,7 +429,7 @@ def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, cap
     names = ["full", "local", "linear", "diag"]
     argv = [*FUNCTIONS, "--torch", "False", "--lengths", "40", "--repeats", "2", "--json", str(path)]
     with pytest.raises(RunError, match="wrong results: full at n = 40"):
-        main(replaced(*argv, "--mechanisms", *names))
+        main(last_wins([*argv, "--mechanisms", *names]))
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == set(names)
     assert "WRONG RESULT" in rows["full"]["note"]
