@@ -111,6 +111,8 @@ def _gradient(
     return (gradients,)
 
 
+# Compiled separately, so that repeated calls outside jit trace it only once.
+@functools.partial(jax.jit, static_argnums=0)
 def attend_with(
     call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
 ) -> Float[Array, "B T N H"]:
