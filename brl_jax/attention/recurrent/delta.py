@@ -220,7 +220,7 @@ def _attend(
 ) -> Any:  # fmt: skip
     """All three rules; `delta_rule` passes no log_decay."""
     prepared = prepare_inputs(
-        query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size,
+        query, key, value, is_causal=True, state=state, return_state=return_state,
         implementation=implementation, dispatched=True, **options,
     )  # fmt: skip
     gates = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}

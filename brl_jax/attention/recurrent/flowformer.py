@@ -144,7 +144,7 @@ def flowformer_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
+        return_state=return_state, implementation=implementation, same_tokens=True,
     )  # fmt: skip
     batch, length, heads, head_dim = query.shape
     options: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def gau_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        segment_ids=segment_ids, state=state, return_state=return_state,
         implementation=implementation, dispatched=True,
     )  # fmt: skip
     check_position_bias(bias, query.shape[2])

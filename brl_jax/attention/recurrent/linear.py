@@ -252,7 +252,7 @@ def feature_sums(
     """
     dispatched = is_causal and name is not None
     prepared = prepare_inputs(
-        query, key, value, is_causal=is_causal, state=state, chunk_size=chunk_size, dispatched=dispatched,
+        query, key, value, is_causal=is_causal, state=state, dispatched=dispatched,
         implementation=implementation, **options,
     )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments

@@ -145,7 +145,7 @@ def performer_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        segment_ids=segment_ids, state=state, return_state=return_state,
         implementation=implementation,
     )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
