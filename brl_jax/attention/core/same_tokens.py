@@ -60,6 +60,8 @@ def prepare_same_tokens(
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
     if key is None:
+        check_qkv(query, query, query)
+        check_qkv(value, value, value, ("value",) * 3)
         like_values = jax.ShapeDtypeStruct((*value.shape[:3], query.shape[3]), query.dtype)
         check_qkv(query, like_values, value, ("query", "value", "value"))
     else:
