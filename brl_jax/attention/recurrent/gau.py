@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.state import check_state

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
