@@ -72,8 +72,8 @@ def check(
         def f(q, k, v, numbers):
             return block_attention(
                 q, k, v, bias=bias_by_distance(kind, numbers, first), key_blocks=rows, block_q=blocks[0],
-                block_k=blocks[1], mask=mask if masked else None, query_position=offset[0], key_position=offset[1], shift=shift,
-                causal=causal, return_log_sum_exp=True, **{"interpret": True} | options,
+                block_k=blocks[1], mask=mask if masked else None, query_position=offset[0], key_position=offset[1],
+                shift=shift, causal=causal, return_log_sum_exp=True, **{"interpret": True} | options,
             )  # fmt: skip
 
         (out, log_sum), pull = jax.vjp(f, q, k, v, numbers)
