@@ -2,8 +2,8 @@
 
 A run of the whole suite takes one case of each test function; `--cases N` takes N, `--cases 0` all. Runs that name
 files or use -k take all cases. The week selects them, so that a failure can be repeated, and its mend is checked by the
-same cases; `--cases-of WEEK` selects as in another week. Tests that share a group (such as the laws of one mechanism, which share its compiled networks) select the
-same ones if they can."""
+same cases; `--cases-of WEEK` selects as in another week. Tests that share a group (such as the laws of one mechanism,
+which share its compiled networks) select the same ones if they can."""
 
 from __future__ import annotations
 
