@@ -352,7 +352,7 @@ def _small_characters(mixers: dict[str, Any]) -> LmConfig:
 _SMALL_MIXERS = _character_mixers(512, window=128, near=128, run=1)
 
 
-def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: int) -> LmConfig:
+def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: Any) -> LmConfig:
     """For pods: the compressed tokens of every layer read that layer's own past, in all blocks at once."""
     mechanism = BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5)
     return LmConfig(

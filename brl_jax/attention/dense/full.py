@@ -152,7 +152,12 @@ def attend(
 ) -> Any:
     """`full_attention` for checked arguments, with a float32 residual; the query offset may be an int."""
     missing = _missing_for_cudnn(x, is_causal, cap, return_residual)
-    static = {"scale": scale, "is_causal": is_causal, "cap": cap, "return_residual": return_residual}
+    static: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "cap": cap,
+        "return_residual": return_residual,
+    }
     offset = int(x.query_offset) if is_int(x.query_offset) else None
     x = x._replace(query_offset=jnp.asarray(x.query_offset, jnp.int32))
     through_cudnn = functools.partial(_through_cudnn, x, scale=scale, is_causal=is_causal)
