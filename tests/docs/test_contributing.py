@@ -117,7 +117,7 @@ def mean_mix(u, p, m, d):
 #: Programs that use what is new.
 PROGRAMS = {
     "mechanism": """
-        import pytest
+        import subprocess, sys
         from eval.tasks.generate import main as generate
         from train.lm import main as train
 
@@ -126,7 +126,8 @@ PROGRAMS = {
             "--d_ff 16 --eval_tokens 64 --sample_tokens 3 --data text:*.txt".split()
         )
         generate("--workdir run --prompt a --tokens 3".split())
-        assert pytest.main("-q -n 0 tests/laws/test_laws.py -k mean".split()) == 0
+        laws = "-m pytest -q -n 0 tests/laws/test_laws.py -k mean".split()
+        sys.exit(subprocess.run([sys.executable, *laws]).returncode)
     """,
     "backend": """
         import jax, jax.numpy as jnp, numpy as np
