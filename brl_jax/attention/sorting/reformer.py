@@ -169,7 +169,8 @@ def reformer_attention(
     """
     exact_query, _, exact_value, lengths, scale, dtype = prepare_same_tokens(
         query, query, value, tied=True, scale=scale, key_value_seq_lengths=key_value_seq_lengths,
-        implementation=implementation, maker="init_reformer_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
+        implementation=implementation, maker="init_reformer_state", is_causal=is_causal, state=state,
+        return_state=return_state, count=count,
     )  # fmt: skip
     shape = rotations.shape
     require(
