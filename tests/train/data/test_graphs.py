@@ -69,6 +69,9 @@ def test_a_folder_of_the_benchmark(tmp_path):
         assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(AUTHORS, rel=1e-4)
     (tmp_path / "g/info.dat").write_text('{"node.dat": {"node type": {"0": "paper", "1": "author"}}}')
     assert load(tmp_path / "g").types == ("paper", "author")
+    for other in ('{"node.dat": [], "label.dat": 3}', '{"node.dat": {"node type": []}}'):
+        (tmp_path / "g/info.dat").write_text(other)
+        assert load(tmp_path / "g").types == ("0", "1")
 
 
 def test_other_links_are_another_graph(tmp_path):
