@@ -688,6 +688,22 @@ DECLARED = {
         "local_window_size must be",
     ),
     # Networks.
+    "stack: no mechanisms": (
+        lambda: brl.Stack(None, decoder().config.make_dimensions(is_causal=True)).init(
+            jax.random.key(0), Q[0]
+        ),
+        "mechanisms and dimensions must be a network's, .* got None and Dimensions",
+    ),
+    "stack: a mechanism's name": (
+        lambda: brl.Stack(("full",), decoder().config.make_dimensions(is_causal=True)).init(
+            jax.random.key(0), Q[0]
+        ),
+        "mechanisms and dimensions must be .* got .'full',. and Dimensions",
+    ),
+    "stack: a configuration for dimensions": (
+        lambda: brl.Stack((brl.FullConfig(),), decoder().config).init(jax.random.key(0), Q[0]),
+        "mechanisms and dimensions must be .* and DecoderConfig",
+    ),
     "decoder: a memory that is a number": (lambda: run(decoder(), IDS, memory=3), "memory must be"),
     "decoder: a cache that is an object": (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
 }

@@ -314,6 +314,18 @@ def test_a_damaged_config_file(change, message, tmp_path, monkeypatch, capsys):
     assert message in err
 
 
+@pytest.mark.parametrize("module", ["train.lm", "train.recall", "eval.lm"])
+def test_checkpoints_that_are_a_file(module, tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoints").touch()
+    if module == "eval.lm":
+        (tmp_path / "config.json").write_text(json.dumps(TASK.to_json(TASK.presets["small"])))
+    before = sorted(tmp_path.rglob("*"))
+    status, err = run(module, ["--workdir", str(tmp_path)], monkeypatch, capsys)
+    assert status == 2, err
+    assert err == f"{module}: --workdir: cannot read {tmp_path}/checkpoints: Not a directory\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 class _Captured(Exception):
     """The options of a command with their defaults."""
 

@@ -103,21 +103,15 @@ def test_the_example_runs_and_has_the_shape_it_says(name):
     assert jax.eval_shape(run).shape == next(_shapes(after, sizes))
 
 
-ROOT = Path(__file__).parents[2]
-OPTIONS = [
-    path
-    for room in ("train", "eval", "brl_jax/layers", "brl_jax/models")
-    for path in (ROOT / room).rglob("*.py")
-]
-
-
-@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_the_text_of_an_option_is_a_paragraph(path):
+def test_the_text_of_an_option_is_a_paragraph():
     """`--help-all` joins the lines of an option's text, except before a line that begins with a sign or a digit."""
-    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-    for field, text in (pair for kind in classes for pair in itertools.pairwise(kind.body)):
-        match field, text:
-            case ast.AnnAssign(annotation=kind), ast.Expr(value=ast.Constant(value=str(words))):
-                if "ClassVar" not in ast.unparse(kind):
-                    begins = [line.lstrip()[:1] for line in words.splitlines()[1:]]
-                    assert all(map(str.isalpha, begins)), f"{path}:{text.lineno}"
+    root = Path(__file__).parents[2]
+    rooms = ("train", "eval", "brl_jax/layers", "brl_jax/models")
+    for path in (path for room in rooms for path in (root / room).rglob("*.py")):
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        for field, text in (pair for kind in classes for pair in itertools.pairwise(kind.body)):
+            match field, text:
+                case ast.AnnAssign(annotation=kind), ast.Expr(value=ast.Constant(value=str(words))):
+                    if "ClassVar" not in ast.unparse(kind):
+                        begins = [line.lstrip()[:1] for line in words.splitlines()[1:]]
+                        assert all(map(str.isalpha, begins)), f"{path}:{text.lineno}"
