@@ -97,6 +97,16 @@ def test_query_key_value(name, case):
         SOFTMAX[name](**options)
 
 
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_float64(name):
+    """Sums are in float32, so results would have half of the digits that their type promises."""
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="query must be float32, bfloat16 or float16, got float64"),
+    ):
+        SOFTMAX[name](*(x.astype(jnp.float64) for x in (Q, K, V)))
+
+
 SCALES = (
     "full",
     "local",

@@ -104,7 +104,7 @@ DEEP = "[" * 100_000
         ("tokenizer_config.json", "[]", "tokenizer_config.json must be an object"),
         (
             "vocab.txt",
-            "alpha\nbeta\n",
+            "<eos>\n<unk>\nalpha\n",
             "its files are not those that were saved: the vocabulary had 5 tokens",
         ),
         ("checkpoints/2/meta/metadata", "[]", "checkpoints/2 is damaged .*must be an object"),

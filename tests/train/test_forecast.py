@@ -291,6 +291,8 @@ def test_bad_tables(tmp_path):
         load("time,OT\n" + rows)
     with pytest.raises(UserError, match=r"--data: .* has a cell that is neither a date nor a number: .*many"):
         load("date,OT\n" + rows.replace(",2", ",many"))
+    with pytest.raises(UserError, match=r"--data: .* has two columns 'OT'; expected one of each name"):
+        load("date,OT,OT\n" + rows)
     with pytest.raises(UserError, match="expected finite numbers"):
         load("date,OT\n" + rows.replace(",2", ",nan"))
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):

@@ -291,12 +291,12 @@ SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
         (
             "tokens.json",
             {"splits": {"valid": ["../outside"]}, "record": 4},
-            "file in this folder, got '../outside'",
+            "file in this folder, got '../outside",
         ),
         (
             "tokens.json",
             {"splits": {"valid": ["/outside"]}, "record": 4},
-            "file in this folder, got '/outside'",
+            "file in this folder, got '/outside",
         ),
         ("tokens.json", {"splits": {"valid": ["valid-0"]}, "record": 0}, "cannot be read: .*zero"),
         ("tokens.json", {"splits": {"valid": []}, "record": 4}, "cannot be read: "),

@@ -72,6 +72,10 @@ def read_hgb(folder: Path) -> RawGraph:
     rows, classes, is_test, target = _read_labels(folder, nodes, info)
     number = max(max(row) for row in classes) + 1
     number = max(number, len(_names(info, "label.dat", "node type", str(target))))
+    if number > max(nodes.counts[target], 2):
+        raise UserError(
+            f"--data_dir: {folder}: expected fewer classes than nodes of their type, got {number - 1}"
+        )
     if any(len(row) > 1 for row in classes):
         labels = np.zeros((len(rows), number), np.int32)
         for label, row in zip(labels, classes):
