@@ -334,6 +334,10 @@ CALLS = {
         lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=-0.1),
         "log_decay must be .* got float",
     ),
+    "gated_delta: decays and strengths by position": (
+        lambda: brl.gated_delta_rule(Q, K, V, -BETA, BETA),
+        "takes 3 positional arguments but 5 were given",
+    ),
     "delta: a strength that is a number": (
         lambda: brl.delta_rule(Q, K, V, beta=0.5),
         "beta must be .* got float",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
 from brl_jax.models import DecoderLM
 from tests.marks import slow_unless
@@ -569,6 +570,12 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     names = [line.split()[0] for line in lines]
     assert set(names) >= {re.search(r"PRESET is (\S+)", out)[1]}
     assert len(names) == int(re.search(r"lists the (\d+) presets", out)[1])
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        _parse("--version")
+    assert capsys.readouterr().out == f"brl-jax {brl_jax.__version__}\n"
 
 
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):

@@ -106,6 +106,15 @@ def test_the_cut_can_fall_between_files(tmp_path):
     assert texts(f"text:{tmp_path}/*.txt", 0.1)["valid"] == b"y" * 20 + b"\n"
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
+    for name in "ab":
+        content = "\ufeffone\n\ufefftwo\n".encode()
+        (tmp_path / f"{name}.txt{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    found = texts(f"text:{tmp_path}/*", 0.4)
+    assert (found["train"] + found["valid"]).decode() == "one\n\ufefftwo\n" * 2
+
+
 def test_files_are_joined_at_lines_and_only_once(tmp_path):
     (tmp_path / "train.0.txt").write_bytes(codecs.BOM_UTF8 + b"no mark\n")
     (tmp_path / "train.1.txt").write_bytes(b"no end")
