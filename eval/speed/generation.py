@@ -71,8 +71,8 @@ class GenerationOptions(Checked):
     """Data type of the computation and the cache."""
     plain: tuple[Plain, ...] = ("in_place",)
     """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
-    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again;
-    none: --plain."""
+    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
+    --plain."""
     repeats: Count = 3
     """Rounds; the fastest counts."""
     patience: Positive = 30.0

@@ -20,8 +20,8 @@ class SpeedOptions(Checked):
     levels: tuple[str, ...] = ("functions", "layers")
     """functions: bare attention functions and PyTorch's; layers: one transformer layer of each mechanism; encoders:
     whole encoders of four layers that only infer, and PyTorch's (BRL-Attention's figure 6); classifiers of the Long
-    Range Arena, inference and training steps (TransNormer's table 7); encoder_decoders that copy, training
-    steps (BRL-Attention's figure 5); decoders of six layers, inference and training steps (its tables 6 and 7)."""
+    Range Arena, inference and training steps (TransNormer's table 7); encoder_decoders that copy, training steps
+    (BRL-Attention's figure 5); decoders of six layers, inference and training steps (its tables 6 and 7)."""
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to time, by default all; for encoder_decoders, presets without their prefix (figure5-NAME of
     train.copy)."""
@@ -48,8 +48,8 @@ class SpeedOptions(Checked):
     references: tuple[str, ...] = ()
     """More rows for the functions: jax_nn (full attention by jax.nn.dot_product_attention, whose matrix of all pairs
     must fit into a CPU's memory), and for a machine with an NVIDIA GPU cudnn_window and triton_window (ours by that
-    backend), flex_window (PyTorch's FlexAttention), fla_linear, fla_deltanet and
-    fla_gated_deltanet (flash-linear-attention)."""
+    backend), flex_window (PyTorch's FlexAttention), fla_linear, fla_deltanet and fla_gated_deltanet
+    (flash-linear-attention)."""
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None

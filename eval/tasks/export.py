@@ -29,7 +29,7 @@ from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import open_run
 from train.cli.options import parse_options
-from train.data.tokenizers import load_tokenizer
+from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.tasks.every import TASKS

@@ -1,12 +1,10 @@
 """help() of every public attention function begins with a screen of summary, shapes and example."""
 
-import ast
 import inspect
 import itertools
 import pydoc
 import re
 import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -101,17 +99,3 @@ def test_the_example_runs_and_has_the_shape_it_says(name):
         return scope["out"]
 
     assert jax.eval_shape(run).shape == next(_shapes(after, sizes))
-
-
-def test_the_text_of_an_option_is_a_paragraph():
-    """`--help-all` joins the lines of an option's text, except before a line that begins with a sign or a digit."""
-    root = Path(__file__).parents[2]
-    rooms = ("train", "eval", "brl_jax/layers", "brl_jax/models")
-    for path in (path for room in rooms for path in (root / room).rglob("*.py")):
-        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-        for field, text in (pair for kind in classes for pair in itertools.pairwise(kind.body)):
-            match field, text:
-                case ast.AnnAssign(annotation=kind), ast.Expr(value=ast.Constant(value=str(words))):
-                    if "ClassVar" not in ast.unparse(kind):
-                        begins = [line.lstrip()[:1] for line in words.splitlines()[1:]]
-                        assert all(map(str.isalpha, begins)), f"{path}:{text.lineno}"

@@ -1,5 +1,6 @@
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -589,6 +590,23 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     assert "PRESET is small if none is named; the values below are from wikitext103-brl." in out
     with pytest.raises(UserError, match="did you mean small"):
         _parse("smal --help")
+
+
+def test_texts_of_options_are_paragraphs(monkeypatch, capsys):
+    """Lines end where the next word has no room, wherever they end in the source."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        _parse("--mechanism local --help-all")
+    text = "│       "
+    pairs = [
+        pair
+        for pair in itertools.pairwise(capsys.readouterr().out.splitlines())
+        if all(x.startswith(text) for x in pair)
+    ]
+    ended = [len(line.strip("│ ")) + len(after.strip("│ ").split()[0]) for line, after in pairs]
+    widest = max(len(line.strip("│ ")) for pair in pairs for line in pair)
+    assert len(ended) > 50
+    assert sum(length < widest for length in ended) < 3  # a long word may be broken
 
 
 def test_help_is_one_screen_for_every_preset():

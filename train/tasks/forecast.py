@@ -70,8 +70,8 @@ class ForecastConfig(RunConfig):
     """What training minimises: squared or absolute errors, in normalised units."""
     center: Center = "last"
     """What is subtracted from a window and added to the forecast, because the level differs from season to season: the
-    last known row (NLinear, Zeng et al. 2023, arXiv:2205.13504), the mean of the known rows (half of RevIN, Kim et
-    al. 2022), or nothing."""
+    last known row (NLinear, Zeng et al. 2023, arXiv:2205.13504), the mean of the known rows (half of RevIN, Kim et al.
+    2022), or nothing."""
 
     def __post_init__(self):
         check_choice("objective", self.objective, get_args(LossKind))

@@ -59,8 +59,8 @@ class BRLConfig(Mechanism):
     encoder this is section 2.4 of the paper. "output": the network's final outputs (algorithm 1), block after block and
     without gradient; in an encoder, the network's input, which is a set of tokens unless positions are added to it."""
     generation: Generation = "blocks"
-    """What the compressed tokens read during generation: completed blocks only, as in training, or all earlier
-    tokens (figure 11)."""
+    """What the compressed tokens read during generation: completed blocks only, as in training, or all earlier tokens
+    (figure 11)."""
     formulation: Formulation = "algorithm"
     """Which form to use where algorithm 1 and equations 4-12 differ. "equations" has a ReLU around the evolved tokens,
     adds the propagated values without norm and ReLU, puts norms after the sublayers, and has no feed-forward network
@@ -77,15 +77,14 @@ class BRLConfig(Mechanism):
     gamma: float | None = None
     """Weight of compression's second attention. None learns it, from three parameters for each head; 0 disables it."""
     lambda_init: float = 0.5
-    """Initial value of the propagation's learned strength [lambda], one for each head. In "equations" (equations 4
-    and 9) it scales what a head propagates, so figure 7a's ablation over lambda refers to this
-    formulation. "algorithm" normalises the propagated values over all heads, ReLU(LN(lambda prop)), which cancels a
-    common scale: only the signs of the strengths and the ratios between heads matter, and an initial value of 0
-    disables the propagation."""
+    """Initial value of the propagation's learned strength [lambda], one for each head. In "equations" (equations 4 and
+    9) it scales what a head propagates, so figure 7a's ablation over lambda refers to this formulation. "algorithm"
+    normalises the propagated values over all heads, ReLU(LN(lambda prop)), which cancels a common scale: only the signs
+    of the strengths and the ratios between heads matter, and an initial value of 0 disables the propagation."""
     beta: Annotated[float, Range(0, 1)] = 0.0
     """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1; algorithm 1 also adds the evolved
-    tokens to the previous ones. The paper and its presets use 0.5; with 0 a layer needs one matrix
-    less (docs/recall.md, docs/results.md)."""
+    tokens to the previous ones. The paper and its presets use 0.5; with 0 a layer needs one matrix less
+    (docs/recall.md, docs/results.md)."""
     compress_scale: CompressScale = "rsqrt"
     """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), which makes the softmax almost uniform at
     first; "rsqrt", 1 / sqrt(h); "learned", which starts at 1 / sqrt(h)."""

@@ -26,8 +26,8 @@ class HopfieldConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     steps: Count = 2
-    """Number of softmaxes: all but the last move the queries towards the keys, and the last one reads the values.
-    With 1 it is full attention."""
+    """Number of softmaxes: all but the last move the queries towards the keys, and the last one reads the values. With
+    1 it is full attention."""
     beta: Positive | None = None
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
 

@@ -45,20 +45,20 @@ class LocalConfig(SoftmaxConfig):
 
     window: Count = 128
     """Width w: a token sees itself and the w - 1 tokens before it in a decoder, and w // 2 tokens on each side in an
-    encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride
-    of "strided" and "fixed"."""
+    encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
+    "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
     """Which keys a token sees. "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. Two
-    patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its
-    column (arXiv:1912.12180), and with "neighbourhood" the window // 2 rows and columns around it."""
+    patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its column
+    (arXiv:1912.12180), and with "neighbourhood" the window // 2 rows and columns around it."""
     dilation: Count = 2
     """Step between the keys of "dilated"."""
     num_global: Count = 64
     """In "global", how many tokens at the start see all tokens and are seen by all; "bigbird" rounds the number up to
     whole blocks. In "global_local", `global_segment` decides what they see."""
     global_segment: Count | None = None
-    """In "global_local", how many of the following tokens each global token sees: the first one sees the
-    first `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
+    """In "global_local", how many of the following tokens each global token sees: the first one sees the first
+    `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
     grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
 

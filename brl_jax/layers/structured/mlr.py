@@ -23,8 +23,8 @@ class MLRConfig(Mechanism):
     arXiv:2509.07963, eq. 9)."""
 
     ranks: tuple[Count, ...] | None = None
-    """Features of each level, from the coarsest to the finest; they sum to the head dimension. None
-    for 8/16, 2/16, 2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves if it is not a multiple of 16."""
+    """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
+    2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves if it is not a multiple of 16."""
     context: Count | None = None
     """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
     over the whole sequence. None follows the sequence: T is its length, or the cache's in generation. Training a

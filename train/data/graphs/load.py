@@ -30,9 +30,9 @@ class GraphDataConfig(Checked):
     """The graph, and what a network sees of it."""
 
     data_dir: Needed[str] = ""
-    """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of
-    posts (train.jsonl, test.jsonl), or an .npz file with "features" and "labels", or with images
-    as "x_train", "y_train", "x_test" and "y_test"."""
+    """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
+    (train.jsonl, test.jsonl), or an .npz file with "features" and "labels", or with images as "x_train", "y_train",
+    "x_test" and "y_test"."""
     features: Count = 512
     """Numbers that describe a node, at most; of longer features, the principal directions."""
     split_seed: Seed = 0

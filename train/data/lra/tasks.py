@@ -46,10 +46,10 @@ class LraDataConfig(Checked):
     task: str = "listops"
     """listops, text, retrieval, image, pathfinder or pathx."""
     data_dir: str | None = None
-    """A folder of the Long Range Arena's release, or one with the task's files: basic_*.tsv (listops), aclImdb
-    or {train,test}.jsonl (text), new_aan_pairs.*.tsv or Gutenberg's books.tsv (retrieval), an .npz (image), images
-    and metadata (pathfinder, pathx). Without it listops, pathfinder and pathx are generated; text and image come
-    from TensorFlow Datasets."""
+    """A folder of the Long Range Arena's release, or one with the task's files: basic_*.tsv (listops), aclImdb or
+    {train,test}.jsonl (text), new_aan_pairs.*.tsv or Gutenberg's books.tsv (retrieval), an .npz (image), images and
+    metadata (pathfinder, pathx). Without it listops, pathfinder and pathx are generated; text and image come from
+    TensorFlow Datasets."""
     length: Length = 2000
     """Tokens of a sequence; longer ones are truncated."""
     buckets: tuple[Length, ...] = ()
