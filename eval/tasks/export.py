@@ -44,8 +44,8 @@ class ExportOptions(RunOptions):
     out: str = "export"
     """A new folder on this machine."""
     layout: Literal["auto", "huggingface", "own"] = "auto"
-    """The layout of transformers ("huggingface"), of this library ("own"), or the first if it can hold the
-    network ("auto")."""
+    """The layout of transformers ("huggingface"), of this library ("own"), or the first if it can hold the network
+    ("auto")."""
     dtype: ComputationType = "float32"
     """Data type of the weights in the file."""
 

@@ -54,15 +54,15 @@ class DataConfig(Checked):
     tokens:DIR (see train.tokenize) or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
-    words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a
-    SentencePiece .model, or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
+    words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a SentencePiece
+    .model, or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
     holdout: float = 0.05
     """Share of the text held out for evaluation if it has no validation split; of hf-stream these are
     the first 1,000 documents, and shards (tokens:) have theirs."""
     documents: str = RECORDS
-    """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line " =
-    Title = " between empty ones), or a regular expression that matches the whole of a document's first line. A file
-    always starts one."""
+    """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
+    " = Title = " between empty ones), or a regular expression that matches the whole of a document's first line. A
+    file always starts one."""
     cache_dir: Free[str | None] = None
     """Folder for the tokens, which runs may share, local or gs://BUCKET/FOLDER; the run's own folder by default."""
 
