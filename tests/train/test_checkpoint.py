@@ -253,7 +253,7 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path):
 
 
 def test_other_folders_are_left_alone(tmp_path):
-    """Their names are not those of steps, as this program writes them."""
+    """This program never writes a step under such a name."""
     _write(tmp_path, [5])
     for name in ("007", "7b", "-7"):
         (tmp_path / name).mkdir()

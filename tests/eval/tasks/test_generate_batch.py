@@ -122,7 +122,7 @@ def test_bad_lines(params, tmp_path, monkeypatch, capsys, line, message):
 
 
 def test_the_file_of_a_prompt_is_read_as_training_text_is(tmp_path):
-    """It keeps its line ends; a byte order mark is no part of it."""
+    """The text keeps its line ends and loses a byte order mark."""
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\n")
     options = eval.tasks.generate.GenerateOptions(prompt_file=str(tmp_path / "prompt.txt"))
     assert eval.tasks.generate._prompts(options) == [("--prompt_file", "a\r\nb\n")]

@@ -107,7 +107,7 @@ def test_the_cut_can_fall_between_files(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
+def test_a_byte_order_mark_is_left_out_of_the_text(tmp_path, suffix):
     for name in "ab":
         content = "\ufeffone\n\ufefftwo\n".encode()
         (tmp_path / f"{name}.txt{suffix}").write_bytes(gzip.compress(content) if suffix else content)
