@@ -151,6 +151,11 @@ def test_missing_and_damaged_files(tmp_path):
     (tmp_path / "g/info.dat.gz").unlink()
     with pytest.raises(UserError, match=r"--nearest: expected 0, as .* has links"):
         load(tmp_path / "g", nearest=3)
+    for name, what in (("link.dat", "links"), ("label.dat", "labels")):
+        (tmp_path / "g" / name).write_text("\n")
+        with pytest.raises(UserError, match=rf"g/{name} has no {what}"):
+            load(tmp_path / "g")
+        (tmp_path / "g" / name).unlink()
     (tmp_path / "g/link.dat.gz").unlink()
     with pytest.raises(UserError, match=r"expected .*link\.dat or link\.dat\.gz; there is neither"):
         load(tmp_path / "g")
