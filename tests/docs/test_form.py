@@ -11,6 +11,14 @@ PAGES = sorted(
 )
 #: Markdown keeps links and pictures on one line.
 WIDEST, LONGEST_CELL = 120, 200
+#: What else a reader can click, or what takes an address from the project's configuration.
+ADDRESSED = [
+    *PAGES,
+    *sorted((ROOT / "notebooks").iterdir()),
+    *(ROOT / name for name in ("pyproject.toml", "mkdocs.yml", "CITATION.cff")),
+]
+#: What an address says where its owner or host is still to be named.
+PLACEHOLDERS = {"you", "your", "owner", "org", "user", "username", "example"}
 RESULTS = ("results", "recall", "copy", "sparse", "forecast", "glue", "structured", "measured", "gradients", "lra",
            "graphs", "regression", "tlinformer", "claims")  # fmt: skip
 
@@ -34,6 +42,25 @@ def test_lines_and_cells(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_command_needs_a_folder_that_nobody_has(page):
     assert "shared/data" not in page.read_text()
+
+
+def _placeholders(text):
+    """Addresses of the web in which a part of the path or of the host is a word of PLACEHOLDERS."""
+    addresses = re.findall(r"(?:https?://|\bgit@|\bgithub\.com/)[^\s\"'`\\)]+", text)
+    parts = {address: re.split(r"[^a-z]+", re.sub(r"\.org\b", "", address.lower())) for address in addresses}
+    return [address for address, words in parts.items() if PLACEHOLDERS.intersection(words)]
+
+
+@pytest.mark.parametrize("page", ADDRESSED, ids=lambda page: page.name)
+def test_no_address_is_a_placeholder(page):
+    assert not _placeholders(page.read_text())
+
+
+def test_placeholders_are_recognized():
+    for owner in ("YOU", "OWNER", "YOUR-ORG", "your_name", "<user>", "username", "example-user"):
+        assert _placeholders(f"git clone https://github.com/{owner}/brl-jax && cd brl-jax"), owner
+    assert _placeholders("[docs](https://brl.example.com/docs)")
+    assert not _placeholders("[OpenReview](https://openreview.net/forum?id=Vpyg3fqXbl), github.com/THUDM/HGB")
 
 
 @pytest.mark.parametrize(
