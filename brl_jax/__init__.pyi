@@ -4,12 +4,12 @@ from brl_jax.attention.compressed.compress import compress
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.compressed.propagate import propagate
 from brl_jax.attention.core.biases import ALiBi, DistanceBias, PositionBias, RotaryBias, T5Bias, alibi_slopes
-from brl_jax.attention.dense.diag import diag_attention, init_diag_state
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.diag import diag_attention, init_diag_state
 from brl_jax.attention.local.far_patterns import (
     Axial,
     BigBird,

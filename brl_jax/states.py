@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.dense.diag import DiagState, diag_attention, init_diag_state
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.diag import DiagState, diag_attention, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state
 from brl_jax.attention.low_rank.long_short import (
     LongShortState,

@@ -17,7 +17,7 @@ import jaxtyping
 import pytest
 
 from tests.support.devices import Devices
-from tests.support.sampling import commit, group_of, left_out
+from tests.support.sampling import group_of, left_out, this_week
 
 # tests/attention/test_shapes.py asks for checks of shapes and dtypes in signatures at every call. They are off
 # otherwise, because the checker would raise the errors of bad calls itself.
@@ -51,19 +51,25 @@ _PROCESSES = ("devices", "train.lm")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--cases", type=int, metavar="N", help="at most N slow cases of each test, chosen by the commit"
+        "--cases", type=int, metavar="N", help="at most N cases of each test, chosen by the week (0: all)"
     )
-    parser.addoption("--cases-of", default=commit(), metavar="COMMIT", help="the commit that chooses --cases")
+    parser.addoption("--cases-of", default=this_week(), metavar="WEEK", help="the week that chooses --cases")
+
+
+def pytest_configure(config):
+    if config.option.cases is None:  # workers get the value of the process that starts them
+        whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+        config.option.cases = 1 if whole else 0
 
 
 def pytest_report_header(config):
     cases, chosen = config.getoption("cases"), config.getoption("cases_of")
-    return f"slow cases: {cases} of each test, --cases-of {chosen}" if cases else None
+    return f"cases: {cases} of each test, --cases-of {chosen}" if cases else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out some cases of slow tests if asked to, and puts tests with processes first."""
+    """Leaves out some cases of each test if asked to, and puts tests with processes first."""
     if config.getoption("cases"):
         others = left_out(items, config.getoption("cases"), config.getoption("cases_of"))
         config.hook.pytest_deselected(items=others)

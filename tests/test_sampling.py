@@ -1,23 +1,21 @@
-"""Which cases of slow tests a sample runs."""
+"""Which cases of tests a sample runs."""
 
 import types
 
 import pytest
 
+from tests import conftest
 from tests.support.sampling import left_out
 
 
-def item(nodeid, slow=True, group=None):
-    marks = {"slow": pytest.mark.slow.mark} if slow else {}
-    if group:
-        marks["xdist_group"] = pytest.mark.xdist_group(group).mark
+def item(nodeid, group=None):
+    marks = {"xdist_group": pytest.mark.xdist_group(group).mark} if group else {}
     return types.SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get)
 
 
 NAMES = [f"mechanism {i}" for i in range(20)]
 ITEMS = [
     item("test_a.py::test_alone"),
-    *(item(f"test_a.py::test_fast[{i}]", slow=False) for i in range(9)),
     *(item(f"test_a.py::test_many[{i}]") for i in range(9)),
     *(item(f"test_a.py::test_ring[{i}]", group="devices") for i in range(9)),
     *(item(f"test_laws.py::test_law_{law}[{name}]@{name}", group=name) for law in (1, 2) for name in NAMES),
@@ -29,12 +27,10 @@ def kept(seed, cases=3):
     return [x.nodeid for x in ITEMS if x.nodeid not in others]
 
 
-def test_each_slow_test_keeps_as_many_cases_and_fast_tests_keep_all():
+def test_each_test_keeps_as_many_cases():
     functions = [name.partition("[")[0].partition("::")[2] for name in kept("a")]
     counts = {name: functions.count(name) for name in functions}
-    assert counts == {
-        "test_alone": 1, "test_fast": 9, "test_many": 3, "test_ring": 3, "test_law_1": 3, "test_law_2": 3,
-    }  # fmt: skip
+    assert counts == {"test_alone": 1, "test_many": 3, "test_ring": 3, "test_law_1": 3, "test_law_2": 3}
 
 
 def test_laws_choose_the_same_mechanisms_and_a_ring_is_not_one():
@@ -43,7 +39,25 @@ def test_laws_choose_the_same_mechanisms_and_a_ring_is_not_one():
     assert len({tuple(x for x in kept(str(seed)) if "ring" in x) for seed in range(5)}) > 1
 
 
-def test_a_commit_repeats_its_choice_and_commits_see_all():
+def test_a_week_repeats_its_choice_and_weeks_see_all():
     assert kept("a") == kept("a")
     seen = set().union(*(kept(str(seed)) for seed in range(60)))
     assert seen == {x.nodeid for x in ITEMS}
+
+
+@pytest.mark.parametrize(
+    ("asked", "source", "keyword", "cases"),
+    [
+        (None, "TESTPATHS", "", 1),
+        (2, "TESTPATHS", "", 2),
+        (0, "TESTPATHS", "", 0),
+        (None, "ARGS", "", 0),
+        (None, "TESTPATHS", "laws", 0),
+    ],
+)
+def test_a_run_of_the_whole_suite_is_a_sample(asked, source, keyword, cases):
+    option = types.SimpleNamespace(cases=asked, keyword=keyword)
+    conftest.pytest_configure(
+        types.SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource[source])
+    )
+    assert option.cases == cases

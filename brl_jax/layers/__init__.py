@@ -3,11 +3,11 @@
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.dense.kernelized import KernelizedConfig
 from brl_jax.layers.dense.synthesizer import SynthesizerConfig
+from brl_jax.layers.local.diag import DiagConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
 from brl_jax.layers.low_rank.long_short import LongShortConfig

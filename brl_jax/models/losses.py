@@ -60,17 +60,17 @@ def cross_entropy(
 
     shards = current_shards("length")
     shards = shards if length % shards == 0 else 1
-    stretch = length // shards
+    shard_length = length // shards
     size = max(1, _LOGITS * current_shards("batch") // (batch * vocab_size))
-    if size >= stretch:
+    if size >= shard_length:
         return piece(hidden, targets, weights), weights.sum()
-    count = -(-stretch // size)
-    size = -(-stretch // count)
+    count = -(-shard_length // size)
+    size = -(-shard_length // count)
 
     def split(array):
         rest = array.shape[2:]
-        array = array.reshape(batch, shards, stretch, *rest)
-        array = jnp.pad(array, ((0, 0), (0, 0), (0, count * size - stretch)) + ((0, 0),) * len(rest))
+        array = array.reshape(batch, shards, shard_length, *rest)
+        array = jnp.pad(array, ((0, 0), (0, 0), (0, count * size - shard_length)) + ((0, 0),) * len(rest))
         array = jnp.moveaxis(array.reshape(batch, shards, count, size, *rest), 2, 0)
         array = array.reshape(count, batch, shards * size, *rest)
         return constrain(array, (None, "batch", "length", *(None for _ in rest)))

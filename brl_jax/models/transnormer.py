@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from brl_jax.fields import Count, declared
 from brl_jax.layers.core.protocol import NormKind
-from brl_jax.layers.dense.diag import DiagConfig
+from brl_jax.layers.local.diag import DiagConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.models.config import StackConfig
 

@@ -200,8 +200,8 @@ def programs(
     shared = _grouped(many)
     lists = jax.ShapeDtypeStruct((1, length, shared.shape[2], 16), jnp.int32)
     window = SlidingWindow.of_width(options.window, True)
-    stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
-    pattern = triton.Pattern(stretches, window.visible, True, length, length)
+    rectangles = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
+    pattern = triton.Pattern(rectangles, window.visible, True, length, length)
     scale = options.head_dim**-0.5
     functions: dict[str, tuple[Callable, tuple]] = {
         "local": (functools.partial(triton.local_attention, pattern=pattern), (many, many, many)),

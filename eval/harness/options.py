@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from brl_jax.fields import Checked
+from brl_jax.fields import Checked, Count, Natural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +14,18 @@ class OutputOptions(Checked):
 
     json: bool = False
     """Print JSON on a terminal too; into a file or a pipe it is always JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TLinFormerOptions(Checked):
+    """The blocks of a TLinFormer (arXiv:2508.20407)."""
+
+    window: Count = 256
+    """Tokens that share one state of the history (W_og)."""
+    context: Count = 256
+    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
+    hidden: Natural = 2
+    """Layers of a block between its first and its last (H)."""
 
 
 @dataclasses.dataclass(frozen=True)

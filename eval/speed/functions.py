@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brl_jax.attention.dense.diag import diag_attention
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.diag import diag_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention

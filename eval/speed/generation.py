@@ -29,9 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.fields import Checked, Count, Length, Natural, Positive, Width
+from brl_jax.fields import Count, Length, Positive, Width
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
+from eval.harness.options import TLinFormerOptions
 from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table
 from eval.speed import generation_pictures, report
@@ -48,7 +49,7 @@ _PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOptions(Checked):
+class GenerationOptions(TLinFormerOptions):
     """The network and the lengths. The defaults are small; arXiv:2508.20407 has --heads 12 --head_dim 36."""
 
     lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
@@ -59,12 +60,6 @@ class GenerationOptions(Checked):
     """Size of a head; the width is heads * head_dim."""
     layers: Count = 8
     """Layers in all, of both networks."""
-    hidden: Natural = 2
-    """Layers of a block between its first and its last (H)."""
-    window: Count = 256
-    """Tokens that share one state of the history (W_og)."""
-    context: Count = 256
-    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
     vocabulary: Count = 50257
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"

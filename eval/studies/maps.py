@@ -74,7 +74,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "structured": ("mlr", "bilinear_mlr", "bilinear_btt", "global_window"),
     "low_rank": ("linformer", "nystromformer", "skyformer", "long_short"),
     "sorting": ("informer", "reformer", "sinkhorn", "native_sparse", "sliceformer"),
-    "dense": ("full", "diag", "hopfield", "kernelized", "synthesizer"),
+    "dense": ("full", "hopfield", "kernelized", "synthesizer"),
     "tlinformer": ("full", "tlinformer"),
 }
 

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from brl_jax.fields import Count, Length, Natural, Width
+from brl_jax.fields import Count, Length, Width
 from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import OutputOptions
+from eval.harness.options import OutputOptions, TLinFormerOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.operations import products
@@ -43,17 +43,11 @@ KINDS = ("miss", "first", "hit")
 
 
 @dataclasses.dataclass(frozen=True)
-class OperationsOptions(OutputOptions):
+class OperationsOptions(TLinFormerOptions, OutputOptions):
     """The network, by default the paper's, and the numbers of tokens."""
 
     lengths: tuple[Length, ...] = (4096, 8192, 16384, 32768)
     """Tokens so far, N; multiples of the window."""
-    window: Count = 256
-    """W_og: tokens of a window."""
-    context: Count = 256
-    """W_oh: tokens of the context."""
-    hidden: Natural = 2
-    """H: layers of a block between its first and its last."""
     num_layers: Count = 8
     """Layers, a multiple of H + 2."""
     d_model: Width = 432

@@ -99,10 +99,12 @@ SCORES = ("softmax", "relu2", "laplace")
 CASES = {
     "dense": [
         ("full_attention", qkv, both(scale=0.3)),
-        ("diag_attention", qkv, [*both(block_size=7), {"block_size": 999, "is_causal": True}]),
-        ("diag_attention", qkv, both(block_size=7, score="relu", scale=0.3)),
         ("hopfield_attention", qkv, both(steps=3, scale=1.0)),
         ("kernelized_attention", qkv, [{"scale": 0.3}]),
+    ],
+    "local": [
+        ("diag_attention", qkv, [*both(block_size=7), {"block_size": 999, "is_causal": True}]),
+        ("diag_attention", qkv, both(block_size=7, score="relu", scale=0.3)),
     ],
     "low_rank": [
         (

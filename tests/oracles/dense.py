@@ -1,6 +1,4 @@
-"""Networks of dense attention: full, Hopfield, kernelized, Synthesizer, and TransNormer's diagonal blocks."""
-
-import math
+"""Networks of dense attention: full, Hopfield, kernelized and Synthesizer."""
 
 import numpy as np
 
@@ -8,7 +6,6 @@ from tests.oracles.parts import (
     full_mask,
     head_inputs,
     merge,
-    norm,
     project,
     relu,
     residual_network,
@@ -19,17 +16,6 @@ from tests.oracles.parts import (
 
 def full_mix(u, p, m, d):
     return softmax_attention(u, p, full_mask(len(u), d, m), d, m.logits_soft_cap, m.rotary_dim)
-
-
-def diag_mix(u, p, m, d):
-    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalized together."""
-    block = np.arange(len(u)) // m.block_size
-    mask = (block[:, None] == block) & full_mask(len(u), d, m)
-    if m.score == "softmax":
-        return softmax_attention(u, p, mask, d)
-    heads = [relu(q @ k.T / math.sqrt(d.head_dim)) * mask @ v for q, k, v in head_inputs(u, p, d)]
-    merged = norm(np.concatenate(heads, -1), {"scale": p["attended_norm"]["scale"].reshape(-1)}, m.norm)
-    return merged @ p["out"]["kernel"].reshape(merged.shape[-1], -1)
 
 
 def hopfield_mix(u, p, m, d):
@@ -62,7 +48,6 @@ def synthesizer_mix(u, p, m, d):
 
 NETWORKS = {
     "full": residual_network(full_mix),
-    "diag": residual_network(diag_mix),
     "hopfield": residual_network(hopfield_mix),
     "kernelized": residual_network(kernelized_mix),
     "synthesizer": residual_network(synthesizer_mix),

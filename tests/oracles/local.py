@@ -1,9 +1,11 @@
-"""The network of local attention: softmax under a mask built pair by pair."""
+"""Networks of local attention, whose softmax has a mask built pair by pair, and of TransNormer's diagonal blocks."""
+
+import math
 
 import numpy as np
 
 from tests.oracles import attention
-from tests.oracles.parts import residual_network, softmax_attention
+from tests.oracles.parts import full_mask, head_inputs, norm, relu, residual_network, softmax_attention
 
 
 def local_mask(n, d, m):
@@ -38,4 +40,15 @@ def local_mix(u, p, m, d):
     return softmax_attention(u, p, local_mask(len(u), d, m), d, m.logits_soft_cap, m.rotary_dim)
 
 
-NETWORKS = {"local": residual_network(local_mix)}
+def diag_mix(u, p, m, d):
+    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalized together."""
+    block = np.arange(len(u)) // m.block_size
+    mask = (block[:, None] == block) & full_mask(len(u), d, m)
+    if m.score == "softmax":
+        return softmax_attention(u, p, mask, d)
+    heads = [relu(q @ k.T / math.sqrt(d.head_dim)) * mask @ v for q, k, v in head_inputs(u, p, d)]
+    merged = norm(np.concatenate(heads, -1), {"scale": p["attended_norm"]["scale"].reshape(-1)}, m.norm)
+    return merged @ p["out"]["kernel"].reshape(merged.shape[-1], -1)
+
+
+NETWORKS = {"local": residual_network(local_mix), "diag": residual_network(diag_mix)}

@@ -173,7 +173,7 @@ class HeldOut:
         yield next(self.stream)
 
 
-def run(workdir, mesh, steps):
+def run(workdir, mesh, steps, optimizer):
     """Trains in `workdir` up to `steps`; every loss there, and the held-out losses."""
     model = DecoderLM(
         DecoderConfig(num_layers=1, d_model=32, num_heads=4, d_ff=32, mechanism=BRL, vocab_size=64)
@@ -182,7 +182,7 @@ def run(workdir, mesh, steps):
     train(
         lm_objective(model),
         loop,
-        OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay="constant"),
+        OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=2, decay="constant"),
         config={},
         stream=Stream(mesh),
         held_out=HeldOut(mesh),
@@ -250,19 +250,19 @@ def looked_at(mesh):
     return {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
 
 
-def straight():
+def straight(optimizer):
     """The losses of a run on one device."""
     with tempfile.TemporaryDirectory() as folder:
-        return run(Path(folder), one_device(), 6)
+        return run(Path(folder), one_device(), 6, optimizer)
 
 
-def moved():
+def moved(optimizer):
     """The losses of the same run, which goes on from eight devices to one, and back to eight on another mesh."""
     with tempfile.TemporaryDirectory() as folder:
         for steps, mesh in zip(
             (2, 4, 6), (make_mesh(MESHES["rows"]), one_device(), make_mesh(MESHES["mixed"]))
         ):
-            lost = run(Path(folder), mesh, steps)
+            lost = run(Path(folder), mesh, steps, optimizer)
     return lost
 
 
@@ -315,6 +315,9 @@ PARTS = {
     "careless": lambda: gathers(careless(make_mesh(MESHES["rows"]))),
     "pieces": lambda: [loss_in_pieces(mesh) for mesh in (one_device(), make_mesh(MESHES["sequence"]))],
     "packed": lambda: [packed_rows(mesh) for mesh in (one_device(), make_mesh(MESHES["rows"]))],
-    "straight": straight,
-    "moved": moved,
+    **{
+        f"{way.__name__} by {optimizer}": functools.partial(way, optimizer)
+        for way in (straight, moved)
+        for optimizer in ("adamw", "muon")
+    },
 }

@@ -130,9 +130,10 @@ def test_what_devices_cannot_share_is_refused(result):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_meshes(result):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_on_other_meshes(result, optimizer):
     """From eight devices to one, and back to eight on a different mesh."""
-    np.testing.assert_allclose(result("moved"), result("straight"), rtol=1e-5)
+    np.testing.assert_allclose(result(f"moved by {optimizer}"), result(f"straight by {optimizer}"), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import MECHANISMS
+from brl_jax import MECHANISMS, FullConfig
 from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
+from train.engine.errors import UserError
 from train.engine.mup import mup_rates
-from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule, optimizer_of
 
 
 def test_cosine_follows_its_formula():
@@ -140,6 +141,80 @@ def test_gradients_are_clipped_before_adam():
     mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
     square = (0.95 * 0.05 * first**2 + 0.05 * second**2) / (1 - 0.95**2)
     np.testing.assert_allclose(updates["w"][0], -0.1 * mean / np.sqrt(square), rtol=1e-5)
+
+
+def _orthogonalised(matrix):
+    """Jordan et al. 2024: five steps of an odd polynomial that takes singular values near 1."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x
+
+
+def test_two_steps_of_muon():
+    """Heads are one matrix, stacked layers are one each; embeddings, read-outs and vectors keep AdamW."""
+    settings = {"learning_rate": 0.1, "warmup_steps": 0, "decay": "constant", "clip_norm": 0.0}
+    model = DecoderLM(
+        DecoderConfig(
+            num_layers=2,
+            d_model=8,
+            num_heads=2,
+            d_ff=12,
+            vocab_size=16,
+            tied_embeddings=False,
+            mechanism=FullConfig(),
+        )
+    )
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    muon, adamw = (
+        optimizer_of(OptimizerConfig(optimizer=name, **settings), 10, boxed, None)[0]
+        for name in ("muon", "adamw")
+    )
+    rng = np.random.default_rng(0)
+    params, *grads = (
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), nn.unbox(boxed))
+        for _ in range(3)
+    )
+    states = [muon.init(params), adamw.init(params)]
+    for grad in grads:
+        (ours, states[0]), (theirs, states[1]) = (
+            optimizer.update(grad, state, params) for optimizer, state in zip((muon, adamw), states)
+        )
+    leaves = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (params, *grads, ours, theirs)]
+    moved = set()
+    for path in leaves[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        param, first, second, update, adams = (np.asarray(tree[path], np.float64) for tree in leaves)
+        if not name.endswith("/kernel") or "layers_0" not in name:
+            np.testing.assert_array_equal(update, adams, err_msg=name)
+            continue
+        moved.add(name.split("/")[-2])
+        inputs = 16 // 2 if name.endswith("out/kernel") else param.shape[1]
+        mean = 0.95 * 0.05 * first + 0.05 * second
+        ahead = 0.95 * mean / (1 - 0.95**3) + 0.05 * second / (1 - 0.95**2)  # Nesterov's, without its bias
+        for layer in range(2):
+            matrix = ahead[layer].reshape(inputs, -1)
+            direction = _orthogonalised(matrix) * 0.2 * math.sqrt(max(matrix.shape))
+            expected = -0.1 * (direction.reshape(param.shape[1:]) + 0.1 * param[layer])
+            np.testing.assert_allclose(update[layer], expected, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert moved == {"query", "key", "value", "out", "gate", "up", "down"}
+
+
+def test_muon_refuses_mup():
+    with pytest.raises(UserError, match=r"--optimizer muon: .*mup_base_width"):
+        optimizer_of(OptimizerConfig(optimizer="muon"), 10, {"w": jnp.ones((2, 2))}, {"w": 1.0})
+
+
+def test_wsd_falls_in_its_last_steps_alone():
+    config = OptimizerConfig(
+        learning_rate=2.0, warmup_steps=4, decay="wsd", decay_share=0.25, final_share=0.5
+    )
+    schedule = make_schedule(config, 20)
+    rates = [float(schedule(step)) for step in range(20)]
+    rise, fall = [0.5, 1.0, 1.5], [1.8, 1.6, 1.4, 1.2, 1.0]
+    np.testing.assert_allclose(rates, [*rise, *[2.0] * 12, *fall], rtol=1e-6)
 
 
 def test_clipping_can_be_switched_off():

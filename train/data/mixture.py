@@ -18,7 +18,7 @@ from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 # A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
-STRETCH = 16
+SEGMENT_STEPS = 16
 # Held-out texts alternate after this many tokens, so that the beginning is of all of them.
 _BLOCK = 4096
 
@@ -71,8 +71,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
 class MixedStreams(RepeatedBatches):
     """Endless training batches whose rows come from the corpora of a mixture, by weight.
 
-    Rows read segments of `STRETCH` steps. Grain's mixture decides from which corpus segment number k * batch + b, the
-    k-th of row b, comes: in every prefix the shares follow the weights, as closely as whole numbers allow. The
+    Rows read segments of `SEGMENT_STEPS` steps. Grain's mixture decides from which corpus segment number k * batch + b,
+    the k-th of row b, comes: in every prefix the shares follow the weights, as closely as whole numbers allow. The
     segments of a corpus are shuffled in each pass over it. Batches and their state are as in
     `train.data.streams.TokenStreams`: any number of processes may give the rows, and resuming reads nothing.
 
@@ -91,14 +91,14 @@ class MixedStreams(RepeatedBatches):
         segments: bool = False,
     ):
         chosen = check_rows(batch, rows)
-        span = STRETCH * length
+        span = SEGMENT_STEPS * length
         for corpus in mixture.corpora:
             if len(corpus.tokens) < span + 1:
                 raise UserError(
-                    f"--data mix: a text has {len(corpus.tokens)} tokens, too few for a segment: {STRETCH} times "
+                    f"--data mix: a text has {len(corpus.tokens)} tokens, too few for a segment: {SEGMENT_STEPS} times "
                     f"--length {length}, and the token after, take {span + 1}"
                 )
-        stretches = grain.MapDataset.mix(
+        drawn = grain.MapDataset.mix(
             [
                 grain.MapDataset.range(len(corpus.tokens) // span)
                 .seed(seed + which)
@@ -112,8 +112,8 @@ class MixedStreams(RepeatedBatches):
         window = np.arange(length + 1)
 
         def make(index: int, step: int) -> Batch:
-            stretch, within = divmod(index, STRETCH)
-            places = [stretches[stretch * batch + number] for number in chosen.tolist()]
+            segment, within = divmod(index, SEGMENT_STEPS)
+            places = [drawn[segment * batch + number] for number in chosen.tolist()]
             rows = [(mixture.corpora[which], place * span + within * length) for which, place in places]
             taken = [corpus.tokens.take(start + window, mode="wrap") for corpus, start in rows]
             tokens = np.stack(taken).astype(np.int32)

@@ -125,10 +125,12 @@ def training_programs(
         params=params,
         opt_state=optax.tree.map_params(
             optimizer,
-            lambda _, sharding: sharding,
+            # What another optimiser moves is left out of this one's state.
+            lambda moment, sharding: moment if isinstance(moment, optax.MaskedNode) else sharding,
             state.opt_state,
             params,
             transform_non_params=lambda _: whole,
+            is_leaf=lambda moment: isinstance(moment, optax.MaskedNode),
         ),
         key=whole,
         memory=objective.memory_names(state.memory, rows, stacked),

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.arguments import check_lengths, check_scale
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import Form, without_kept
 from brl_jax.attention.core.checks import (
     check_bias_shape,
@@ -25,6 +24,7 @@ from brl_jax.attention.core.checks import (
     check_within,
     require,
 )
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
     Score,

@@ -21,9 +21,9 @@ from brl_jax.attention.compressed.compress import (
 )
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import check_within, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import Score
 from brl_jax.fields import Count

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import without_kept
 from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.scores import (

@@ -21,10 +21,10 @@ from brl_jax.attention.core.arguments import (
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.cudnn import cudnn_unsupported
+from brl_jax.attention.core.decorators import attention_function, batch_optional
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
 from brl_jax.fields import Positive

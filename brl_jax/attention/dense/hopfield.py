@@ -8,9 +8,9 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention

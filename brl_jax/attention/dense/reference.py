@@ -25,8 +25,8 @@ def full_attention(
     logits_soft_cap: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """softmax(scale q k^T + bias) v over the visible keys (arXiv:1706.03762, eq. 1); 0 for a query that sees none."""
-    query, key, value = _float32_heads(query, key, value)
-    scores = _scores(query, key, scale)
+    query, key, value = float32_heads(query, key, value)
+    scores = scaled_scores(query, key, scale)
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     visible = jnp.ones(scores.shape, bool)
@@ -54,7 +54,7 @@ def kernelized_attention(
     scale: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """sum_j exp(-scale |q_i - k_j|^2 / 2) v_j (arXiv:2111.00035, section 4.1)."""
-    query, key, value = _float32_heads(query, key, value)
+    query, key, value = float32_heads(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     distances = jnp.square(query[:, :, None] - key[:, None]).sum(-1)
     return jnp.einsum("btsn,bsnv->btnv", jnp.exp(-scale * distances / 2), value)
@@ -79,28 +79,6 @@ def synthesizer_attention(
     return jnp.einsum("nts,bsnv->btnv" if rows.ndim == 3 else "bnts,bsnv->btnv", weights, value)
 
 
-def diag_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
-    *,
-    block_size: int = 64,
-    score: str = "softmax",
-    scale: float | None = None,
-    is_causal: bool = False,
-) -> Float[Array, "B T N H"]:
-    """Softmax or ReLU attention among the tokens of the same block i // block_size (arXiv:2210.10340, section 4.3)."""
-    block = jnp.arange(query.shape[1]) // block_size
-    visible = block[:, None] == block[None]
-    if is_causal:
-        visible = jnp.tril(visible)
-    if score == "softmax":
-        return full_attention(query, key, value, mask=visible[None, None], scale=scale)
-    query, key, value = _float32_heads(query, key, value)
-    weights = jnp.where(visible[None, None], jax.nn.relu(_scores(query, key, scale)), 0)
-    return jnp.einsum("bnts,bsnv->btnv", weights, value)
-
-
 def hopfield_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -116,14 +94,14 @@ def hopfield_attention(
     return full_attention(query, key, value, scale=scale, is_causal=is_causal)
 
 
-def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """float32 arrays with one key head and one value head for each query head."""
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
     return query.astype(jnp.float32), key, value
 
 
-def _scores(
+def scaled_scores(
     query: Float[Array, "B T N H"], key: Float[Array, "B S N H"], scale: float | None
 ) -> Float[Array, "B N T S"]:
     """scale q k^T, with the scale 1 / sqrt(H) by default."""

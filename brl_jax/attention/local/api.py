@@ -27,9 +27,9 @@ from brl_jax.attention.core.arguments import (
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.by_platform import by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.decorators import attention_function, batch_optional
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,

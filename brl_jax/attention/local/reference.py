@@ -1,4 +1,4 @@
-"""The definition of local attention: one softmax under a dense (T, S) mask. Slow, and O(T S) memory."""
+"""The definitions of local attention and of DiagAttention, under a dense (T, S) mask. Slow, and O(T S) memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.dense.reference import float32_heads, full_attention, scaled_scores
 from brl_jax.attention.local.patterns import Pattern
 
 
@@ -60,3 +61,25 @@ def local_attention(
         visible = jnp.concatenate([visible, jnp.ones_like(extra, bool)], axis=3)
     weights = jax.nn.softmax(scores, axis=-1, where=visible)[..., :num_keys]
     return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
+
+
+def diag_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    block_size: int = 64,
+    score: str = "softmax",
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Softmax or ReLU attention among the tokens of the same block i // block_size (arXiv:2210.10340, section 4.3)."""
+    block = jnp.arange(query.shape[1]) // block_size
+    visible = block[:, None] == block[None]
+    if is_causal:
+        visible = jnp.tril(visible)
+    if score == "softmax":
+        return full_attention(query, key, value, mask=visible[None, None], scale=scale)
+    query, key, value = float32_heads(query, key, value)
+    weights = jnp.where(visible[None, None], jax.nn.relu(scaled_scores(query, key, scale)), 0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)

@@ -16,8 +16,8 @@ from brl_jax.attention.core.arguments import (
     check_scale,
     zero_padding,
 )
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, zero_padding
-from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
@@ -66,12 +66,11 @@ def nystromformer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    query, key, value, lengths, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation
-    )
+    query, key, value, lengths, scale, dtype = prepare_same_tokens(
+        query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation
+    )  # fmt: skip
     _check_kernel(value_kernel, query.shape[2])
-    batch, length, heads, head_dim = query.shape
-    scale = check_scale(scale, head_dim)
+    batch, length, heads = query.shape[:3]
     counts = jnp.full((batch,), length, jnp.int32) if lengths is None else lengths
     means = _segment_means(counts, length, min(num_landmarks, length))
     key_landmarks, query_landmarks = (jnp.einsum("btr,btnh->brnh", means, x) for x in (key, query))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import check_scale, zero_padding
-from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
@@ -80,14 +80,13 @@ def skyformer_attention(
     Raises:
       ValueError: an argument does not fit, or rng and samples are both given or both missing.
     """
-    query, key, value, lengths, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation
-    )
+    query, key, value, lengths, scale, dtype = prepare_same_tokens(
+        query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation
+    )  # fmt: skip
     require(
         isinstance(ridge, (int, float)) and 0 <= ridge < float("inf"),
         f"ridge must be a finite number of at least 0, got {ridge!r}",
     )
-    scale = check_scale(scale, query.shape[3])
     samples = _choose_samples(rng, samples, num_samples)
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     counts = jnp.full((query.shape[0],), length, jnp.int32) if lengths is None else lengths

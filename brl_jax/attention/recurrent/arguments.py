@@ -44,7 +44,6 @@ def prepare_inputs(
     key_value_seq_lengths: Any,
     state: Any,
     return_state: bool,
-    chunk_size: Any,
     implementation: Any,
     segment_ids: Any = None,
     same_tokens: bool | None = None,

@@ -13,19 +13,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, zero_padding
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
-from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
+from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece, read_pieces
+from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 from brl_jax.fields import Count, declared
 from brl_jax.sharding import sequence_axis
@@ -150,7 +148,7 @@ def bsbr_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
+        return_state=return_state, implementation=implementation, same_tokens=True,
     )  # fmt: skip
     _check_retrieval(query, key, value, retrieval_query, retrieval_key, compression)
     heads, head_dim = query.shape[2:]
@@ -181,16 +179,10 @@ def bsbr_attention(
     def step(state: BSBRState, piece: Any, visibility: ChunkVisibility) -> tuple[BSBRState, Array]:
         return _piece(piece, state, visibility, retrieval, scale, chunk_size)
 
-    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
-    if query.shape[1] <= chunk_size:
-        state, out = pieces(state, inputs, prepared.segments)
-    else:
+    def prompt(state: BSBRState, inputs: dict[str, Array], segments: Array | None) -> Any:
+        return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
 
-        def at_once(state: BSBRState, inputs: dict[str, Array], segments: Array | None) -> Any:
-            return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
-
-        state = vary_like(state, jax.tree.leaves(inputs))
-        state, out = branches(state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces)
+    state, out = read_pieces(step, prompt, state, inputs, prepared.segments, chunk_size=chunk_size)
     return (out, state) if return_state else out
 
 

@@ -8,12 +8,38 @@ current chunk, so that the chunks of the result are the chunks of the sequence.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from brl_jax.attention.core.by_platform import branches
+from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.recurrent.chunk_scan import scan_chunks
 from brl_jax.attention.recurrent.rows import zero_unless
+
+State = TypeVar("State")
+
+
+def read_pieces(
+    step: Callable[..., tuple[State, Array]],
+    prompt: Callable[[State, dict[str, Array], Any], tuple[State, Array]],
+    state: State,
+    inputs: dict[str, Array],
+    segments: Int[Array, "B T"] | None,
+    *,
+    chunk_size: int,
+) -> tuple[State, Float[Array, "B T N V"]]:
+    """The state and the outputs after new tokens: a GPU calls `prompt` for more than a chunk of them, the others
+    `step` for each piece."""
+    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
+    if inputs["query"].shape[1] <= chunk_size:
+        return pieces(state, inputs, segments)
+    state = vary_like(state, jax.tree.leaves(inputs))
+    return branches(state, inputs, segments, cuda=prompt, rocm=prompt, default=pieces)
 
 
 class PiecePositions(NamedTuple):

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
@@ -220,7 +220,7 @@ def _attend(
 ) -> Any:  # fmt: skip
     """All three rules; `delta_rule` passes no log_decay."""
     prepared = prepare_inputs(
-        query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size,
+        query, key, value, is_causal=True, state=state, return_state=return_state,
         implementation=implementation, dispatched=True, **options,
     )  # fmt: skip
     gates = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.running import last_token, running_log_sum, running_sum, token_numbers
@@ -144,7 +144,7 @@ def flowformer_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
+        return_state=return_state, implementation=implementation, same_tokens=True,
     )  # fmt: skip
     batch, length, heads, head_dim = query.shape
     options: dict[str, Any] = {}

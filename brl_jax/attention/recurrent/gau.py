@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.state import check_state
@@ -110,7 +110,7 @@ def gau_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        segment_ids=segment_ids, state=state, return_state=return_state,
         implementation=implementation, dispatched=True,
     )  # fmt: skip
     check_position_bias(bias, query.shape[2])

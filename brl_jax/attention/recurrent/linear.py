@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from brl_jax.attention.core.arguments import check_positions_shape, zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import check_state
@@ -252,7 +252,7 @@ def feature_sums(
     """
     dispatched = is_causal and name is not None
     prepared = prepare_inputs(
-        query, key, value, is_causal=is_causal, state=state, chunk_size=chunk_size, dispatched=dispatched,
+        query, key, value, is_causal=is_causal, state=state, dispatched=dispatched,
         implementation=implementation, **options,
     )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments

@@ -9,20 +9,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import (
-    check_dtypes,
-    check_lengths,
-    check_scale,
-    check_segments,
-    zero_padding,
-)
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.arguments import check_scale
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
+from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.linear import (
     LinearState,
     check_positions,
@@ -117,8 +112,10 @@ def luna_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    check_qkv(query, key, value)
-    check_dtypes(query, key, value)
+    prepared = prepare_inputs(
+        query, key, value, is_causal=True, key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
+        state=state, return_state=return_state, implementation=implementation,
+    )  # fmt: skip
     batch, length, _, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     shape: tuple[int, ...] = getattr(packed, "shape", ())
@@ -126,13 +123,11 @@ def luna_attention(
         len(shape) == 3 and shape[0] > 0 and shape[1:] == (kv_heads, head_dim),
         f"packed must have shape (M, {kv_heads}, {head_dim}), not empty, got {shape}",
     )
-    require(key.shape[1] == length, f"key must have query's length {length}, got {key.shape[1]}")
     scale = check_scale(scale, head_dim)
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     many = packed.shape[0]
     fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
     before = check_state(state, fresh, "init_luna_state")
-    exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
+    exact = [x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value)]
     weights = elu_plus_one(jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale)
     turned = exact[:2]
     if positions is not None:
@@ -140,8 +135,7 @@ def luna_attention(
         turned = [rotate(x, places, rope_theta) for x in turned]
     number = before.length[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids is not None:
-        segment_ids, _ = check_segments(segment_ids, query.shape, key.shape)
-        first = first_tokens(segment_ids)
+        first = first_tokens(jnp.asarray(segment_ids, jnp.int32))
         number = number - jnp.where(first > 0, first + before.length[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
 
@@ -164,7 +158,8 @@ def luna_attention(
     if not return_state:
         return out
     last = number[:, -1]
-    if lengths is not None:
-        newest = jnp.take_along_axis(number, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+    if prepared.lengths is not None:
+        lengths = prepared.lengths
+        newest = jnp.take_along_axis(number, jnp.clip(lengths - 1, 0, length - 1)[:, None], axis=1)[:, 0]
         last = jnp.where(lengths > 0, newest, before.length)
     return out, LunaState(new_scores.key_value, new_values.key_value, last)

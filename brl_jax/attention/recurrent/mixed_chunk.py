@@ -8,20 +8,17 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
-from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
+from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece, read_pieces
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
@@ -120,7 +117,7 @@ def mixed_chunk_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
+        return_state=return_state, implementation=implementation, same_tokens=True,
     )  # fmt: skip
     check_qkv(linear_query, linear_key, value, ("linear_query", "linear_key", "value"))
     for name, array, like in (("linear_query", linear_query, query), ("linear_key", linear_key, key)):
@@ -149,13 +146,8 @@ def mixed_chunk_attention(
     ) -> tuple[MixedChunkState, Array]:
         return _piece(chunk, state, visibility, bias, chunk_size)
 
-    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
-    if query.shape[1] <= chunk_size:
-        state, out = pieces(state, inputs, prepared.segments)
-    else:
-        at_once = functools.partial(_prompt, bias, chunk_size)
-        state = vary_like(state, jax.tree.leaves(inputs))
-        state, out = branches(state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces)
+    prompt = functools.partial(_prompt, bias, chunk_size)
+    state, out = read_pieces(step, prompt, state, inputs, prepared.segments, chunk_size=chunk_size)
     return (out, state) if return_state else out
 
 

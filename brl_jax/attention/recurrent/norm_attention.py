@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_sums
 from brl_jax.fields import Count, NonNegative, Positive

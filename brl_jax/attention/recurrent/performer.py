@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
@@ -145,7 +145,7 @@ def performer_attention(
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        segment_ids=segment_ids, state=state, return_state=return_state,
         implementation=implementation,
     )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import check_scale, zero_padding
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_within
+from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.scores import softmax_weights
-from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
+from brl_jax.attention.core.state import KeyValueCache, check_state
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.fields import Count, declared
 
@@ -162,16 +161,11 @@ def informer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    check_state_options(
-        "init_informer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths,
-    )  # fmt: skip
     given_key, given_value = key, value
-    query, key, value, given, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation
-    )
-    check_within("count", count, query.shape[1])
-    scale = check_scale(scale, query.shape[3])
+    query, key, value, given, scale, dtype = prepare_same_tokens(
+        query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
+        maker="init_informer_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
+    )  # fmt: skip
     batch, length, heads, head_dim = query.shape
     if state is not None:
         fresh = functools.partial(

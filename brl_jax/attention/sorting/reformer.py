@@ -9,18 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import (
-    check_dtypes,
-    check_lengths,
-    check_scale,
-    zero_padding,
-)
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_qkv, check_within, require
-from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
+from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import MASKED, block_sums
-from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
+from brl_jax.attention.core.state import KeyValueCache, check_state
 from brl_jax.attention.sorting.buckets import (
     alone_sees_itself,
     attend_in_buckets,
@@ -171,17 +167,17 @@ def reformer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    check_state_options(
-        "init_reformer_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths,
+    exact_query, _, exact_value, lengths, scale, dtype = prepare_same_tokens(
+        query, None, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
+        maker="init_reformer_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
     )  # fmt: skip
-    _check_arguments(query, value, rotations)
-    check_within("count", count, query.shape[1])
-    check_implementation(implementation, None, "xla")
-    scale = check_scale(scale, query.shape[3])
-    num_buckets = 2 * rotations.shape[2]
+    shape = rotations.shape
+    require(
+        len(shape) == 3 and shape[1] == query.shape[3] and 0 not in shape,
+        f"rotations must have shape (rounds, {query.shape[3]}, directions), got {shape}",
+    )
+    num_buckets = 2 * shape[2]
     batch, length = query.shape[:2]
-    dtype = query.dtype
     if state is not None:
         fresh = functools.partial(
             init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
@@ -191,38 +187,12 @@ def reformer_attention(
         check_state(state, jax.eval_shape(fresh), "init_reformer_state")
         out, state = _extend(query, value, rotations, state, count, chunk_size, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    query, value = (zero_padding(x, lengths).astype(jnp.float32) for x in (query, value))
-    buckets = hash_buckets(query, rotations)
+    buckets = hash_buckets(exact_query, rotations)
     if lengths is not None:
         exists = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
         buckets = jnp.where(exists[None, :, None], buckets, num_buckets)
-    out = attend_in_buckets(query, value, buckets, num_buckets, chunk_size, scale, is_causal)
+    out = attend_in_buckets(exact_query, exact_value, buckets, num_buckets, chunk_size, scale, is_causal)
     return zero_padding(out, lengths).astype(dtype)
-
-
-def _check_arguments(query: Any, value: Any, rotations: Any) -> None:
-    check_qkv(query, query, query)
-    check_qkv(value, value, value, ("value",) * 3)
-    check_dtypes(query, query, query)
-    require(value.dtype == query.dtype, f"value must have query's dtype {query.dtype}, got {value.dtype}")
-    require(
-        value.shape[1] == query.shape[1],
-        f"value must have query's length {query.shape[1]}, as both are the same tokens here, got {value.shape[1]}",
-    )
-    require(
-        value.shape[0] == query.shape[0],
-        f"value must have query's batch size {query.shape[0]}, got {value.shape[0]}",
-    )
-    require(
-        query.shape[2] % value.shape[2] == 0,
-        f"the heads of query must be a multiple of those of value, got {query.shape[2]} and {value.shape[2]}",
-    )
-    shape = getattr(rotations, "shape", None)
-    require(
-        shape is not None and len(shape) == 3 and shape[1] == query.shape[3] and 0 not in shape,
-        f"rotations must have shape (rounds, {query.shape[3]}, directions), got {shape}",
-    )
 
 
 def _extend(

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import check_scale, starts, zero_padding
-from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_within, require
+from brl_jax.attention.core.arguments import starts, zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.core.state import KeyValueCache, check_state, check_state_options
+from brl_jax.attention.core.state import KeyValueCache, check_state
 from brl_jax.fields import Count, Positive, declared
 
 # The logarithm of a missing weight, finite so that differences are not NaN.
@@ -121,16 +121,11 @@ def sinkhorn_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    check_state_options(
-        "init_sinkhorn_state", state=state, return_state=return_state, count=count, is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths,
-    )  # fmt: skip
     given_key, given_value = key, value
-    query, key, value, given, dtype = prepare_same_tokens(
-        query, key, value, key_value_seq_lengths, implementation
-    )
-    check_within("count", count, query.shape[1])
-    scale = check_scale(scale, query.shape[3])
+    query, key, value, given, scale, dtype = prepare_same_tokens(
+        query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
+        maker="init_sinkhorn_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
+    )  # fmt: skip
     batch, length = query.shape[:2]
     if state is not None:
         require(rng is None, "rng must be None with a state: noise is for training")

@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtype, check_lengths, zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 
 Order = Literal["ascending", "descending", "interleaved", "max_exchange"]

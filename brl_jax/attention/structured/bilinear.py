@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention

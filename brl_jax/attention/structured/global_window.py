@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow

@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.state import check_state, check_state_options
 from brl_jax.attention.structured.mlr_generation import MLRState, extend, init_mlr_state

@@ -1,1 +1,1 @@
-"""Layers around full and block-diagonal softmax attention."""
+"""Layers around full softmax attention."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from eval.tasks.paper_tables.table import PaperTable
+from eval.tasks.paper_tables.table import PERPLEXITIES, VALIDATION_LOSS, PaperTable
 
 _PAPER = "BRL-Attention (OpenReview Vpyg3fqXbl)"
-_LOSS = {"validation loss": "val_loss"}
 
 TABLES = {
     "brl-3": PaperTable(
         f"{_PAPER}, table 3, WikiText-103; its other rows are TransNormer's table 4",
         "lm",
-        {"PPL (val)": "val_perplexity", "PPL (test)": "test_perplexity"},
+        PERPLEXITIES,
         {
             "Transformer (our-imp)": ("wikitext103-full", 21.31, 22.03),
             "Local-Attention (our-imp)": ("wikitext103-local", 22.08, 23.74),
@@ -21,7 +20,7 @@ TABLES = {
     "brl-7": PaperTable(
         f"{_PAPER}, figure 7, WikiText-103: curves, without numbers in the text",
         "lm",
-        _LOSS,
+        VALIDATION_LOSS,
         {
             "full": ("wikitext103-full", None),
             "local, w = 64": ("wikitext103-local-64", None),
@@ -38,7 +37,7 @@ TABLES = {
     "brl-10": PaperTable(
         f"{_PAPER}, figure 10, OpenWebText: curves, without numbers in the text",
         "lm",
-        _LOSS,
+        VALIDATION_LOSS,
         {
             "full": ("openwebtext-full", None),
             "local, w = 128": ("openwebtext-local-128", None),

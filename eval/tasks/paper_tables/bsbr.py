@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from eval.tasks.paper_tables.table import PaperTable
+from eval.tasks.paper_tables.table import VALIDATION_LOSS, PaperTable
 
-_LOSS = {"validation loss": "val_loss"}
 _SIZES = (16, 32, 64, 128, 256)
 
 TABLES = {
     "bsbr-chunks": PaperTable(
         'BSBR article, "Chunk size optimization": chunks of 32 to 128 tokens are best',
         "lm",
-        _LOSS,
+        VALIDATION_LOSS,
         {f"{size} tokens": (f"bsbr-chunk-{size}", None) for size in _SIZES},
     ),
     "bsbr-compression": PaperTable(
         'BSBR article, "State compression tradeoffs": up to 4 times costs little',
         "lm",
-        _LOSS,
+        VALIDATION_LOSS,
         {
             "whole": ("bsbr-chunk-64", None),
             "whole, the parameters of 4 times": ("bsbr-wide", None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.tasks.paper_tables.table import PaperTable
+from eval.tasks.paper_tables.table import VALIDATION_LOSS, PaperTable
 
 _PAPER = "Structured-matrix attention (arXiv:2509.07963)"
 _MIXERS = {
@@ -28,7 +28,7 @@ TABLES = {
     "mlr-4": PaperTable(
         f"{_PAPER}, figures 4 and 14, OpenWebText: curves, without numbers in the text",
         "lm",
-        {"validation loss": "val_loss"},
+        VALIDATION_LOSS,
         {
             f"{row}, width {width}": (f"owt-chars-{name}-{width}", None)
             for width in (256, 384, 512, 768)

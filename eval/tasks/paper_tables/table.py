@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+#: Columns that several tables have.
+PERPLEXITIES = {"PPL (val)": "val_perplexity", "PPL (test)": "test_perplexity"}
+VALIDATION_LOSS = {"validation loss": "val_loss"}
+
 
 @dataclasses.dataclass(frozen=True)
 class PaperTable:

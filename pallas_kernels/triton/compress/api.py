@@ -166,7 +166,7 @@ _compress.defvjp(_compress_forward, _compress_backward)
 
 def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile) -> dict[str, Any]:
     batch, tokens, heads, head_dim = query.shape
-    splits, stretch = split(key.shape[1], batch * heads, tile.block_k)
+    splits, segment = split(key.shape[1], batch * heads, tile.block_k)
     return {
         "M": tokens,
         "S": key.shape[1],
@@ -174,7 +174,7 @@ def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile)
         "H": head_dim,
         "HP": padded(head_dim),
         "SPLITS": splits,
-        "STRETCH": stretch,
+        "SEGMENT": segment,
         "SCALE": call.scale,
         "SCORE": SCORES[call.score],
         "CONTRAST": call.contrast,
@@ -229,7 +229,7 @@ def _run_backward(call: _CompressCall):
                 tiled_backward.compress_token_gradient,
                 arrays, (parts,), (constants["SPLITS"], heads, batch), constants,
             )  # fmt: skip
-            by_block = {name: x for name, x in constants.items() if name not in ("SPLITS", "STRETCH")}
+            by_block = {name: x for name, x in constants.items() if name not in ("SPLITS", "SEGMENT")}
             by_block["BM"] = min(_TILED_TOKENS, constants["BM"])
             blocks = -(-key.shape[1] // tile.block_k)
             d_key, d_contrast, d_value = launch(
@@ -238,7 +238,7 @@ def _run_backward(call: _CompressCall):
         else:
             if head_dim > 64 and not bridge.interprets():
                 constants["BM"] = MOST_TOKENS  # the kernel spills with 64 rows, but not with 128
-            full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
+            full = key.shape[1] % constants["SEGMENT"] == 0 and constants["HP"] == head_dim
             constants["EVEN"] = call.every_key and full
             d_query, d_key, d_contrast, d_value = launch(
                 backward.compress_gradient,

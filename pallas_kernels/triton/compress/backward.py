@@ -10,7 +10,7 @@ from pallas_kernels.triton.core.functions import elementwise_slopes, elementwise
 def compress_gradient(
     q, k1, k2, v, lengths, d_out, log_sums, deltas, gamma, d_query, d_k1, d_k2, d_v,
     M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
-    STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr, EVEN: tl.constexpr,
+    SEGMENT: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes d_query (SPLITS, B, N, M, H), in parts, and d_k1, d_k2 and d_v (B, S, N, H).
@@ -29,9 +29,9 @@ def compress_gradient(
     z1 = tl.load(log_sums + row, mask=r < M, other=float("inf"))
     e1 = tl.load(deltas + row, mask=r < M, other=0.0)
     acc = tl.zeros([BM, HP], tl.float32)
-    end = tl.minimum((split + 1) * STRETCH, S)
+    end = tl.minimum((split + 1) * SEGMENT, S)
     length = tl.load(lengths + b)
-    for start in range(split * STRETCH, end, BN):
+    for start in range(split * SEGMENT, end, BN):
         cols = start + tl.arange(0, BN)
         at = offsets(b, cols, h, d, S, N, H)
         width = d[None, :] < H

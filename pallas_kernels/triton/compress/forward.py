@@ -10,7 +10,7 @@ from pallas_kernels.triton.core.functions import elementwise_weights, inside, of
 def compress_forward(
     q, k1, k2, v, lengths, totals, tops, sums,
     M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
-    STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
+    SEGMENT: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes totals (A, SPLITS, B, N, M, H), tops and sums (A, SPLITS, B, N, M) for each attention and segment.
@@ -28,8 +28,8 @@ def compress_forward(
     l2 = tl.zeros([BM], tl.float32)
     a1 = tl.zeros([BM, HP], tl.float32)
     a2 = tl.zeros([BM, HP], tl.float32)
-    stop = tl.minimum(tl.minimum((split + 1) * STRETCH, S), tl.load(lengths + b))
-    for start in range(split * STRETCH, stop, BN):
+    stop = tl.minimum(tl.minimum((split + 1) * SEGMENT, S), tl.load(lengths + b))
+    for start in range(split * SEGMENT, stop, BN):
         cols = start + tl.arange(0, BN)
         at = offsets(b, cols, h, d, S, N, H)
         exists = inside(cols, stop, d, H)

@@ -28,7 +28,7 @@ def weights_and_slopes(products, dp, log_sums, deltas, seen, SCALE: tl.constexpr
 def compress_token_gradient(
     q, k1, k2, v, lengths, d_out, log_sums, deltas, gamma, d_query,
     M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
-    STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
+    SEGMENT: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes d_query (SPLITS, B, N, M, H) in parts; a program handles all tokens and a segment of the history.
@@ -50,8 +50,8 @@ def compress_token_gradient(
         e2 = tl.load(deltas + second + row, mask=r < M, other=0.0)
         g = tl.load(gamma + b * N + h)
     acc = tl.zeros([BM, HP], tl.float32)
-    stop = tl.minimum(tl.minimum((split + 1) * STRETCH, S), tl.load(lengths + b))
-    for start in range(split * STRETCH, stop, BN):
+    stop = tl.minimum(tl.minimum((split + 1) * SEGMENT, S), tl.load(lengths + b))
+    for start in range(split * SEGMENT, stop, BN):
         cols = start + tl.arange(0, BN)
         at = offsets(b, cols, h, d, S, N, H)
         exists = inside(cols, stop, d, H)

@@ -23,9 +23,9 @@ def padded(size: int) -> int:
 
 def split(length: int, others: int, block: int) -> tuple[int, int]:
     """Cuts a length into segments that, times `others` programs, fill the GPU once; returns their number and length."""
-    stretch = math.ceil(length / max(1, MULTIPROCESSORS // others))
-    stretch = math.ceil(stretch / block) * block
-    return math.ceil(length / stretch), stretch
+    segment = math.ceil(length / max(1, MULTIPROCESSORS // others))
+    segment = math.ceil(segment / block) * block
+    return math.ceil(length / segment), segment
 
 
 _Tiles = TypeVar("_Tiles", bound=tuple)

@@ -194,14 +194,14 @@ def _run_backward(call: _PropagateCall):
         tile = tiles.key_gradient
         constants = _constants(call, query, key, tile)
         count = -(-tokens // constants["BM"])
-        splits, stretch = split(length, batch * heads * count, tile.block_t)
+        splits, segment = split(length, batch * heads * count, tile.block_t)
         parts = jax.ShapeDtypeStruct((splits, batch, heads, tokens, head_dim), jnp.float32)
         d_key, d_value = bridge.launch(
             backward.propagate_key_gradient,
             (query, key, value, strength, d_out, log_sums, deltas),
             (parts, parts),
             (splits * count, heads, batch),
-            constants | {"TILES": count, "STRETCH": stretch},
+            constants | {"TILES": count, "SEGMENT": segment},
             **_options(tile),
         )
         return d_query, jnp.moveaxis(d_key, 1, 0), jnp.moveaxis(d_value, 1, 0), d_strength

@@ -49,10 +49,10 @@ def propagate_query_gradient(
 def propagate_key_gradient(
     q, k, v, strength, d_out, log_sums, deltas, d_key, d_value,
     T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, TILES: tl.constexpr,
-    STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    SEGMENT: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """Computes d_key and d_value (SPLITS, B, N, M, H) in parts; a program handles BM compressed tokens, STRETCH
+    """Computes d_key and d_value (SPLITS, B, N, M, H) in parts; a program handles BM compressed tokens, SEGMENT
     rows."""
     program, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     split, tile = program // TILES, program % TILES
@@ -64,8 +64,8 @@ def propagate_key_gradient(
     weight = tl.load(strength + b * N + h)
     acc_k = tl.zeros([BM, HP], tl.float32)
     acc_v = tl.zeros([BM, HP], tl.float32)
-    stop = tl.minimum((split + 1) * STRETCH, T)
-    for start in range(split * STRETCH, stop, BT):
+    stop = tl.minimum((split + 1) * SEGMENT, T)
+    for start in range(split * SEGMENT, stop, BT):
         rows = start + tl.arange(0, BT)
         at_q = offsets(b, rows, h, d, T, N, H)
         there = inside(rows, stop, d, H)

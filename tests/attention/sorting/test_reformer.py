@@ -82,7 +82,7 @@ def test_directions_are_drawn_from_the_key():
         ({"value": jnp.ones((2, 6, 2, 8), jnp.bfloat16)}, "value must have query's dtype float32"),
         (
             {"value": jnp.ones((2, 6, 3, 8))},
-            "the heads of query must be a multiple of those of value, got 4 and 3",
+            "the heads of query must be a multiple of the heads of value, got 4 and 3",
         ),
         ({"value": jnp.ones((3, 6, 2, 8))}, "value must have query's batch size 2, got 3"),
         ({"rotations": jnp.ones((2, 7, 2))}, r"rotations must have shape \(rounds, 8, directions\), got"),

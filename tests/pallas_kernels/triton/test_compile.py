@@ -32,9 +32,9 @@ def half(*shape):
 def local(query, key, value, sinks, ids):
     window = SlidingWindow.of_width(256, True)
     length = query.shape[1]
-    stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
+    rectangles = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
     return triton.local_attention(
-        query, key, value, pattern=triton.Pattern(stretches, window.visible, True, length, length),
+        query, key, value, pattern=triton.Pattern(rectangles, window.visible, True, length, length),
         logits_soft_cap=50.0, sinks=sinks, query_segment_ids=ids, key_segment_ids=ids,
     )  # fmt: skip
 

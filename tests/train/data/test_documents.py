@@ -16,7 +16,7 @@ from train.data import sources as sources_module
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.documents import check_documents, cut_documents
-from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
+from train.data.mixture import SEGMENT_STEPS, MixedStreams, Mixture, joined
 from train.data.splits import DocumentStart
 from train.data.streams import EvalStream, TokenStreams
 from train.data.tokenizers.base import text_pieces
@@ -275,7 +275,7 @@ def test_rows_say_which_document_each_token_is_of():
 def test_mixed_rows_know_their_documents():
     first, second = numbered(700, [0, 5, 300]), numbered(500, [0, 123])
     stream = MixedStreams(Mixture((first, second), (0.5, 0.5)), batch=2, length=10, segments=True)
-    for _, batch in zip(range(3 * STRETCH), stream):
+    for _, batch in zip(range(3 * SEGMENT_STEPS), stream):
         for tokens, ids in zip(batch["tokens"].tolist(), batch["segment_ids"].tolist()):
             assert ids in (segments_by_hand(tokens, [0, 5, 300]), segments_by_hand(tokens, [0, 123]))
     # Held-out texts alternate; a turn starts a document unless it continues the same text.

@@ -12,7 +12,7 @@ from train.data import hf_stream, load
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
-from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
+from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
 from train.data.sources import open_source
 from train.data.tokenizers.named import load_tokenizer, train_tokenizer
 from train.engine.errors import UserError
@@ -189,7 +189,7 @@ def test_a_mixture_has_its_weights_in_every_segment():
             parse_mixture(wrong)
     mixture = Mixture((_corpus(7, 3000), _corpus(9, 9000)), (0.7, 0.3))
     sizes = {"batch": 10, "length": 5, "seed": 1}
-    batches = _take(training_batches(mixture, **sizes), 6 * STRETCH)
+    batches = _take(training_batches(mixture, **sizes), 6 * SEGMENT_STEPS)
     assert set(np.unique(batches)) == {7, 9}
     shares = (batches == 7).mean(axis=(1, 2))
     np.testing.assert_allclose(shares, 0.7, atol=0.11)
@@ -208,7 +208,7 @@ def test_a_row_of_a_mixture_reads_on_within_a_segment():
     counting = Corpus(
         np.arange(2000, dtype=np.int32), np.ones(2000, np.int64), np.zeros((0, 2), np.int64), "x"
     )
-    batches = _take(training_batches(Mixture((counting,), (1.0,)), batch=2, length=4, seed=0), STRETCH)
+    batches = _take(training_batches(Mixture((counting,), (1.0,)), batch=2, length=4, seed=0), SEGMENT_STEPS)
     for row in batches.swapaxes(0, 1).reshape(2, -1):
         assert np.all(np.diff(row) == 1)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.dense.diag import diag_attention, init_diag_state
+from brl_jax.attention.local.diag import diag_attention, init_diag_state
 from tests.oracles import attention as oracles
 from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
 

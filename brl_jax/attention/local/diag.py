@@ -17,9 +17,9 @@ from brl_jax.attention.core.arguments import (
     check_scale,
     zero_padding,
 )
-from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import weights_dtype

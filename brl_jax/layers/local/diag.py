@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.dense.diag import (
+from brl_jax.attention.local.diag import (
     DiagScore,
     DiagState,
     diag_attention,
