@@ -63,9 +63,7 @@ def test_placeholders_are_recognized():
     assert not _placeholders("[OpenReview](https://openreview.net/forum?id=Vpyg3fqXbl), github.com/THUDM/HGB")
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name)
 def test_a_page_opens_with_a_command(page):
     head = page.read_text().splitlines()[:30]
     assert any(line.startswith("```") for line in head), "no command or code in the first 30 lines"
