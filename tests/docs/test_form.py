@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import brl_jax
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
@@ -78,6 +80,12 @@ def test_a_page_of_results_says_when_and_where(name):
     assert re.search(r"20\d\d", said[1]), said[0]
     assert re.search(r"\b[0-9a-f]{7}\b", said[1]), said[0]
     assert re.search(r"core|H100|H200|GPU", said[1]), said[0]
+
+
+def test_the_changelog_has_the_version_and_is_one_page():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(brl_jax.__version__)}\] - 20\d\d-\d\d-\d\d$", text, re.MULTILINE)
+    assert len(text.split()) <= 800
 
 
 def test_the_first_screen():
