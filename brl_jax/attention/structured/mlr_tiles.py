@@ -75,7 +75,7 @@ def attend(
 def _form(plan: MLRPlan, loop: bool) -> Form:
     """The form that saves the log-sum-exp of each row (B, K, G, T), -MASKED if it sees no key."""
 
-    def run(*operands: Array | None) -> tuple[tuple[Array, Array], Array]:
+    def run(*operands: Any) -> tuple[tuple[Array, Array], Array]:
         out, lse = _forward(plan, *operands, loop=loop)
         sums = jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[3]), 1, 2)
         return (out, jnp.where(sums == -MASKED, -jnp.inf, sums)), lse
