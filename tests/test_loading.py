@@ -1,6 +1,7 @@
 """Runs can be read without the training code; outside a checkout, commands say that they need one."""
 
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -150,6 +151,21 @@ def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(commands, "_ROOT", tmp_path)
     assert commands.train() == 2
     assert "expected a checkout of the repository" in capsys.readouterr().err
+
+
+def test_commands_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else name)
+    with pytest.raises(SystemExit):
+        train._check_extra("train.lm")
+    assert capsys.readouterr().err == "train.lm: the module tyro is missing: pip install -e '.[train]'\n"
+
+
+def test_every_module_of_the_extra_is_looked_for(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    looked_for = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: looked_for.append(name) or name)
+    train._check_extra("train.lm")
+    assert len(looked_for) == len(project["project"]["optional-dependencies"]["train"])
 
 
 def test_the_library_imports_none_of_the_training_code():

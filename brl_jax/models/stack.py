@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -102,6 +103,14 @@ class Stack(nn.Module):
     random_signs: bool = False
 
     def setup(self):
+        are_mechanisms = isinstance(self.mechanisms, tuple) and all(
+            map(isinstance, self.mechanisms, itertools.repeat(Mechanism))
+        )
+        if not (are_mechanisms and isinstance(self.dimensions, Dimensions)):
+            raise ValueError(
+                "mechanisms and dimensions must be a network's, such as config.mechanisms and "
+                f"config.make_dimensions(is_causal=True), got {self.mechanisms} and {type(self.dimensions).__name__}"
+            )
         keys = _carrier_keys(self.mechanisms)
         carriers = {key: m.carrier(self.dimensions, name=key) for m, key in keys.items()}
         self.carriers = {key: carrier for key, carrier in carriers.items() if carrier is not None}

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from etils import epath
 from matplotlib.figure import Figure
 
+from brl_jax.json_files import read_json
 from eval.harness.groups import compared
 from eval.harness.options import EvalOptions, RunOptions, TableOptions
 from eval.harness.output import Measured, emit, picture_path
@@ -172,10 +173,10 @@ class Evaluation(Generic[P]):
         if self.kept is None or not (workdir / self.kept).exists():
             return None
         try:
-            result = json.loads((workdir / self.kept).read_text())
-            step, settings = result["step"], result.pop("measured_settings")
-        except (ValueError, KeyError, TypeError):
+            result = read_json(workdir / self.kept, {"step": int, "measured_settings": dict})
+        except (OSError, ValueError):
             return None
+        step, settings = result["step"], result.pop("measured_settings")
         if settings != _measured_settings(task, config):
             return None
         checkpoints = Checkpoints(workdir / "checkpoints")

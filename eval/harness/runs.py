@@ -58,6 +58,11 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
     except OSError as error:
         raise UserError(f"--workdir: cannot read {path}: {error.strerror}") from error
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir))
+    cache = getattr(config.data, "cache_dir", None)
+    if cache is not None and not is_remote(cache) and not Path(cache).expanduser().is_dir():
+        # Whoever wrote config.json does not decide which folders this machine gets.
+        log(f"--workdir: {path} names the cache {cache}, which is not on this machine; another is used")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=None))
     checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints", log=log)
     model = task.build(config)
 

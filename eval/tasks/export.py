@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 from etils import epath
 
+from brl_jax.json_files import read_json
 from brl_jax.loading import save_export
 from brl_jax.models import DecoderLM, huggingface
 from brl_jax.models.config import ComputationType
@@ -28,6 +29,7 @@ from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import open_run
 from train.cli.options import parse_options
+from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.tasks.every import TASKS
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
         ExportOptions(), argv, prog="python -m eval.export", about="Writes a run's network as safetensors."
     )
     run = open_run(list(TASKS.values()), options.workdir, options.checkpoint)
-    config = json.loads((epath.Path(options.workdir) / "config.json").read_text())
+    config = read_json(epath.Path(options.workdir) / "config.json", dict)
     with tempfile.TemporaryDirectory() as folder:
         shared: dict[str, Any] = {
             "tokenizer": _copy_tokenizer(options.workdir, folder),
@@ -99,7 +101,7 @@ def _copy_tokenizer(workdir: str, folder: str) -> str:
             continue
         copy.write_bytes(source.read_bytes())
         if name == "tokenizer_config.json":
-            values = json.loads(copy.read_text())
-            if values.get("tokenizer", "").startswith(("bpe:", "bpe-uncased:")):
+            values = read_json(copy)
+            if load_tokenizer(workdir).spec.startswith(("bpe:", "bpe-uncased:")):
                 copy.write_text(json.dumps({**values, "tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder

@@ -86,7 +86,8 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
     if options.prompt_file is not None:
         try:
             file = regular_file("--prompt_file", options.prompt_file)
-            prompts.append(("--prompt_file", file.read_bytes().decode()))  # keeps \r\n, as training does
+            text = file.read_bytes().decode("utf-8-sig")  # keeps \r\n, as training does
+            prompts.append(("--prompt_file", text))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
     if not prompts:

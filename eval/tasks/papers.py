@@ -14,7 +14,6 @@ machine that does --tflops of them a second.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import jax
 from etils import epath
 
 from brl_jax.fields import Checked, Positive
+from brl_jax.json_files import read_json
 from eval.harness.groups import compared
 from eval.harness.table import Table
 from eval.tasks.paper_tables import TABLES
@@ -63,7 +63,10 @@ def measures(workdir: Path) -> dict[str, float]:
     if "val_loss" in found:
         found["val_perplexity"] = perplexity(found["val_loss"])
     for path in sorted(workdir.glob("*_test.json")):
-        kept = json.loads(path.read_text())
+        try:
+            kept = read_json(path, dict)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--runs: {error}") from error
         found |= {f"test_{name}": value for name, value in kept.items() if isinstance(value, (int, float))}
     return found
 

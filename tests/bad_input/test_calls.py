@@ -97,6 +97,16 @@ def test_query_key_value(name, case):
         SOFTMAX[name](**options)
 
 
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_float64(name):
+    """Sums are in float32, so results would have half of the digits that their type promises."""
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="query must be float32, bfloat16 or float16, got float64"),
+    ):
+        SOFTMAX[name](*(x.astype(jnp.float64) for x in (Q, K, V)))
+
+
 SCALES = (
     "full",
     "local",
@@ -323,6 +333,10 @@ CALLS = {
     "linear: a decay that is a number": (
         lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=-0.1),
         "log_decay must be .* got float",
+    ),
+    "gated_delta: decays and strengths by position": (
+        lambda: brl.gated_delta_rule(Q, K, V, -BETA, BETA),
+        "takes 3 positional arguments but 5 were given",
     ),
     "delta: a strength that is a number": (
         lambda: brl.delta_rule(Q, K, V, beta=0.5),
@@ -688,6 +702,22 @@ DECLARED = {
         "local_window_size must be",
     ),
     # Networks.
+    "stack: no mechanisms": (
+        lambda: brl.Stack(None, decoder().config.make_dimensions(is_causal=True)).init(
+            jax.random.key(0), Q[0]
+        ),
+        "mechanisms and dimensions must be a network's, .* got None and Dimensions",
+    ),
+    "stack: a mechanism's name": (
+        lambda: brl.Stack(("full",), decoder().config.make_dimensions(is_causal=True)).init(
+            jax.random.key(0), Q[0]
+        ),
+        "mechanisms and dimensions must be .* got .'full',. and Dimensions",
+    ),
+    "stack: a configuration for dimensions": (
+        lambda: brl.Stack((brl.FullConfig(),), decoder().config).init(jax.random.key(0), Q[0]),
+        "mechanisms and dimensions must be .* and DecoderConfig",
+    ),
     "decoder: a memory that is a number": (lambda: run(decoder(), IDS, memory=3), "memory must be"),
     "decoder: a cache that is an object": (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
 }

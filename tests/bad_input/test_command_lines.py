@@ -127,6 +127,14 @@ LM = {
     "--sample_tokens 0 --sample_prompt x": "--sample_prompt has no effect with sample_tokens 0",
     "--data tokens:/nowhere --tokenizer bytes": "--tokenizer has no effect with tokens:DIR",
     "--data hf-stream:x --holdout 0.1": "--holdout has no effect with hf-stream:",
+    "--seq_len 3": "unknown option --seq_len: did you mean --length",
+    "--context 3": "did you mean --length",
+    "--output_dir x": "did you mean --workdir",
+    "--precision x": "did you mean --dtype",
+    "--lr 1": "did you mean --learning_rate",
+    "--resume": "the same command again resumes a run",
+    "--device gpu": "JAX takes the fastest device",
+    "--mechanism local --mechanism.num_compressed 3": "local has no such option; it is an option of brl",
 }
 
 OTHERS = {
@@ -164,6 +172,10 @@ OTHERS = {
         "train.glue",
         "cola --mechanism local",
     ): "unknown option --mechanism: the task, its data or the pretrained run",
+    (
+        "train.glue",
+        "cola --d_model 999",
+    ): "unknown option --d_model: the task, its data or the pretrained run sets it",
     ("train.lra", "listops --checkpoint last"): "--checkpoint has no effect without pretrained",
     ("train.lra", "text --listops.max_depth 3"): "--listops.max_depth has no effect on text",
     ("train.lra", "listops --data_dir /nowhere --data_seed 3"): "--data_seed has no effect with a data_dir",
@@ -312,6 +324,18 @@ def test_a_damaged_config_file(change, message, tmp_path, monkeypatch, capsys):
     assert status == 2, err
     assert len(err.strip().splitlines()) == 1, err
     assert message in err
+
+
+@pytest.mark.parametrize("module", ["train.lm", "train.recall", "eval.lm"])
+def test_checkpoints_that_are_a_file(module, tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoints").touch()
+    if module == "eval.lm":
+        (tmp_path / "config.json").write_text(json.dumps(TASK.to_json(TASK.presets["small"])))
+    before = sorted(tmp_path.rglob("*"))
+    status, err = run(module, ["--workdir", str(tmp_path)], monkeypatch, capsys)
+    assert status == 2, err
+    assert err == f"{module}: --workdir: cannot read {tmp_path}/checkpoints: Not a directory\n"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 class _Captured(Exception):

@@ -470,6 +470,10 @@ def test_what_has_no_counterpart_is_named():
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type must be one of default, .* got 'dynamic'",
         ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_type must be one of default, .* got 'longrope'",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs the field factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
         ({"hidden_size": None}, "hidden_size must be an integer, got None"),

@@ -252,6 +252,19 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "9"]
 
 
+def test_other_folders_are_left_alone(tmp_path):
+    """This program never writes a step under such a name."""
+    _write(tmp_path, [5])
+    for name in ("007", "7b", "-7"):
+        (tmp_path / name).mkdir()
+    said = []
+    assert _restore(tmp_path, said).step == 5
+    assert not said
+    _write(tmp_path, [7])
+    assert Checkpoints(tmp_path).steps() == [5, 7]
+    assert {path.name for path in tmp_path.iterdir()} == {"5", "7", "007", "7b", "-7"}
+
+
 def test_no_intact_checkpoint_is_an_error_and_nothing_is_moved(tmp_path):
     _write(tmp_path, [5])
     _truncate(tmp_path / "5")

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
 from brl_jax.models import DecoderLM
 from tests.marks import slow_unless
 from train.cli.help import first_screen, preset_list
-from train.cli.options import parse, parse_options
+from train.cli.options import _join_lines, parse, parse_options
 from train.engine.config import LoopConfig
 from train.engine.config_file import differences, flatten, from_json, to_json, write_json
 from train.engine.errors import UserError
@@ -571,6 +572,12 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     assert len(names) == int(re.search(r"lists the (\d+) presets", out)[1])
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        _parse("--version")
+    assert capsys.readouterr().out == f"brl-jax {brl_jax.__version__}\n"
+
+
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     with pytest.raises(SystemExit):
         _parse("wikitext103-brl --help")
@@ -582,6 +589,17 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     assert "PRESET is small if none is named; the values below are from wikitext103-brl." in out
     with pytest.raises(UserError, match="did you mean small"):
         _parse("smal --help")
+
+
+def test_texts_of_options_are_paragraphs():
+    """tyro breaks lines where the terminal ends, and would keep the breaks of the source."""
+    _join_lines(PRESETS["small"])
+    for part in (PRESETS["small"].loop, PRESETS["small"].model.mechanism):
+        texts = {field.name: field.metadata["help"] for field in dataclasses.fields(part)}
+        assert all(texts.values())
+        assert not [text for text in texts.values() if "\n" in text]
+        if "workdir" in texts:
+            assert "TensorBoard events. The same command again resumes the run" in texts["workdir"]
 
 
 def test_help_is_one_screen_for_every_preset():

@@ -140,6 +140,7 @@ def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_pa
         ('{"source": 3, "target": "b"}', r'expected a text "source", got'),
         ('["a", "b"]', "expected a JSON object, got"),
         ("a\tb", "expected a JSON object, got 'a.tb'"),
+        ("[" * 100_000, "expected a JSON object, got"),
         ('{"source": "\\ud800", "target": "b"}', 'expected Unicode in "source"'),
     ],
 )

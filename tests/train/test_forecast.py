@@ -120,9 +120,11 @@ def test_windows_hold_what_was_known_and_what_came(table):
     assert not batch["weights"][1].any()
     held = list(HeldOutWindows(Windows(series, config), origins(config, "valid", 7), batch=4))
     assert sum(part["weights"].sum() for part in held) == 6 * len(range(120, 175, 7))
-    stream = WindowStream(
-        Windows(series, config), origins(config, "train"), batch=10, seed=1, digest=series.digest
-    )
+    starts = origins(config, "train")
+    settings = {"batch": 10, "digest": series.digest}
+    with pytest.raises(UserError, match="--seed: expected 0 or more, got -1"):
+        WindowStream(Windows(series, config), starts, seed=-1, **settings)
+    stream = WindowStream(Windows(series, config), starts, seed=0, **settings)
     firsts = np.concatenate([next(stream)["values"][:, :4, 0] for _ in range(8)])
     assert len(np.unique(firsts, axis=0)) == 80  # no window twice in a pass
     state = stream.get_state()
@@ -291,6 +293,8 @@ def test_bad_tables(tmp_path):
         load("time,OT\n" + rows)
     with pytest.raises(UserError, match=r"--data: .* has a cell that is neither a date nor a number: .*many"):
         load("date,OT\n" + rows.replace(",2", ",many"))
+    with pytest.raises(UserError, match=r"--data: .* has two columns 'OT'; expected one of each name"):
+        load("date,OT,OT\n" + rows)
     with pytest.raises(UserError, match="expected finite numbers"):
         load("date,OT\n" + rows.replace(",2", ",nan"))
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):

@@ -195,6 +195,29 @@ def test_metrics_are_the_tasks_own():
     assert task_metrics("stsb", np.ones(3), np.arange(3.0)) == {"pearson": 0.0, "spearman": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("task", "targets", "expected"),
+    [("cola", [1, 1, 0, 0], [[0, 1], [1, 1]]), ("stsb", [1500, 2500, 0, 0], [[2.5, 5.0], [1.5, 2.5]])],
+)
+def test_rows_without_weight_are_not_predicted(task, targets, expected, monkeypatch):
+    """A split's last batch is filled up with such rows."""
+    batch = {
+        "tokens": np.zeros((4, 2), np.int32),
+        "lengths": np.ones(4, np.int32),
+        "targets": np.array(targets),
+        "weights": np.array([1, 1, 0, 0], np.float32),
+    }
+
+    class Model:
+        def apply(self, variables, tokens, *, lengths):
+            return variables["params"]
+
+    monkeypatch.setattr(type(GLUE), "held_out", lambda *_: [batch])
+    logits = np.array([[0.0, 0.0], [0.0, 50.0], [9.0, 0.0], [0.0, 9.0]], np.float32)
+    found = GLUE.predict(GLUE.presets[task], Model(), logits, None, "valid")
+    np.testing.assert_allclose(found, expected)
+
+
 def test_a_score_is_five_times_the_second_probability():
     np.testing.assert_allclose(scores(np.array([[0.0, 0.0], [0.0, 50.0], [np.log(4.0), 0.0]])), [2.5, 5, 1])
 

@@ -30,8 +30,9 @@ from tests.train.logs import metrics_lines
 from train.cli.command import command
 from train.data import load
 from train.data.corpus import Corpus
+from train.data.tokenizers.named import train_tokenizer
 from train.engine.errors import UserError
-from train.tasks.lm import LM, held_out_stream, lm_objective
+from train.tasks.lm import LM, LmData, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
 
 # Keep these tests in one process, which shares the runs and compiled programs. Subprocesses compile for themselves.
@@ -136,9 +137,21 @@ def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
 
 
 def test_the_sample_goes_to_stdout(text, finished):
-    start = (text / "valid.txt").read_text()[:64]
-    assert finished[1].startswith(start)
-    assert len(finished[1]) > len(start) + 1
+    prompt, continuation = finished[1].split("\n--- what the network adds:\n")
+    assert prompt == (text / "valid.txt").read_text()[:64]
+    assert len(continuation) > 1
+
+
+@pytest.mark.parametrize(
+    ("data", "chosen", "proposed"),
+    [("stdlib", "", "def "), ("text:x", "", "The "), ("stdlib", "import", "import")],
+)
+def test_the_proposed_prompt_suits_the_text(data, chosen, proposed):
+    config = dataclasses.replace(PRESETS["small"], sample_prompt=chosen)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=data))
+    tokenizer = train_tokenizer("bytes", lambda: iter([b""]))
+    commands = LM.next_commands(config, LmData(tokenizer, {}, tokenizer.encode("held out")))
+    assert commands[1][-2:] == ("--prompt", proposed)
 
 
 @pytest.mark.slow

@@ -172,6 +172,24 @@ def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, never_stopped):
     assert _lines(tmp_path) == expected
 
 
+def test_a_checkpoint_comes_after_the_lines_up_to_it(tmp_path, monkeypatch):
+    order = []
+
+    def noting(kind, name, what):
+        method = getattr(kind, name)
+
+        def noted(self, *args, **kwargs):
+            order.append(what)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    noting(MetricsLog, "sync", "lines")
+    noting(Checkpoints, "save", "checkpoint")
+    _train(tmp_path, steps=4)
+    assert order[:2] == ["lines", "checkpoint"]
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path, never_stopped):
     expected, final = never_stopped
     _train(tmp_path)

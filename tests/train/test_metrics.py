@@ -73,6 +73,25 @@ def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeyp
     assert [json.loads(line)["step"] for line in lines[: len(written)]] == written
 
 
+def test_lines_that_are_missing_are_counted(tmp_path, capsys):
+    lines = [
+        '{"step": 1, "loss": 0.5}',
+        '{"step": 1e999, "loss": 0.5}',
+        "[" * 100_000,
+        '{"loss": 0.5}',
+        "[1]",
+        "3",
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{line}\n" for line in [*lines, '{"step": 3}', '{"step": 4}'])
+    )
+    metrics.MetricsLog(tmp_path, last_step=3, tensorboard=False).close()
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/metrics.jsonl has no line of 1 of the 3 steps before; they stay missing\n"
+    )
+    assert metrics.read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 3}]
+
+
 def test_a_line_that_a_crash_left_in_pieces_is_passed_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n\xff\x00\n{"step": 2, "lo')
     assert metrics.read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]

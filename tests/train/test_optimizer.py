@@ -81,6 +81,8 @@ def test_only_matrices_decay():
     assert any(len(shapes[name]) == 2 for name in norms)
     assert any(len(shapes[name]) == 3 for name in biases)
     assert decayed({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}) == {"w": True, "b": False}
+    both = {"bias": jnp.ones((2, 2)), "conv_bias": jnp.ones((2, 2)), "biased": jnp.ones((2, 2))}
+    assert decayed(both) == {"bias": False, "conv_bias": False, "biased": True}
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

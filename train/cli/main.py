@@ -163,15 +163,16 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
     """Refuses the folder of another task's run, before a tokenizer or anything else is written into it.
 
     Raises:
-      UserError: the folder has checkpoints of another task.
+      UserError: the folder has checkpoints of another task, or they cannot be read.
     """
     folder = epath.Path(workdir)
+    steps = Checkpoints(folder / "checkpoints").steps()
     try:
         values = read_values(folder / "config.json")
     except UserError:  # there is no run, or it is damaged, which opening it will report
         return
     other = values["task"]
-    if other != task.name and Checkpoints(folder / "checkpoints").steps():
+    if other != task.name and steps:
         raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 
 

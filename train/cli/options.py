@@ -14,9 +14,11 @@ import difflib
 import io
 import os
 import re
+import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import docstring_parser  # which tyro needs
 import tyro
 
 import brl_jax
@@ -93,6 +95,8 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
     _check_repeated(argv, set(options) - _repeatable(default))
+    if {"-h", "--help", "--help-all"} & set(argv):
+        _join_lines(default)
     # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
     plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
@@ -128,6 +132,21 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
         )
     _check_effects(config, argv)
     return config
+
+
+def _join_lines(part: Any) -> None:
+    """Gives tyro the text of each option as one line, which it wraps; of docstrings it keeps the line breaks, because
+    the lines are indented."""
+    texts: dict[str, str] = {}
+    for kind in filter(dataclasses.is_dataclass, reversed(type(part).__mro__)):
+        texts |= {x.arg_name: x.description or "" for x in docstring_parser.parse_from_object(kind).params}
+    for field in dataclasses.fields(part):
+        if field.name in texts:
+            text = " ".join(texts[field.name].split())
+            field.metadata = types.MappingProxyType({**field.metadata, "help": text})
+        value = getattr(part, field.name)
+        if dataclasses.is_dataclass(value):
+            _join_lines(value)
 
 
 def _check_effects(config: Any, argv: Sequence[str]) -> None:

@@ -86,7 +86,11 @@ class DataConfig(Checked):
 
 
 def load(
-    config: DataConfig, workdir: str | os.PathLike[str], splits: Sequence[str] = SPLITS
+    config: DataConfig,
+    workdir: str | os.PathLike[str],
+    splits: Sequence[str] = SPLITS,
+    *,
+    is_part: bool = False,
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and the corpora of a run; makes those that do not exist yet.
 
@@ -99,6 +103,7 @@ def load(
       workdir: the run's folder, local or remote (gs://...). Tokens that are kept in a remote folder are read from a
       copy in ~/.cache/brl-jax.
       splits: some of train, valid and test; test is left out where the text has none.
+      is_part: whether the text is one of a mixture's, for some of which `holdout` may have no effect.
 
     Returns:
       The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
@@ -149,6 +154,8 @@ def load(
                 return tokenizer, _with_stream(config, splits, tokenizer) | kept
 
     source = open_source(config.data, config.holdout, config.documents)
+    if manifest is None and "train" in splits and not is_part:
+        check_holdout(config, source)
     wanted = _wanted(splits, source.splits, config.data)
     if kind == "hf-stream" and "train" in wanted:
         wanted.remove("train")  # its tokens are made while training
@@ -186,6 +193,12 @@ def load(
             f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
         ) from error
     return tokenizer, _with_stream(config, splits, tokenizer) | opened
+
+
+def check_holdout(config: DataConfig, source: Source) -> None:
+    """Raises UserError if a share to hold out was chosen for a text that has validation text."""
+    if config.holdout != DataConfig.holdout and not source.holds_out:
+        raise UserError(f"--holdout has no effect with {config.data}, which has validation text")
 
 
 def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -233,7 +246,8 @@ def _load_mixture(
         part = dataclasses.replace(config, data=text)
         if text.startswith("hf-stream:"):
             raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.tokenize)")
-        loaded.append(load(part, epath.Path(workdir) / "mixture" / str(number), splits))
+        place = epath.Path(workdir) / "mixture" / str(number)
+        loaded.append(load(part, place, splits, is_part=True))
     tokenizer = loaded[0][0]
     other = next((text for text, each in zip(weights, loaded) if each[0].digest != tokenizer.digest), None)
     if other is not None:

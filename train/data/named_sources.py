@@ -61,12 +61,13 @@ def text_field(option: str, fields: Sequence[str], asked: str | None, others: Se
     return candidates[0]
 
 
-def _split_rows(
+def _source_of_rows(
+    fingerprint: str,
     option: str,
     rows: Mapping[str, int],
     blocks: Callable[[str, int, int], Iterator[bytes]],
     holdout: float,
-) -> dict[str, Split]:
+) -> Source:
     """Splits by the data set's own names; without a validation split, the last share of the training rows is used."""
     named: dict[str, str] = {}
     for name in rows:
@@ -75,7 +76,8 @@ def _split_rows(
     if not named:
         raise UserError(f"{option}: expected a split named train, got {', '.join(rows) or 'no split at all'}")
     bounds = {split: (name, 0, rows[name]) for split, name in named.items()}
-    if "train" in bounds and "valid" not in bounds:
+    holds_out = "valid" not in bounds
+    if "train" in bounds and holds_out:
         name, _, count = bounds["train"]
         if count < 2:
             raise UserError(
@@ -83,7 +85,8 @@ def _split_rows(
             )
         cut = count - min(max(round(count * holdout), 1), count - 1)
         bounds["train"], bounds["valid"] = (name, 0, cut), (name, cut, count)
-    return {s: Split(functools.partial(blocks, *bounds[s]), None) for s in SPLITS if s in bounds}
+    splits = {s: Split(functools.partial(blocks, *bounds[s]), None) for s in SPLITS if s in bounds}
+    return Source(fingerprint, splits, holds_out=holds_out)
 
 
 def open_tfds(option: str, name: str) -> Mapping[str, Any]:
@@ -135,7 +138,7 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(source) for split, source in sources.items()}
     info = next(iter(sources.values())).dataset_info
     fingerprint = digest("tfds", info.full_name, key, rows, holdout)
-    return Source(fingerprint, _split_rows(option, rows, blocks, holdout))
+    return _source_of_rows(fingerprint, option, rows, blocks, holdout)
 
 
 def open_hf_text(rest: str, holdout: float) -> Source:
@@ -167,4 +170,4 @@ def open_hf_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)
     stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    return Source(digest("hf", rest, key, rows, stats, holdout), _split_rows(option, rows, blocks, holdout))
+    return _source_of_rows(digest("hf", rest, key, rows, stats, holdout), option, rows, blocks, holdout)

@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import io
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -126,10 +127,8 @@ def _chosen(config: SeriesConfig, names: list[str]) -> list[int]:
 def _drawn(config: SeriesConfig) -> _Table:
     """The columns of kernels:N."""
     count, rows = config.data.removeprefix("kernels:"), sum(config.split)
-    if not (count.isascii() and count.isdecimal() and int(count)):
-        raise UserError(
-            f"--data: expected kernels:N with a number of columns of at least 1, got {config.data}"
-        )
+    if not re.fullmatch("[1-9][0-9]{0,3}", count):
+        raise UserError(f"--data: expected kernels:N with 1 to 9999 columns, got {config.data}")
     if rows > MOST_ROWS:
         raise UserError(f"--split: expected at most {MOST_ROWS} rows in all with {config.data}, got {rows}")
     chosen = _chosen(config, [f"k{i}" for i in range(int(count))])

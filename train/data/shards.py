@@ -43,6 +43,8 @@ class ShardedTokens:
         self._source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
         self._starts = np.concatenate([[0], np.cumsum(counts)])
         self._first_records = np.concatenate([[0], np.cumsum([-(-count // record) for count in counts])])
+        if len(self._source) != self._first_records[-1]:
+            raise ValueError(f"{len(self._source)} records, where {self._first_records[-1]} were written")
         self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -123,13 +125,13 @@ def _open_split(
             manifest["record"],
             tokenizer.dtype,
         )
-    except (OSError, ValueError) as error:
+        starts = np.concatenate([[0], np.cumsum([shard["tokens"] for shard in shards])])
+        extra = [np.array(shard["extra"], np.int64).reshape(-1, 2) for shard in shards]
+        extra = [rows + np.array([[start, 0]]) for rows, start in zip(extra, starts.tolist())]
+        begun = [np.array(shard["starts"], np.int64) + start for shard, start in zip(shards, starts.tolist())]
+    except (OSError, ValueError, ArithmeticError) as error:
         raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
     digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
-    extra = [np.array(shard["extra"], np.int64).reshape(-1, 2) for shard in shards]
-    starts = np.concatenate([[0], np.cumsum([shard["tokens"] for shard in shards])])
-    extra = [rows + np.array([[start, 0]]) for rows, start in zip(extra, starts.tolist())]
-    begun = [np.array(shard["starts"], np.int64) + start for shard, start in zip(shards, starts.tolist())]
     # A document without tokens starts where the next one does, or at the end.
     documents = np.unique(np.concatenate([[0], *begun]))
     documents = documents[documents < len(tokens)]

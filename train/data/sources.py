@@ -263,7 +263,9 @@ def _open_stdlib(holdout: float) -> Source:
             "too few to train and hold out; use --data text:GLOB"
         )
     return Source(
-        digest("stdlib", seen, holdout), {name: _split_of_segments(s) for name, s in splits.items()}
+        digest("stdlib", seen, holdout),
+        {name: _split_of_segments(s) for name, s in splits.items()},
+        holds_out=True,
     )
 
 
@@ -335,6 +337,7 @@ def _open_text(pattern: str, holdout: float) -> Source:
         digest("text", [dataclasses.astuple(file) for file in every], holdout),
         {name: _split_of_segments(splits[name]) for name in SPLITS if name in splits},
         {file.address: file.open for file in files},
+        holds_out="valid" not in by_split,
     )
 
 

@@ -40,12 +40,14 @@ class Split:
 class Source:
     """The splits of a text, by name, and a fingerprint that changes when the text does.
 
-    readers: by address, what opens each of its files, if it is made of files.
+    readers: by address, what opens each of its files, if it is made of files. holds_out: whether `holdout` decides what
+    is held out; otherwise the text has validation text.
     """
 
     fingerprint: str
     splits: Mapping[str, Split]
     readers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    holds_out: bool = False
 
 
 def digest(*parts: Any) -> str:

@@ -20,7 +20,7 @@ from etils import epath
 
 from brl_jax.fields import Range
 from brl_jax.json_files import read_json
-from train.data.dataset import DataConfig, tokenizer_of
+from train.data.dataset import DataConfig, check_holdout, tokenizer_of
 from train.data.shards import MANIFEST, SHARD
 from train.data.sources import naming_file, open_source
 from train.data.splits import SPLITS, Source
@@ -69,6 +69,7 @@ def write_shards(options: TokenizeOptions) -> None:
     folder = Path(options.out).expanduser()
     check_writable("--out", folder)
     source = open_source(options.data, options.holdout, options.documents)
+    check_holdout(options, source)
     asked = {
         "data": options.data,
         "tokenizer": options.tokenizer,

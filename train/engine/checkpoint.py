@@ -156,7 +156,9 @@ class Checkpoints:
             with as_os_errors():
                 return steps_in(self.folder)
         except OSError as error:
-            raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
+            raise UserError(
+                f"--workdir: cannot read {self.folder}: {error.strerror or one_line(error)}"
+            ) from error
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
         """The newest intact checkpoint, or None in a new folder.

@@ -12,6 +12,7 @@ from etils import epath
 from rich.console import Console
 from rich.progress import Progress
 
+from brl_jax.json_files import read_json
 from eval.speed.measure import Case, measure, sigterm_interrupts
 from eval.speed.training import classifier
 from eval.studies.survey.options import SurveyRun
@@ -25,13 +26,13 @@ _SECONDS = 20.0
 def kept_speeds(folder: str, task: str, runs: Sequence[SurveyRun]) -> dict[str, dict[str, Any]] | None:
     """What was measured of these runs' training steps, by network; None unless all were measured together."""
     try:
-        kept = json.loads(_path(folder, task).read_text())
+        kept = read_json(_path(folder, task), {"networks": dict, "rows": list[dict]})
     except (OSError, ValueError):
         return None
     wanted = _networks(runs)
     if any(kept["networks"].get(name) != network for name, network in wanted.items()):
         return None
-    return {row["name"]: row for row in kept["rows"] if row["name"] in wanted}
+    return {row["name"]: row for row in kept["rows"] if row.get("name") in wanted}
 
 
 def measure_speeds(folder: str, task: str, runs: Sequence[SurveyRun], repeats: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from brl_jax.json_files import read_json
 from eval.harness.runs import unfinished
 from eval.studies.survey.options import SurveyRun
 from eval.tasks.lra import KEPT, measure_run
@@ -26,7 +26,7 @@ def finished(run: SurveyRun) -> dict[str, Any] | None:
     folder = Path(run.config.loop.workdir)
     try:
         config = read_values(folder / "config.json")
-        measured = json.loads((folder / KEPT).read_text())
+        measured = read_json(folder / KEPT, dict)
     except (OSError, ValueError):
         return None
     # A run with steps left may have been measured by eval.lra.

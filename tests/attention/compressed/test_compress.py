@@ -50,6 +50,21 @@ def test_compress_oracle(monkeypatch, score, length, piece):
     assert relative_error(rough, oracle(*operands)) < 2e-2
 
 
+@pytest.mark.parametrize("piece", [4096, 8])
+def test_float64_keeps_its_digits(monkeypatch, piece):
+    read_in_pieces(monkeypatch, piece)
+    operands = arrays(0, (2, 5, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (3,))
+    with jax.enable_x64(True):
+        q, k1, k2, v, gamma = (jnp.asarray(x, jnp.float64) for x in operands)
+        compressed = xla_compress(q, k1, k2, v, gamma=gamma, scale=0.7)
+        propagated = xla_propagate(k1, q, q, strength=gamma, scale=0.7)
+    assert (compressed.dtype, propagated.dtype) == (jnp.float64, jnp.float64)
+    assert relative_error(compressed, oracle_compress(*operands, 0.7, "softmax")) < 1e-14
+    weights = np.exp(0.7 * np.einsum("btnh,bmnh->btnm", operands[1], operands[0]))
+    expected = np.einsum("btnm,bmnh->btnh", weights / weights.sum(-1, keepdims=True), operands[0])
+    assert relative_error(propagated, operands[4][:, None] * expected) < 1e-14
+
+
 def test_gpus_read_long_histories_at_once(monkeypatch):
     """If the kernel does not support them. On other platforms only one piece's logits exist at a time."""
     read_in_pieces(monkeypatch, 8)

@@ -18,6 +18,8 @@ from tests.oracles.parts import FEATURES, relu
 from tests.oracles.recurrent import decayed, delta
 from tests.support.attention import close
 
+# On a CPU, XLA of JAX 0.10.2 once crashed in the gradient of decays by feature ("feature_decayed", GLA) with 8 or more
+# chunks and 8 or more features. Nobody could repeat it; 4 features stay below that size.
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
 PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks, so both even and odd numbers of chunks are joined
 DIRECTIONS = np.random.default_rng(0).standard_normal((7, SIZE))

@@ -1,6 +1,7 @@
 """Plans for pods: what is refused, and one small plan (needs the package libtpu)."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -32,6 +33,18 @@ SMALL = "small --num_layers 2 --batch 8 --length 128 --mechanism.block_size 128"
 def test_bad_input(options, message):
     with pytest.raises(UserError, match=message):
         pod_plan.main(options.split())
+
+
+@needs_libtpu
+def test_a_libtpu_that_this_jax_does_not_take_is_refused_at_once(monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.0.1" if name == "libtpu" else version(name)
+    )
+    with pytest.raises(
+        UserError, match=r"^libtpu 0\.0\.1 does not fit this JAX, which requires it .*: pip install"
+    ):
+        pod_plan.main([*SMALL.split(), "--topology", "v5e:2x4"])
 
 
 @needs_libtpu

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.harness.table import Table, mean_deviation, mean_range, percent, seeds
+from eval.harness.table import Table, mean_deviation, mean_range, percent, plus_minus, seeds
 
 
 def test_a_table_is_markdown_and_json():
@@ -33,4 +33,5 @@ def test_numbers_of_cells():
     assert mean_deviation([2.0]) == (2.0, 0.0, 1)
     # Deviations -1, -1, 2: the sum of squares is 6, over 2 degrees of freedom.
     assert mean_deviation([1.0, 1.0, 4.0]) == (2.0, pytest.approx(3**0.5), 3)
+    assert [plus_minus(39.215, 0.0, count, 1) for count in (1, 2)] == ["39.2", "39.2 ± 0.0"]
     assert seeds([{"seed": 0}, {"seed": 3}]) == "0, 3"

@@ -121,6 +121,13 @@ def test_bad_lines(params, tmp_path, monkeypatch, capsys, line, message):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_the_file_of_a_prompt_is_read_as_training_text_is(tmp_path):
+    """The text keeps its line ends and loses a byte order mark."""
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\n")
+    options = eval.tasks.generate.GenerateOptions(prompt_file=str(tmp_path / "prompt.txt"))
+    assert eval.tasks.generate._prompts(options) == [("--prompt_file", "a\r\nb\n")]
+
+
 def test_a_prompt_beyond_the_mechanisms_length(tmp_path, monkeypatch):
     model = DecoderLM(DecoderConfig(mechanism=CosformerConfig(max_length=6), **SIZES))
     monkeypatch.setattr(sys.modules[__name__], "MODEL", model)

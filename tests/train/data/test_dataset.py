@@ -193,6 +193,17 @@ def test_a_split_the_text_does_not_have(text, tmp_path):
             load(config(text), tmp_path / "run", ("test",))
 
 
+def test_a_share_held_out_of_a_text_with_validation_text(text, tmp_path):
+    with pytest.raises(UserError, match=r"^--holdout has no effect with text:.*, which has validation text$"):
+        load(config(text, holdout=0.1), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert list(load(config(text, holdout=0.1), tmp_path / "eval", ("test",))[1]) == ["test"]
+    for name in ("valid", "test"):
+        (text / f"{name}.txt").unlink()
+    corpora = load(config(text, holdout=0.25), tmp_path / "run")[1]
+    assert len(corpora["valid"].tokens) == pytest.approx(len(corpora["train"].tokens) / 3, rel=0.05)
+
+
 class Failing(BytesTokenizer):
     """Breaks in the middle of a text."""
 

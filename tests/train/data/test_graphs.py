@@ -69,6 +69,9 @@ def test_a_folder_of_the_benchmark(tmp_path):
         assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(AUTHORS, rel=1e-4)
     (tmp_path / "g/info.dat").write_text('{"node.dat": {"node type": {"0": "paper", "1": "author"}}}')
     assert load(tmp_path / "g").types == ("paper", "author")
+    for other in ('{"node.dat": [], "label.dat": 3}', '{"node.dat": {"node type": []}}'):
+        (tmp_path / "g/info.dat").write_text(other)
+        assert load(tmp_path / "g").types == ("0", "1")
 
 
 def test_other_links_are_another_graph(tmp_path):
@@ -118,6 +121,7 @@ def test_nodes_of_several_classes(tmp_path):
             [("label.dat.test", 4, "33\t\t0\t7")],
             "label.dat.test.gz, line 4: expected classes out of 0, 1, 2, got 7",
         ),
+        ([("label.dat", 4, "3\t\t0\t999")], "expected fewer classes than nodes of their type, got 999"),
         ([("label.dat.test", 4, "3\t\t0\t1")], "line 4: the node 3 has a label already"),
         ([("label.dat", 4, "61\t\t1\t1")], "line 4: expected a node of type 0, as the others, got type 1"),
         (
@@ -147,6 +151,11 @@ def test_missing_and_damaged_files(tmp_path):
     (tmp_path / "g/info.dat.gz").unlink()
     with pytest.raises(UserError, match=r"--nearest: expected 0, as .* has links"):
         load(tmp_path / "g", nearest=3)
+    for name, what in (("link.dat", "links"), ("label.dat", "labels")):
+        (tmp_path / "g" / name).write_text("\n")
+        with pytest.raises(UserError, match=rf"g/{name} has no {what}"):
+            load(tmp_path / "g")
+        (tmp_path / "g" / name).unlink()
     (tmp_path / "g/link.dat.gz").unlink()
     with pytest.raises(UserError, match=r"expected .*link\.dat or link\.dat\.gz; there is neither"):
         load(tmp_path / "g")
@@ -197,17 +206,17 @@ def test_features_from_a_file(tmp_path):
         (
             np.ones((8, 0)),
             np.arange(8) % 2,
-            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+            "expected finite features, at least one a node",
         ),
         (
             np.ones((8, 3)),
             np.arange(8) * 2**59,
-            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+            "expected labels from 0 to fewer than the 8 nodes",
         ),
         (
             np.ones((8, 3)),
             np.arange(8) - 1,
-            "expected finite features, and labels from 0 to fewer than the 8 nodes",
+            "expected labels from 0 to fewer than the 8 nodes",
         ),
     ],
     ids=["text", "complex", "none", "large labels", "labels below 0"],
@@ -265,8 +274,19 @@ def test_posts(tmp_path):
     graph = load(tmp_path / "p", features=8)
     assert graph.counts == (40,)
     assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car", and "wheel"
-    (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b"}')
-    with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
+    for line in (
+        '{"text": "b"}',
+        "[" * 100_000,
+        '{"text": "b", "label": -1}',
+        '{"text": "b", "label": 1e999}',
+    ):
+        (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n' + line)
+        with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
+            load(tmp_path / "p")
+    (tmp_path / "p/train.jsonl").write_text(
+        "\n".join(map(json.dumps, [*rows[:29], rows[29] | {"label": 10**9}]))
+    )
+    with pytest.raises(UserError, match="expected labels from 0 to fewer than the 40 nodes"):
         load(tmp_path / "p")
 
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.cli.command import command
 from train.data import hf_stream, load
@@ -13,6 +14,7 @@ from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
 from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
+from train.data.shards import open_shards
 from train.data.sources import open_source
 from train.data.tokenizers.named import load_tokenizer, train_tokenizer
 from train.engine.errors import UserError
@@ -276,3 +278,52 @@ def test_a_tokenizer_that_cannot_be_read_is_a_line(spec, message, tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match=message):
         train_tokenizer(spec.format(here=tmp_path), lambda: ())
+
+
+SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokens.json", [], r"no tokens there \(.*tokens.json must be an object"),
+        ("tokens.json", {"splits": {"valid": 3}, "record": 4}, "splits: valid must be a list"),
+        (
+            "tokens.json",
+            {"splits": {"valid": ["../outside"]}, "record": 4},
+            "file in this folder, got '../outside",
+        ),
+        (
+            "tokens.json",
+            {"splits": {"valid": ["/outside"]}, "record": 4},
+            "file in this folder, got '/outside",
+        ),
+        ("tokens.json", {"splits": {"valid": ["valid-0"]}, "record": 0}, "cannot be read: .*zero"),
+        ("tokens.json", {"splits": {"valid": []}, "record": 4}, "cannot be read: "),
+        ("valid-0.json", {}, "valid-0.json: tokens is missing"),
+        ("valid-0.json", SHARD | {"tokens": 9}, "1 records, where 3 were written"),
+        ("valid-0.json", SHARD | {"extra": [[1, 2], [3]]}, "cannot be read: "),
+        ("valid-0.json", SHARD | {"starts": [10**20]}, "cannot be read: "),
+    ],
+)
+def test_files_of_shards_that_were_changed(name, content, message, tmp_path):
+    train_tokenizer("bytes", lambda: iter([b""])).save(tmp_path)
+    writer = ArrayRecordWriter(str(tmp_path / "valid-0.array_record"), "group_size:1")
+    writer.write(b"abc")
+    writer.close()
+    manifest = {"splits": {"valid": ["valid-0"]}, "record": 4}
+    for file, whole in (("tokens.json", manifest), ("valid-0.json", SHARD)):
+        (tmp_path / file).write_text(json.dumps(content if file == name else whole))
+    with pytest.raises(UserError, match=f"^--data tokens:{tmp_path}: .*{message}"):
+        open_shards(tmp_path, ("valid",))
+    (tmp_path / name).write_text(json.dumps(manifest if name == "tokens.json" else SHARD))
+    assert bytes(open_shards(tmp_path, ("valid",))[1]["valid"].tokens) == b"abc"
+
+
+@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000])
+def test_a_record_of_the_start_that_was_changed(content, text, tmp_path):
+    (tmp_path / "started.json").write_text(content)
+    with pytest.raises(
+        UserError, match=r"^--out: .*started.json .*; expected a new folder, or one that this"
+    ):
+        _tokenized(text, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.data.named_sources import _split_rows
+from train.data.named_sources import _source_of_rows
 from train.data.sources import naming_file, open_source
 from train.data.tokenizers.named import train_tokenizer
 from train.engine.errors import UserError
@@ -94,14 +94,25 @@ def test_a_text_of_one_line_is_cut_between_characters(tmp_path):
 
 
 def test_the_cut_can_fall_between_files(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"x" * 89 + b"\n")
-    (tmp_path / "b.txt").write_bytes(b"y" * 10)
-    splits = texts(f"text:{tmp_path}/*.txt", 0.1)
-    assert splits == {"train": b"x" * 89 + b"\n", "valid": b"y" * 10 + b"\n"}
+    first = b"x\n" * 45
+    for kept in (first, first[:-1] + b"x"):
+        (tmp_path / "a.txt").write_bytes(kept)
+        (tmp_path / "b.txt").write_bytes(b"y" * 10)
+        splits = texts(f"text:{tmp_path}/*.txt", 0.1)
+        assert splits == {"train": kept.rstrip(b"\n") + b"\n", "valid": b"y" * 10 + b"\n"}
     (tmp_path / "b.txt").write_bytes(
         b"y" * 20
     )  # the held-out share begins inside this file; its line stays whole
     assert texts(f"text:{tmp_path}/*.txt", 0.1)["valid"] == b"y" * 20 + b"\n"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_byte_order_mark_is_left_out_of_the_text(tmp_path, suffix):
+    for name in "ab":
+        content = "\ufeffone\n\ufefftwo\n".encode()
+        (tmp_path / f"{name}.txt{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    found = texts(f"text:{tmp_path}/*", 0.4)
+    assert (found["train"] + found["valid"]).decode() == "one\n\ufefftwo\n" * 2
 
 
 def test_files_are_joined_at_lines_and_only_once(tmp_path):
@@ -256,7 +267,7 @@ def test_hf_without_validation_holds_out_the_last_rows(tmp_path, offline):
 def test_rows_that_are_held_out(rows, holdout, kept):
     """Rounded to the nearest number, but at least one row is held out and at least one is left."""
     blocks = lambda *bounds: iter([repr(bounds).encode()])  # noqa: E731
-    splits = _split_rows("--data x", {"train": rows}, blocks, holdout)
+    splits = _source_of_rows("", "--data x", {"train": rows}, blocks, holdout).splits
     found = {name: b"".join(split.blocks()).decode() for name, split in splits.items()}
     assert found == {"train": f"('train', 0, {kept})", "valid": f"('train', {kept}, {rows})"}
 

@@ -55,7 +55,7 @@ def read_posts(folder: Path) -> RawGraph:
     except ValueError as error:
         raise UserError(f"--data_dir: {folder}: {one_line(error)}") from error
     features = TfidfTransformer(smooth_idf=False).fit_transform(counts)
-    return _lone_nodes(str(folder), features, np.array(labels, np.int32))
+    return _lone_nodes(str(folder), features, np.array(labels))
 
 
 def read_nodes(path: Path) -> RawGraph:
@@ -87,20 +87,15 @@ def read_nodes(path: Path) -> RawGraph:
             f"--data_dir: {path}: expected features (N, F), real numbers, and N whole numbers as labels, got "
             f"{features.dtype} {features.shape} and {labels.dtype} {labels.shape}"
         )
-    if (
-        not features.size
-        or labels.min() < 0
-        or labels.max() >= len(labels)
-        or not np.isfinite(features).all()
-    ):
-        raise UserError(
-            f"--data_dir: {path}: expected finite features, and labels from 0 to fewer than the {len(labels)} nodes"
-        )
-    return _lone_nodes(str(path), sp.csr_matrix(features.astype(np.float32)), labels.astype(np.int32))
+    if not features.size or not np.isfinite(features).all():
+        raise UserError(f"--data_dir: {path}: expected finite features, at least one a node")
+    return _lone_nodes(str(path), sp.csr_matrix(features.astype(np.float32)), labels)
 
 
 def _lone_nodes(name: str, features: Any, labels: np.ndarray) -> RawGraph:
     count = features.shape[0]
+    if labels.min() < 0 or labels.max() >= count:
+        raise UserError(f"--data_dir: {name}: expected labels from 0 to fewer than the {count} nodes")
     return RawGraph(
         name=name,
         types=("node",),
@@ -109,7 +104,7 @@ def _lone_nodes(name: str, features: Any, labels: np.ndarray) -> RawGraph:
         relations=(),
         target=0,
         nodes=np.arange(count),
-        labels=labels,
+        labels=labels.astype(np.int32),
         is_test=None,
         num_classes=max(int(labels.max()) + 1, 2),
     )

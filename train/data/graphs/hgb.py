@@ -71,14 +71,18 @@ def read_hgb(folder: Path) -> RawGraph:
     links = _read_links(_file(folder, "link.dat"), nodes)
     rows, classes, is_test, target = _read_labels(folder, nodes, info)
     number = max(max(row) for row in classes) + 1
-    number = max(number, len(_class_names(info, target)))
+    number = max(number, len(_names(info, "label.dat", "node type", str(target))))
+    if number > max(nodes.counts[target], 2):
+        raise UserError(
+            f"--data_dir: {folder}: expected fewer classes than nodes of their type, got {number - 1}"
+        )
     if any(len(row) > 1 for row in classes):
         labels = np.zeros((len(rows), number), np.int32)
         for label, row in zip(labels, classes):
             label[list(row)] = 1
     else:
         labels = np.array([row[0] for row in classes], np.int32)
-    names = info.get("node.dat", {}).get("node type", {})
+    names = _names(info, "node.dat", "node type")
     types = tuple(str(names.get(str(kind), kind)) for kind in range(len(nodes.counts)))
     return RawGraph(
         name=str(folder),
@@ -107,9 +111,9 @@ def _info(folder: Path) -> dict[str, Any]:
         raise UserError(f"--data_dir: {path} cannot be read: {one_line(error)}") from error
 
 
-def _class_names(info: dict[str, Any], target: int) -> dict[str, Any]:
+def _names(info: dict[str, Any], *keys: str) -> dict[str, Any]:
     found: Any = info
-    for key in ("label.dat", "node type", str(target)):
+    for key in keys:
         found = found.get(key) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
 
@@ -222,6 +226,7 @@ def _read_labels(
     seen: set[int] = set()
     target: int | None = None
     known: set[int] = set()
+    names: dict[str, Any] = {}
     for name in ("label.dat", "label.dat.test"):
         path = _file(folder, name)
         for number, fields in _fields(path, 4):
@@ -232,14 +237,15 @@ def _read_labels(
                 raise _wrong(path, number, f"the node {node} has a label already")
             kind, at = nodes.place[node]
             if target is None:
-                target, known = kind, {int(key) for key in _class_names(info, kind) if key.isdigit()}
+                names = _names(info, "label.dat", "node type", str(kind))
+                target, known = kind, {int(key) for key in names if key.isdecimal()}
             if kind != target:
                 raise _wrong(
                     path, number, f"expected a node of type {target}, as the others, got type {kind}"
                 )
             own = tuple(_whole(path, number, "class", text) for text in fields[3].split(b","))
             unknown = [label for label in own if label not in known]
-            if unknown and (name != "label.dat" or _class_names(info, target)):
+            if unknown and (name != "label.dat" or names):
                 expected = ", ".join(map(str, sorted(known)))
                 raise _wrong(path, number, f"expected classes out of {expected}, got {unknown[0]}")
             known.update(own)

@@ -178,6 +178,7 @@ def test_long_texts_are_cut_and_counted(tmp_path, capsys):
             '{"text": "a", "lab',
             r"train\.jsonl, line 2: expected an object with .*: the line is not JSON: Unterminated string",
         ),
+        ("[" * 100_000, "line 2: expected an object with .*: the line is not JSON: nested too deep"),
         ('{"text": "a"}', 'line 2: expected an object with a "text" and a whole number as "label"'),
         ('{"text": 3, "label": 1}', "line 2: expected an object"),
         ('{"text": "a", "label": 2}', "train: expected labels of 0 to 1, got 2"),
