@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
