@@ -66,19 +66,9 @@ def generate(
     requires. `stream` yields the same tokens as they come.
     """
     run = _Run.start(
-        model,
-        variables,
-        prompts,
-        max_new_tokens,
-        lengths,
-        rng,
-        temperature,
-        top_k,
-        top_p,
-        stop_tokens,
-        source,
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens, source,
         source_lengths,
-    )
+    )  # fmt: skip
     return jnp.concatenate([run.prefix, run.advance(run.state, run.steps).tokens], axis=1)
 
 
@@ -116,19 +106,9 @@ def stream(
       ValueError: as `generate`, or if `every` is below 1; raised at the call.
     """
     run = _Run.start(
-        model,
-        variables,
-        prompts,
-        max_new_tokens,
-        lengths,
-        rng,
-        temperature,
-        top_k,
-        top_p,
-        stop_tokens,
-        source,
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens, source,
         source_lengths,
-    )
+    )  # fmt: skip
     return run.pieces(every)
 
 

@@ -187,12 +187,8 @@ class _Head(nn.Module):
         return logits.astype(jnp.float32)
 
 
-class Classifier(nn.Module):
-    """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
-
-    model = Classifier(EncoderConfig(num_classes=10))
-    logits = model.apply(params, tokens, lengths=lengths)
-    """
+class _VectorClassifier(nn.Module):
+    """Logits of what `features` returns for sequences, or for pairs of them."""
 
     config: EncoderConfig
 
@@ -203,12 +199,25 @@ class Classifier(nn.Module):
 
     def __call__(
         self,
-        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        inputs: Int[Array, "B *P T"] | Float[Array, "B *P T F"],
         *,
-        lengths: Int[Array, "B"] | None = None,
+        lengths: Int[Array, "B *P"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B C"]:
         return self.head(self.features(inputs, lengths=lengths, deterministic=deterministic), deterministic)
+
+    def features(
+        self, inputs: Any, *, lengths: Any = None, deterministic: bool = True
+    ) -> Float[Array, "B D"]:
+        raise NotImplementedError
+
+
+class Classifier(_VectorClassifier):
+    """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
+
+    model = Classifier(EncoderConfig(num_classes=10))
+    logits = model.apply(params, tokens, lengths=lengths)
+    """
 
     def features(
         self,
@@ -245,7 +254,7 @@ class TokenClassifier(nn.Module):
         return self.head(outputs, deterministic)
 
 
-class PairClassifier(nn.Module):
+class PairClassifier(_VectorClassifier):
     """Float32 logits (B, C) of pairs of sequences, (B, 2, T) ints or (B, 2, T, F) floats, with lengths (B, 2).
 
         model = PairClassifier(EncoderConfig(num_classes=2))
@@ -256,22 +265,6 @@ class PairClassifier(nn.Module):
 
     Raises ValueError as `Encoder` does, and if the inputs do not come in pairs.
     """
-
-    config: EncoderConfig
-
-    def setup(self):
-        check_config(self.config, EncoderConfig)
-        self.encoder = _PooledEncoder(self.config)
-        self.head = _Head(self.config)
-
-    def __call__(
-        self,
-        inputs: Int[Array, "B 2 T"] | Float[Array, "B 2 T F"],
-        *,
-        lengths: Int[Array, "B 2"] | None = None,
-        deterministic: bool = True,
-    ) -> Float[Array, "B C"]:
-        return self.head(self.features(inputs, lengths=lengths, deterministic=deterministic), deterministic)
 
     def features(
         self,

@@ -50,7 +50,7 @@ from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
-from brl_jax.attention.dense.full_xla import attend_in_blocks
+from brl_jax.attention.dense.full_xla import FullArrays, attend_in_blocks
 from brl_jax.attention.local import tpu as local_tpu
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -146,8 +146,8 @@ def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
     # as in a call that is not causal.
     def attend(query, key, value):
         out = full_tpu.attend(
-            query, key, value, None, None, None, None, (None, None), jnp.int32(0), None, scale=options.head_dim**-0.5,
-            is_causal=False, offset=0, cap=None, return_residual=False, interpret=False,
+            FullArrays(query, key, value), scale=options.head_dim**-0.5, is_causal=False, offset=0, cap=None,
+            return_residual=False, interpret=False,
         )  # fmt: skip
         assert isinstance(out, jax.Array)
         return out
@@ -203,26 +203,11 @@ def _biased(
                 is_causal=True,
                 implementation="xla",
             )
+        x = FullArrays(query, key, value, given)
         if pallas:
             # Without the causal flag the kernel has one body: see `_full`.
-            return full_tpu.attend(
-                query, key, value, given, None, None, None, (None, None), jnp.int32(0), None, is_causal=False,
-                offset=0, interpret=False, **static,
-            )  # fmt: skip
-        return attend_in_blocks(
-            query,
-            key,
-            value,
-            given,
-            None,
-            None,
-            None,
-            (None, None),
-            jnp.int32(0),
-            None,
-            is_causal=True,
-            **static,
-        )
+            return full_tpu.attend(x, is_causal=False, offset=0, interpret=False, **static)
+        return attend_in_blocks(x, is_causal=True, **static)
 
     def forward(query, key, value, numbers):
         out = attend(query.reshape(full), key.reshape(full), value.reshape(full), numbers)

@@ -51,13 +51,18 @@ def mlr_attention(arrays, ranks, sizes, visible):
     return out, d_query, d_key, d_value
 
 
-def mlr_mix(u, p, m, d):
-    n = len(u)
-    places = np.arange(n)
+def normed_heads(u, p, m, d):
+    """Queries, keys and values (n, heads, h), with rotary positions."""
     q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
     if m.qk_norm:
         q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
-    q, k = rotary(q, places), rotary(k, places)
+    return rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u))), v
+
+
+def mlr_mix(u, p, m, d):
+    n = len(u)
+    places = np.arange(n)
+    q, k, v = normed_heads(u, p, m, d)
     sizes = m.block_sizes
     if sizes is None:
         sizes = [None] + [m.context // 2**level for level in range(1, len(m.ranks))]
@@ -151,10 +156,7 @@ def bilinear_btt_features(u, p, m, d, head):
 def global_window_mix(u, p, m, d):
     n = len(u)
     places = np.arange(n)
-    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
-    if m.qk_norm:
-        q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
-    q, k = rotary(q, places), rotary(k, places)
+    q, k, v = normed_heads(u, p, m, d)
     distance = places[:, None] - places
     near = (distance < m.window) & (distance >= 0)
     if not d.is_causal:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,19 @@ def random_streams(key: Array | None) -> dict[str, Array]:
     """The random streams of a network's call in training: "dropout", and "sample" for mechanisms that sample tokens.
     In evaluation, where key is None, there are no streams."""
     return {} if key is None else {"dropout": key, "sample": jax.random.fold_in(key, 1)}
+
+
+def outputs(model: nn.Module, params: Any, key: Array | None, *inputs: Any, **options: Any) -> Any:
+    """What a network returns: in training with random streams from the key, in evaluation (None) without."""
+    return model.apply(
+        {"params": params}, *inputs, deterministic=key is None, rngs=random_streams(key), **options
+    )
+
+
+def weighted_sums(losses: Array, weights: Array, memory: Any, **averages: Array) -> tuple[Any, ...]:
+    """What a `Loss` returns, from the loss, the weight and the averages of each target."""
+    sums = {name: jnp.sum(each * weights) for name, each in averages.items()}
+    return jnp.sum(losses * weights), jnp.sum(weights), memory, sums
 
 
 class Loss(Protocol):
@@ -56,7 +70,7 @@ class Objective:
 
     init: Callable[[Array], Any]
     loss: Loss
-    init_memory: Callable[[int], Any]
+    init_memory: Callable[[int], Any] = lambda rows: None
     averages: tuple[str, ...] = ()
     best: str = "loss"
     rates: Callable[[Any], Any] = lambda boxed: None

@@ -25,7 +25,7 @@ from train.data.copying import (
 from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
-from train.engine.step import Objective, classification, random_streams
+from train.engine.step import Objective, classification, outputs, weighted_sums
 from train.tasks.copy_config import PRESETS, CopyConfig
 from train.tasks.lm import vocabulary
 from train.tasks.task import Task
@@ -40,19 +40,12 @@ def copy_objective(model: EncoderDecoder) -> Objective:
         return model.init(key, tokens, tokens)["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits: Any = model.apply(
-            {"params": params},
-            batch["tokens"],
-            batch["source"],
-            source_lengths=batch["source_lengths"],
-            deterministic=key is None,
-            rngs=random_streams(key),
-        )[0]
+        inputs = batch["tokens"], batch["source"]
+        logits, *_ = outputs(model, params, key, *inputs, source_lengths=batch["source_lengths"])
         nll, right = classification(logits, batch["targets"])
-        weights = batch["weights"]
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
-    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
+    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
 
 
 class CopyTask(Task[CopyConfig, TextPairs | None]):

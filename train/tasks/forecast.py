@@ -35,7 +35,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, random_streams
+from train.engine.step import Objective, outputs
 from train.tasks.lm import lm_objective
 from train.tasks.task import Task
 
@@ -136,13 +136,7 @@ def forecast(
         [jnp.pad(known - level, empty), jnp.pad(jnp.ones_like(known[..., :1]), empty), batch["clock"]],
         axis=-1,
     )
-    out: Any = model.apply(
-        {"params": params},
-        tokens,
-        deterministic=key is None,
-        rngs=random_streams(key),
-    )
-    return out[:, config.data.lookback :] + level
+    return outputs(model, params, key, tokens)[:, config.data.lookback :] + level
 
 
 def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
@@ -163,7 +157,7 @@ def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
         total = sums["mse"] if config.objective == "squared" else sums["mae"]
         return total, jnp.sum(weights), memory, sums
 
-    return Objective(init, loss, lambda rows: None, averages=("mae", "mse"), rates=make_rates(model.config))
+    return Objective(init, loss, averages=("mae", "mse"), rates=make_rates(model.config))
 
 
 class _SeriesTask(Task[F, Series]):

@@ -25,7 +25,7 @@ from train.engine.fields import Decided, Flat, Needed
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
@@ -107,14 +107,8 @@ def glue_objective(model: Classifier, task: str, start: Any = lambda params: par
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits: Any = model.apply(
-            {"params": params},
-            batch["tokens"],
-            lengths=batch["lengths"],
-            deterministic=key is None,
-            rngs=random_streams(key),
-        )
-        weights, targets = batch["weights"], batch["targets"]
+        logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
+        targets = batch["targets"]
         if classes:
             (nll, good), name = classification(logits, targets), "accuracy"
         else:
@@ -122,18 +116,10 @@ def glue_objective(model: Classifier, task: str, start: Any = lambda params: par
             share = score / LARGEST_SCORE
             nll = optax.softmax_cross_entropy(logits, jnp.stack([1.0 - share, share], axis=-1))
             good, name = -jnp.square(scores(logits) - score), "negative_squared_error"
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {name: jnp.sum(good * weights)}
+        return weighted_sums(nll, batch["weights"], memory, **{name: good})
 
     best = "accuracy" if classes else "negative_squared_error"
-    return Objective(
-        init,
-        loss,
-        lambda rows: None,
-        averages=(best,),
-        best=best,
-        rates=make_rates(model.config),
-        start=start,
-    )
+    return Objective(init, loss, averages=(best,), best=best, rates=make_rates(model.config), start=start)
 
 
 class GlueTaskOfRuns(Task[GlueConfig, GlueData]):

@@ -22,7 +22,7 @@ from train.data.graphs.subgraphs import Subgraphs
 from train.engine.batch import Arrays
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
-from train.engine.step import Objective, classification, random_streams
+from train.engine.step import Objective, classification, outputs, weighted_sums
 from train.tasks.graph_config import PRESETS, GraphRunConfig
 from train.tasks.task import Task
 
@@ -57,14 +57,8 @@ def _targets_of_row(config: GraphRunConfig, graph: Graph) -> int:
 
 def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | None = None) -> Any:
     """The logits (B, P, C) of a batch; without dropout if key is None."""
-    return model.apply(
-        {"params": params},
-        batch["features"],
-        batch["present"],
-        **{name: batch[name] for name in ("places", "edges", "relations") if name in batch},
-        deterministic=key is None,
-        rngs=random_streams(key),
-    )
+    options = {name: batch[name] for name in ("places", "edges", "relations") if name in batch}
+    return outputs(model, params, key, batch["features"], batch["present"], **options)
 
 
 def graph_objective(model: NodeClassifier) -> Objective:
@@ -84,7 +78,7 @@ def graph_objective(model: NodeClassifier) -> Objective:
         return model.init(key, batch["features"], batch["present"], **arguments)["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits, targets, weights = apply_to(model, params, batch, key), batch["targets"], batch["weights"]
+        logits, targets = apply_to(model, params, batch, key), batch["targets"]
         if config.multi_label:
             nll = optax.sigmoid_binary_cross_entropy(logits, targets.astype(jnp.float32)).mean(axis=-1)
             answers, true = logits > 0, targets > 0
@@ -92,9 +86,9 @@ def graph_objective(model: NodeClassifier) -> Objective:
             right = 2.0 * (answers & true).astype(jnp.float32).sum(axis=-1) / jnp.maximum(sizes, 1.0)
         else:
             nll, right = classification(logits, targets)
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {score: jnp.sum(right * weights)}
+        return weighted_sums(nll, batch["weights"], memory, **{score: right})
 
-    return Objective(init, loss, lambda rows: None, averages=(score,), best=score, rates=make_rates(config))
+    return Objective(init, loss, averages=(score,), best=score, rates=make_rates(config))
 
 
 class GraphTask(Task[GraphRunConfig, GraphData]):

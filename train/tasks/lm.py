@@ -31,7 +31,7 @@ from train.engine.hosts import is_lead
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Objective, perplexity, random_streams
+from train.engine.step import Objective, outputs, perplexity
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import Streams, Task
 
@@ -57,18 +57,9 @@ def lm_objective(model: DecoderLM) -> Objective:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        return model.apply(
-            {"params": params},
-            batch["tokens"],
-            batch["targets"],
-            batch.get("weights"),
-            memory=memory,
-            segment_ids=batch.get("segment_ids"),
-            positions=batch.get("positions"),
-            deterministic=key is None,
-            rngs=random_streams(key),
-            method="loss",
-        )
+        options = {"segment_ids": batch.get("segment_ids"), "positions": batch.get("positions")}
+        inputs = batch["tokens"], batch["targets"], batch.get("weights")
+        return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
     return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
 

@@ -352,49 +352,15 @@ def _small_characters(mixers: dict[str, Any]) -> LmConfig:
 _SMALL_MIXERS = _character_mixers(512, window=128, near=128, run=1)
 
 
-def _pod() -> LmConfig:
-    """1.3 billion parameters on 32k tokens, for pods: the compressed tokens of every layer read that layer's own past,
-    in all blocks at once."""
+def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: Any) -> LmConfig:
+    """For pods: the compressed tokens of every layer read that layer's own past, in all blocks at once."""
+    mechanism = BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5)
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=50_000, batch=64, length=32_768, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
-        ),
-        data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="bpe:32768"),
-        model=LmModelConfig(
-            num_layers=20,
-            d_model=1536,
-            num_heads=12,
-            d_ff=3840,
-            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5),
-            norm="rms",
-            dtype="bfloat16",
-            remat="full",
-        ),
+        loop=dataclasses.replace(loop, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24),
+        data=data,
+        model=LmModelConfig(**sizes, mechanism=mechanism, norm="rms", dtype="bfloat16", remat="full"),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2_000),
-    )
-
-
-def _pod_8b() -> LmConfig:
-    """8.2 billion parameters, including the compressed tokens', and a row of 8k tokens on each of 256 chips;
-    parameters and optimiser are divided over all of them."""
-    return LmConfig(
-        loop=LmLoopConfig(
-            steps=100_000, batch=256, length=8_192, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
-        ),
-        data=DataConfig(data="hf-stream:HuggingFaceFW/fineweb-edu", tokenizer="bpe:32768"),
-        model=LmModelConfig(
-            num_layers=32,
-            d_model=3072,
-            num_heads=24,
-            num_kv_heads=8,
-            d_ff=8192,
-            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5),
-            norm="rms",
-            dtype="bfloat16",
-            remat="full",
-        ),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2_000),
-        mesh=MeshConfig(data=1, fsdp=-1),
+        mesh=mesh,
     )
 
 
@@ -465,6 +431,26 @@ PRESETS: dict[str, LmConfig] = {
         for width, rate in zip(_CHARACTER_WIDTHS, _CHARACTER_RATES[name])
     },
     **{f"chars-{name}": _small_characters(mixers) for name, mixers in _SMALL_MIXERS.items()},
-    "pod-1b": _pod(),
-    "pod-8b": _pod_8b(),
+    # 1.3 billion parameters on 32k tokens.
+    "pod-1b": _pod(
+        LmLoopConfig(steps=50_000, batch=64, length=32_768),
+        DataConfig(data="hf:Skylion007/openwebtext", tokenizer="bpe:32768"),
+        MeshConfig(),
+        num_layers=20,
+        d_model=1536,
+        num_heads=12,
+        d_ff=3840,
+    ),
+    # 8.2 billion parameters, including the compressed tokens', and a row of 8k tokens on each of 256 chips; parameters
+    # and optimiser are divided over all of them.
+    "pod-8b": _pod(
+        LmLoopConfig(steps=100_000, batch=256, length=8_192),
+        DataConfig(data="hf-stream:HuggingFaceFW/fineweb-edu", tokenizer="bpe:32768"),
+        MeshConfig(data=1, fsdp=-1),
+        num_layers=32,
+        d_model=3072,
+        num_heads=24,
+        num_kv_heads=8,
+        d_ff=8192,
+    ),
 }

@@ -21,7 +21,7 @@ from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraConfig, for_rows
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -48,26 +48,12 @@ def lra_objective(
         return model.init(key, jnp.zeros((1, 2, 1) if pair else (1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits: Any = model.apply(
-            {"params": params},
-            batch["tokens"],
-            lengths=batch["lengths"],
-            deterministic=key is None,
-            rngs=random_streams(key),
-        )
+        logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
         nll, right = classification(logits, batch["targets"])
-        weights = batch["weights"]
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
-    return Objective(
-        init,
-        loss,
-        lambda rows: None,
-        averages=("accuracy",),
-        best="accuracy",
-        rates=make_rates(model.config),
-        start=start,
-    )
+    rates = make_rates(model.config)
+    return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=rates, start=start)
 
 
 class LraTask(Task[LraConfig, LraData]):

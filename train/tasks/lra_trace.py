@@ -26,7 +26,7 @@ from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
 from train.engine.mup import make_rates
-from train.engine.step import Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.task import Task
@@ -76,20 +76,12 @@ def trace_objective(model: TokenClassifier) -> Objective:
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         image, marks = batch["tokens"][:, 0], batch["tokens"][:, 1]
-        logits: Any = model.apply(
-            {"params": params},
-            image,
-            lengths=batch["lengths"][:, 0],
-            deterministic=key is None,
-            rngs=random_streams(key),
-        )
+        logits = outputs(model, params, key, image, lengths=batch["lengths"][:, 0])
         nll, right = classification(logits, (marks == 2).astype(jnp.int32))
         weights = jnp.where(marks > 0, batch["weights"][:, None], 0.0)
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+        return weighted_sums(nll, weights, memory, accuracy=right)
 
-    return Objective(
-        init, loss, lambda rows: None, averages=("accuracy",), best="accuracy", rates=make_rates(model.config)
-    )
+    return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=make_rates(model.config))
 
 
 class LraTraceTask(Task[TraceConfig, LraData]):

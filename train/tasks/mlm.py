@@ -39,7 +39,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, means, perplexity, random_streams
+from train.engine.step import Objective, classification, means, outputs, perplexity, weighted_sums
 from train.tasks.lm import LmData, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
 from train.tasks.task import Streams, Task
@@ -222,20 +222,12 @@ def mlm_objective(model: MaskedLM) -> Objective:
         return model.init(key, tokens, tokens)["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits: Any = model.apply(
-            {"params": params},
-            batch["tokens"],
-            batch["places"],
-            lengths=batch["lengths"],
-            segment_ids=batch.get("segment_ids"),
-            deterministic=key is None,
-            rngs=random_streams(key),
-        )
+        options = {"lengths": batch["lengths"], "segment_ids": batch.get("segment_ids")}
+        logits = outputs(model, params, key, batch["tokens"], batch["places"], **options)
         nll, right = classification(logits, batch["targets"])
-        weights = batch["weights"]
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
-    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
+    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
 
 
 class MlmTask(Task[MlmConfig, LmData]):

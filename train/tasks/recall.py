@@ -42,7 +42,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, make_eval_step, means, random_streams
+from train.engine.step import Objective, make_eval_step, means, outputs, weighted_sums
 from train.tasks.task import Task
 
 
@@ -134,12 +134,9 @@ PRESETS: dict[str, RecallConfig] = {
 
 def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | None) -> Float[Array, "B P V"]:
     """The logits at a batch's questions, in float32; other places are not computed."""
-    variables = {"params": params}
-    hidden: Any = model.apply(
-        variables, batch["tokens"], deterministic=key is None, rngs=random_streams(key), method="hidden"
-    )[0]
+    hidden, *_ = outputs(model, params, key, batch["tokens"], method="hidden")
     asked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
-    logits: Any = model.apply(variables, asked, method="logits")
+    logits: Any = model.apply({"params": params}, asked, method="logits")
     return logits
 
 
@@ -151,18 +148,13 @@ def recall_objective(model: DecoderLM) -> Objective:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits, targets, weights = (
-            answer_logits(model, params, batch, key),
-            batch["targets"],
-            batch["weights"],
-        )
+        logits, targets = answer_logits(model, params, batch, key), batch["targets"]
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - chosen
         right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
-        averages = {"accuracy": jnp.sum(right * weights)}
-        return jnp.sum(losses * weights), jnp.sum(weights), memory, averages
+        return weighted_sums(losses, batch["weights"], memory, accuracy=right)
 
-    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
+    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
 
 
 class RecallTask(Task[RecallConfig, None]):

@@ -22,7 +22,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, random_streams
+from train.engine.step import Objective, outputs, weighted_sums
 from train.tasks.task import Task
 
 
@@ -145,12 +145,7 @@ def squared_errors(
 
     `batch` is {"x": (B, P, D), "y": (B, P)} floats.
     """
-    predicted: Any = model.apply(
-        {"params": params},
-        make_prompt(batch["x"], batch["y"], kind),
-        deterministic=key is None,
-        rngs=random_streams(key),
-    )
+    predicted = outputs(model, params, key, make_prompt(batch["x"], batch["y"], kind))
     return jnp.square(predicted[:, ::2, 0] - batch["y"])
 
 
@@ -161,11 +156,9 @@ def regression_objective(model: Regressor, kind: Prompt) -> Objective:
         return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        weights = batch["weights"]
-        errors = squared_errors(model, kind, params, batch, key)
-        return jnp.sum(errors * weights), jnp.sum(weights), memory
+        return weighted_sums(squared_errors(model, kind, params, batch, key), batch["weights"], memory)
 
-    return Objective(init, loss, lambda rows: None, rates=make_rates(model.config))
+    return Objective(init, loss, rates=make_rates(model.config))
 
 
 class RegressionTask(Task[RegressionConfig, None]):

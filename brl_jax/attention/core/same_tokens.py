@@ -18,14 +18,13 @@ class SameTokens(NamedTuple):
     """The arrays of a call in float32, with zeros as padding.
 
     Attributes:
-      key: None if the queries are the keys.
       lengths: the rows' lengths, or None.
       scale: of the scores.
       dtype: dtype of the given arrays and of the result.
     """
 
     query: Float[Array, "B T N H"]
-    key: Float[Array, "B T K H"] | None
+    key: Float[Array, "B T K H"]
     value: Float[Array, "B T K V"]
     lengths: Int[Array, " B"] | None
     scale: float
@@ -34,12 +33,13 @@ class SameTokens(NamedTuple):
 
 def prepare_same_tokens(
     query: Array,
-    key: Array | None,
+    key: Array,
     value: Array,
     *,
     scale: Any,
     key_value_seq_lengths: Any,
     implementation: Any,
+    tied: bool = False,
     maker: str = "",
     is_causal: bool = False,
     state: Any = None,
@@ -49,7 +49,7 @@ def prepare_same_tokens(
     """Checks the shared arguments and zeroes padding.
 
     Args:
-      key: None if the queries are the keys.
+      tied: whether the queries are also the keys, which may then have more heads than the values.
       maker: name of the function that makes the states, for messages.
 
     Raises:
@@ -59,22 +59,23 @@ def prepare_same_tokens(
         maker, state=state, return_state=return_state, count=count, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths,
     )  # fmt: skip
-    if key is None:
+    if tied:
         check_qkv(query, query, query)
         check_qkv(value, value, value, ("value",) * 3)
         like_values = jax.ShapeDtypeStruct((*value.shape[:3], query.shape[3]), query.dtype)
         check_qkv(query, like_values, value, ("query", "value", "value"))
     else:
         check_qkv(query, key, value)
-    check_dtypes(query, query if key is None else key, value)
+    check_dtypes(query, key, value)
     length = query.shape[1]
     require(
         length == value.shape[1],
-        f"{'value' if key is None else 'key'} must have query's length {length}, as both are the same tokens here, "
+        f"{'value' if tied else 'key'} must have query's length {length}, as both are the same tokens here, "
         f"got {value.shape[1]}",
     )
     check_within("count", count, length)
     check_implementation(implementation, None, "xla")
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0], length)
-    exact = [None if x is None else zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
-    return SameTokens(*exact, lengths, check_scale(scale, query.shape[3]), query.dtype)
+    dtype, scale = query.dtype, check_scale(scale, query.shape[3])
+    query, key, value = (zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value))
+    return SameTokens(query, key, value, lengths, scale, dtype)

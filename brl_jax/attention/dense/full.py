@@ -26,7 +26,7 @@ from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.core.decorators import attention_function, batch_optional
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
-from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
+from brl_jax.attention.dense.full_xla import FullArrays, attend_at_once, attend_in_blocks, zero_unseen
 from brl_jax.fields import Positive
 
 #: A TPU takes the kernel from this number of queries and keys on. Below it, scores take only a few MB per head.
@@ -127,11 +127,11 @@ def full_attention(
     check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
     sinks = check_sinks(sinks, query.shape[2])
     cap = logits_soft_cap and float(logits_soft_cap)
-    arrays = (query, key, value, bias, mask, query_lengths, key_lengths, segments)
+    arrays = FullArrays(
+        query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks
+    )
     result = attend(
         arrays,
-        query_offset=query_offset,
-        sinks=sinks,
         implementation=implementation,
         scale=scale,
         is_causal=is_causal,
@@ -142,42 +142,36 @@ def full_attention(
 
 
 def attend(
-    arrays: tuple,
+    x: FullArrays,
     *,
-    query_offset: int | Array,
-    sinks: Array | None,
     implementation: Implementation | None,
     scale: float,
     is_causal: bool,
     cap: float | None,
     return_residual: bool,
 ) -> Any:
-    """`full_attention` for checked arguments, with a float32 residual.
-
-    Args:
-      arrays: query, key, value, bias, mask, query lengths, key lengths, and a pair of segment ids.
-    """
-    query, key, value, bias, mask, _, _, segments = arrays
-    missing = _missing_for_cudnn(
-        query, value, bias, mask, segments, query_offset, is_causal, sinks, cap, return_residual
-    )
-    static = {"scale": scale, "is_causal": is_causal, "cap": cap, "return_residual": return_residual}
-    offset = int(query_offset) if is_int(query_offset) else None
-    arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
-    through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
+    """`full_attention` for checked arguments, with a float32 residual; the query offset may be an int."""
+    missing = _missing_for_cudnn(x, is_causal, cap, return_residual)
+    static: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "cap": cap,
+        "return_residual": return_residual,
+    }
+    offset = int(x.query_offset) if is_int(x.query_offset) else None
+    x = x._replace(query_offset=jnp.asarray(x.query_offset, jnp.int32))
+    through_cudnn = functools.partial(_through_cudnn, x, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         if missing:
             raise NotImplementedError(
                 f"implementation='cudnn' supports full attention only with {'; with '.join(missing)}"
             )
         return through_cudnn(everywhere=True)
-    many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
+    many = min(x.query.shape[1], x.key.shape[1]) >= MANY_TOKENS
     if implementation in ("pallas", "pallas_interpret") or many:
-        return _by_platform(
-            arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
-        )
-    if implementation == "xla" or missing or _cudnn_unsupported(*arguments, scale=scale, is_causal=is_causal):
-        return attend_at_once(*arguments, **static)
+        return _by_platform(x, offset=offset, implementation=implementation, missing=bool(missing), **static)
+    if implementation == "xla" or missing or _cudnn_unsupported(x, scale=scale, is_causal=is_causal):
+        return attend_at_once(x, **static)
     return through_cudnn(everywhere=False)
 
 
@@ -197,56 +191,57 @@ def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str
     jax.jit,
     static_argnames=("offset", "implementation", "missing", "scale", "is_causal", "cap", "return_residual"),
 )
-def _by_platform(arguments, *, offset, implementation, missing, **static):
+def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
     """The kernel on a TPU, cuDNN on a GPU unless its requirements are `missing`, XLA elsewhere."""
 
-    def tpu_unsupported(query, key, value, bias, mask, *_) -> str | None:
+    def tpu_unsupported(x: FullArrays) -> str | None:
         from brl_jax.attention.dense import full_tpu
 
-        return full_tpu.unsupported(query, key, value, bias, mask, static["is_causal"], offset)
+        return full_tpu.unsupported(x, static["is_causal"], offset)
 
-    def run_on_tpu(*arguments, interpret: bool):
+    def run_on_tpu(x: FullArrays, *, interpret: bool):
         from brl_jax.attention.dense import full_tpu
 
-        return full_tpu.attend(*arguments, offset=offset, interpret=interpret, **static)
+        return full_tpu.attend(x, offset=offset, interpret=interpret, **static)
 
     of_cudnn = {"scale": static["scale"], "is_causal": static["is_causal"]}
 
-    def run_cudnn(*arguments, interpret: bool):
-        return _with_cudnn(*arguments, **of_cudnn)
+    def run_cudnn(x: FullArrays, *, interpret: bool):
+        return _with_cudnn(x, **of_cudnn)
 
     backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported)]}
     # If cuDNN cannot take the call, no warning is due: XLA has the same cost.
-    if not missing and _cudnn_unsupported(*arguments, **of_cudnn) is None:
+    if not missing and _cudnn_unsupported(x, **of_cudnn) is None:
         backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
     return dispatch(
         "full_attention",
         implementation,
         backends,
         functools.partial(attend_at_once, **static),
-        *arguments,
+        x,
         forms=_many_with_xla(offset, static),
-        results=_results(arguments[0], arguments[2], static["return_residual"]),
+        results=_results(x, static["return_residual"]),
         cost="quadratic",
     )
 
 
-def _results(query: Array, value: Array, return_residual: bool) -> Any:
-    out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
-    return (out, jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)) if return_residual else out
+def _results(x: FullArrays, return_residual: bool) -> Any:
+    rows = x.query.shape[:3]
+    out = jax.ShapeDtypeStruct((*rows, x.value.shape[3]), x.query.dtype)
+    return (out, jax.ShapeDtypeStruct(rows, jnp.float32)) if return_residual else out
 
 
-def _cudnn_unsupported(*arguments, scale, is_causal) -> str | None:
+def _cudnn_unsupported(x: FullArrays, *, scale: float, is_causal: bool) -> str | None:
     """Why the automatic choice must not take cuDNN, apart from `_missing_for_cudnn`; None if it may."""
     # cuDNN's output for rows without a visible key is unspecified.
-    if arguments[5] is not None or arguments[6] is not None:
+    if x.query_lengths is not None or x.key_lengths is not None:
         return "it has lengths"
-    return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
+    return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), x)
 
 
 # Compiled on its own, so that gradients outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
-def _through_cudnn(*arguments, scale, is_causal, everywhere):
+def _through_cudnn(x: FullArrays, *, scale, is_causal, everywhere):
     """cuDNN on a GPU, or `everywhere`, for a call that meets `_missing_for_cudnn`'s requirements."""
     with_cudnn = without_kept(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal))
     plain = functools.partial(
@@ -255,70 +250,44 @@ def _through_cudnn(*arguments, scale, is_causal, everywhere):
     with_xla = without_kept(plain)
     return by_platform(
         lambda platform, *_: with_cudnn if everywhere or platform == "cuda" else with_xla,
-        *arguments,
-        results=_results(arguments[0], arguments[2], False),
+        x,
+        results=_results(x, False),
         plain=plain,
         needs_devices=True,
     )
 
 
-def _missing_for_cudnn(
-    query: Array,
-    value: Array,
-    bias: Any,
-    mask: Any,
-    segments: tuple,
-    query_offset: Any,
-    is_causal: bool,
-    sinks: Array | None,
-    cap: float | None,
-    return_residual: bool,
-) -> list[str]:
+def _missing_for_cudnn(x: FullArrays, is_causal: bool, cap: float | None, return_residual: bool) -> list[str]:
     """cuDNN's requirements that the call does not meet."""
-    head_dim = query.shape[3]
+    head_dim, value_dim = x.query.shape[3], x.value.shape[3]
     needs = {
-        f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
+        f"bfloat16 or float16 (got {x.query.dtype})": x.query.dtype != jnp.float32,
         f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
-        f"equal head_dims of value and query (got {value.shape[3]} and {head_dim})": value.shape[3]
-        == head_dim,
-        "no bias": bias is None,
-        "no mask": mask is None,
-        "no segment_ids": segments[0] is None,
-        f"query_offset=0 if is_causal (got {query_offset})": not is_causal
-        or (is_int(query_offset) and query_offset == 0),
-        "no sinks": sinks is None,
+        f"equal head_dims of value and query (got {value_dim} and {head_dim})": value_dim == head_dim,
+        "no bias": x.bias is None,
+        "no mask": x.mask is None,
+        "no segment_ids": x.segments[0] is None,
+        f"query_offset=0 if is_causal (got {x.query_offset})": not is_causal
+        or (is_int(x.query_offset) and x.query_offset == 0),
+        "no sinks": x.sinks is None,
         "no logits_soft_cap": cap is None,
         "no return_residual": not return_residual,
     }
     return [need for need, met in needs.items() if not met]
 
 
-def _with_cudnn(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    segments,
-    query_offset,
-    sinks,
-    *,
-    scale,
-    is_causal,
-):
-    del bias, mask, segments, query_offset, sinks  # _missing_for_cudnn refuses those that would matter
-    query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
+def _with_cudnn(x: FullArrays, *, scale: float, is_causal: bool) -> Array:
+    """Ignores the arrays that `_missing_for_cudnn` refuses."""
+    x = x.without_padding()
     out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+        x.query,
+        x.key,
+        x.value,
         scale=scale,
         is_causal=is_causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
+        query_seq_lengths=x.query_lengths,
+        key_value_seq_lengths=x.key_lengths,
         implementation="cudnn",
     )
-    seen = None if key_lengths is None else (key_lengths > 0)[:, None, None, None]
-    return zero_unseen(out, seen, query_lengths)
+    seen = None if x.key_lengths is None else (x.key_lengths > 0)[:, None, None, None]
+    return zero_unseen(out, seen, x.query_lengths)

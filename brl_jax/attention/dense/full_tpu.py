@@ -12,6 +12,7 @@ from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
 from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
 from brl_jax.attention.core.tpu_blocks import all_blocks
+from brl_jax.attention.dense.full_xla import FullArrays
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 
@@ -19,10 +20,9 @@ from pallas_kernels.absent import mark_absent
 _ANY = 1 << 30
 
 
-def unsupported(
-    query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, offset: Any
-) -> str | None:
+def unsupported(x: FullArrays, is_causal: bool, offset: int | None) -> str | None:
     """Why the kernel does not support a call, or None. Traces nothing."""
+    query, key, value, bias, mask, *_ = x
     if mask is not None and mask.shape[1:3] != (1, 1):
         return f"mask must be the same for all heads and queries, got shape {mask.shape}"
     if (why := tpu_biases.unsupported(bias)) is not None:
@@ -51,16 +51,7 @@ def _distances(query: Array, key: Array, is_causal: bool, offset: int | None) ->
 
 
 def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Any,
-    mask: Array | None,
-    query_lengths: Array | None,
-    key_lengths: Array | None,
-    segments: tuple,
-    query_offset: Array,
-    sinks: Array | None,
+    x: FullArrays,
     *,
     scale: float,
     is_causal: bool,
@@ -70,6 +61,7 @@ def attend(
     interpret: bool,
 ) -> Array | tuple[Array, Array]:
     """`full_attention` on the kernel, with a float32 residual; `offset` is the query offset, None if traced."""
+    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks = x
     if mask is not None:
         key, value, segments = _without_hidden_keys(query, key, value, mask, segments)
     query_dim, value_dim = query.shape[3], value.shape[3]

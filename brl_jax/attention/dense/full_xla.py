@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,24 +22,44 @@ from brl_jax.attention.core.softmax import MASKED, rounded
 _GROUPS = 4
 
 
+class FullArrays(NamedTuple):
+    """The checked arrays of one call; None for an absent one.
+
+    Attributes:
+      bias: a `PositionBias`, or an array (B or 1, N or 1, T or 1, S or 1).
+      segments: the segment ids of the queries and of the keys.
+      query_offset: () int32.
+      sinks: in float32.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    bias: Any = None
+    mask: Bool[Array, "#B #N #T #S"] | None = None
+    query_lengths: Int[Array, " B"] | None = None
+    key_lengths: Int[Array, " B"] | None = None
+    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None] = (None, None)
+    query_offset: Any = np.int32(0)
+    sinks: Float[Array, " N"] | None = None
+
+    def without_padding(self) -> FullArrays:
+        return self._replace(
+            query=zero_padding(self.query, self.query_lengths),
+            key=zero_padding(self.key, self.key_lengths),
+            value=zero_padding(self.value, self.key_lengths),
+        )
+
+
 def attend_at_once(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    segments,
-    query_offset,
-    sinks,
+    x: FullArrays,
     *,
-    scale,
-    is_causal,
-    cap,
-    return_residual,
-    sums_by_product=False,
-):
+    scale: float,
+    is_causal: bool,
+    cap: float | None,
+    return_residual: bool,
+    sums_by_product: bool = False,
+) -> Any:
     """`full_attention` for checked arguments, with a float32 residual.
 
     It does not call `jax.nn.dot_product_attention`, whose bfloat16 gradient JAX 0.10 cannot lower under strict dtype
@@ -48,7 +69,7 @@ def attend_at_once(
       sums_by_product: whether to sum the weights by a column of ones in the values. On a CPU a separate sum would take
         the time of the whole product.
     """
-    query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
+    query, key, value, bias, mask, query_lengths, key_lengths, segments, offset, sinks = x.without_padding()
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     single = num_queries == 1
     if single:
@@ -61,7 +82,7 @@ def attend_at_once(
         products = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
     scores = products * scale
     scores = rounded(scores) if cap is None else soft_cap(scores, cap)
-    positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
+    positions = jnp.arange(num_queries, dtype=jnp.int32) + offset
     visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
     seen = None
     if bias is not None:
@@ -133,14 +154,6 @@ def _top(
     return top, jnp.exp(sinks - top)
 
 
-def without_padding(query, key, value, query_lengths, key_lengths):
-    return (
-        zero_padding(query, query_lengths),
-        zero_padding(key, key_lengths),
-        zero_padding(value, key_lengths),
-    )
-
-
 def _visible(
     positions: Int[Array, " T"],
     num_keys: int,
@@ -167,63 +180,34 @@ def zero_unseen(out: Array, seen: Array | None, query_lengths: Array | None) -> 
     return zero_padding(out, query_lengths)
 
 
-def attend_in_blocks(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    segments,
-    query_offset,
-    sinks,
-    *,
-    known_offset: int | None = None,
-    **options,
-):
+def attend_in_blocks(x: FullArrays, *, known_offset: int | None = None, **options: Any) -> Any:
     """`attend_at_once` on 256 queries at a time, in the backward pass too, so that memory is O(T + S).
 
     If bias or mask is an array with a row for each query, all queries run at once: such an array is as large as the
     scores. Causal queries at a `known_offset` (the value of `query_offset`) run in up to four groups. Each group reads
     only the keys up to its last query, which skips 3/8 of the pairs of a square.
     """
-    if any(isinstance(x, jax.Array) and x.shape[2] > 1 for x in (bias, mask)):
-        return attend_at_once(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            query_lengths,
-            key_lengths,
-            segments,
-            query_offset,
-            sinks,
-            **options,
-        )
+    if any(isinstance(each, jax.Array) and each.shape[2] > 1 for each in (x.bias, x.mask)):
+        return attend_at_once(x, **options)
+    (query_ids, key_ids), query_offset = x.segments, x.query_offset
 
     def attend_to(end: int, query: Array, query_segments: Array | None, offset: Any) -> Any:
-        lengths = None if query_lengths is None else query_lengths - (offset - query_offset)
-        key_segments = None if segments[1] is None else segments[1][:, :end]
-        return attend_at_once(
-            query,
-            key[:, :end],
-            value[:, :end],
-            _first_keys(bias, end),
-            _first_keys(mask, end),
-            lengths,
-            key_lengths,
-            (query_segments, key_segments),
-            offset,
-            sinks,
-            **options,
+        some = x._replace(
+            query=query,
+            key=x.key[:, :end],
+            value=x.value[:, :end],
+            bias=_first_keys(x.bias, end),
+            mask=_first_keys(x.mask, end),
+            query_lengths=None if x.query_lengths is None else x.query_lengths - (offset - query_offset),
+            segments=(query_segments, None if key_ids is None else key_ids[:, :end]),
+            query_offset=offset,
         )
+        return attend_at_once(some, **options)
 
-    num_queries, num_keys = query.shape[1], key.shape[1]
+    num_queries, num_keys = x.query.shape[1], x.key.shape[1]
     if not options["is_causal"] or known_offset is None:
         return by_query_blocks(
-            functools.partial(attend_to, num_keys), QUERY_BLOCK, query, segments[0], query_offset
+            functools.partial(attend_to, num_keys), QUERY_BLOCK, x.query, query_ids, query_offset
         )
     # A group needs at least two blocks, because only a loop over blocks drops the scores for the backward pass.
     blocks = -(-num_queries // QUERY_BLOCK)
@@ -232,13 +216,13 @@ def attend_in_blocks(
     outputs = []
     for start, stop in itertools.pairwise(bounds):
         end = min(max(known_offset + stop, 1), num_keys)
-        some = None if segments[0] is None else segments[0][:, start:stop]
+        ids = None if query_ids is None else query_ids[:, start:stop]
         outputs.append(
             by_query_blocks(
                 functools.partial(attend_to, end),
                 QUERY_BLOCK,
-                query[:, start:stop],
-                some,
+                x.query[:, start:stop],
+                ids,
                 query_offset + start,
             )
         )

@@ -42,6 +42,7 @@ from brl_jax.attention.core.softmax import (
 )
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.dense.full import attend
+from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.fields import Positive
 
 
@@ -174,9 +175,7 @@ class _FullPair(NamedTuple):
         self, query: Array, key: Array, value: Array, ids: tuple, lengths: Any, is_causal: bool, place: Place
     ) -> tuple[Array, Array]:
         return attend(
-            (query, key, value, None, None, None, lengths, ids),
-            sinks=None,
-            query_offset=0,
+            FullArrays(query, key, value, key_lengths=lengths, segments=ids),
             implementation=self.implementation,
             scale=self.scale,
             is_causal=is_causal,

@@ -33,7 +33,6 @@ from brl_jax.attention.core.decorators import attention_function, batch_optional
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
-    check_implementation,
     dispatch,
 )
 from brl_jax.attention.core.triton import triton_backend
@@ -42,9 +41,6 @@ from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.generation import LocalState, continue_from
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 from brl_jax.fields import Natural, Positive
-
-#: The implementations that `local_attention` takes.
-IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret")
 
 
 @overload
@@ -172,7 +168,6 @@ def local_attention(
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
     sinks = check_sinks(sinks, query.shape[2])
 
-    check_implementation(implementation, *IMPLEMENTATIONS)
     if state is not None or return_state:
         given = (bias, query_lengths, key_lengths, query_segments, traced_key_offset)
         require(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,16 @@ from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import scan_chunks
 from brl_jax.attention.recurrent.rows import zero_unless
 
-State = TypeVar("State")
-
 
 def read_pieces(
-    step: Callable[..., tuple[State, Array]],
-    prompt: Callable[[State, dict[str, Array], Any], tuple[State, Array]],
-    state: State,
+    step: Callable[..., Any],
+    prompt: Callable[[Any, dict[str, Array], Any], Any],
+    state: Any,
     inputs: dict[str, Array],
     segments: Int[Array, "B T"] | None,
     *,
     chunk_size: int,
-) -> tuple[State, Float[Array, "B T N V"]]:
+) -> tuple[Any, Float[Array, "B T N V"]]:
     """The state and the outputs after new tokens: a GPU calls `prompt` for more than a chunk of them, the others
     `step` for each piece."""
     pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)

@@ -168,8 +168,9 @@ def reformer_attention(
       ValueError: an argument does not fit, named in the message.
     """
     exact_query, _, exact_value, lengths, scale, dtype = prepare_same_tokens(
-        query, None, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
-        maker="init_reformer_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
+        query, query, value, tied=True, scale=scale, key_value_seq_lengths=key_value_seq_lengths,
+        implementation=implementation, maker="init_reformer_state", is_causal=is_causal, state=state,
+        return_state=return_state, count=count,
     )  # fmt: skip
     shape = rotations.shape
     require(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.full import attend
+from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from brl_jax.sharding import current_shards, sequence_axis, shard_call
@@ -55,9 +56,7 @@ class Levels(NamedTuple):
         )
         query = query * scales.astype(query.dtype)[None, None, None]
         return attend(
-            (query, key, value, None, None, None, lengths, ids),
-            sinks=None,
-            query_offset=0,
+            FullArrays(query, key, value, key_lengths=lengths, segments=ids),
             implementation=self.implementation,
             scale=1.0,
             is_causal=False,

@@ -263,7 +263,7 @@ def test_cudnn_can_be_differentiated_again(monkeypatch):
     kernel = jax.custom_vjp(lambda *x: plain(*x))
     kernel.defvjp(lambda *x: (plain(*x), x), lambda saved, d_out: jax.vjp(plain, *saved)[1](d_out))
     module = sys.modules[full_attention.__module__]
-    monkeypatch.setattr(module, "_with_cudnn", lambda *x, **options: kernel(*x[:3]))
+    monkeypatch.setattr(module, "_with_cudnn", lambda x, **options: kernel(*x[:3]))
 
     def tangents(attend):
         def gradient(query):

@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.tpu import DistanceTable, Slopes
+
+SLOPES = np.float32([0.25, -0.03125, 0.01, 0.5])
+
 
 def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:
     """Normal arrays whose tokens differ in scale by up to exp(spread) either way."""
@@ -34,3 +38,10 @@ def exact_arrays(seed: int, *shapes, spread: float) -> list[jax.Array]:
 def table(heads: int, distances: int) -> np.ndarray:
     """The numbers of a bias, one row per head."""
     return np.random.default_rng(7).standard_normal((heads, distances)).astype(np.float32)
+
+
+def bias_by_distance(kind, numbers, first=0):
+    """A bias of that kind for the kernels; None for None."""
+    if kind is None:
+        return None
+    return Slopes(numbers) if kind == "slopes" else DistanceTable(numbers, first)

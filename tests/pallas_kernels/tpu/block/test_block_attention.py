@@ -10,9 +10,7 @@ import pytest
 from pallas_kernels.tpu import DistanceTable, Granules, Slopes, block_attention
 from pallas_kernels.tpu.block import plan
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, table
-
-SLOPES = np.float32([0.25, -0.03125, 0.01, 0.5])
+from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 
 
 def causal(queries, keys):
@@ -22,12 +20,6 @@ def causal(queries, keys):
 def dilated(queries, keys):
     """Every third of the 150 keys on both sides."""
     return (abs(queries - keys) <= 150) & (abs(queries - keys) % 3 == 0)
-
-
-def made(kind, numbers, first=0):
-    if kind is None:
-        return None
-    return Slopes(numbers) if kind == "slopes" else DistanceTable(numbers, first)
 
 
 def check(
@@ -79,9 +71,9 @@ def check(
     def run(q, k, v, numbers, shift):
         def f(q, k, v, numbers):
             return block_attention(
-                q, k, v, bias=made(kind, numbers, first), key_blocks=rows, block_q=blocks[0], block_k=blocks[1],
-                mask=mask if masked else None, query_position=offset[0], key_position=offset[1], shift=shift,
-                causal=causal, return_log_sum_exp=True, **{"interpret": True} | options,
+                q, k, v, bias=bias_by_distance(kind, numbers, first), key_blocks=rows, block_q=blocks[0],
+                block_k=blocks[1], mask=mask if masked else None, query_position=offset[0], key_position=offset[1],
+                shift=shift, causal=causal, return_log_sum_exp=True, **{"interpret": True} | options,
             )  # fmt: skip
 
         (out, log_sum), pull = jax.vjp(f, q, k, v, numbers)
@@ -234,7 +226,7 @@ def test_minus_infinity_hides():
 
 @pytest.mark.parametrize("kind", ["slopes", "table"])
 def test_causal_bitwise(kind):
-    bias = made(kind, SLOPES[:1] if kind == "slopes" else table(1, 30))
+    bias = bias_by_distance(kind, SLOPES[:1] if kind == "slopes" else table(1, 30))
     q, k, v = arrays(0, jnp.float32, *[(1, 300, 1, 64)] * 3)
     sizes = {"key_blocks": CAUSAL, "block_q": 128, "block_k": 128}
     f = jax.jit(functools.partial(block_attention, causal=True, bias=bias, interpret=True, **sizes))

@@ -13,19 +13,12 @@ from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_atten
 from pallas_kernels.tpu.core.chips import resolve_chip
 from tests.oracles import attention as oracles
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, table
+from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
-SLOPES = np.float32([0.25, -0.03125, 0.01, 0.5])
 SMALL = WindowBlocks(tile=128, block=256, backward_tile=128, backward_block=256)
 SLOW = pytest.mark.slow
 KINDS = (None, "slopes", "table")
-
-
-def made(kind, numbers, first):
-    if kind is None:
-        return None
-    return Slopes(numbers) if kind == "slopes" else DistanceTable(numbers, first)
 
 
 def check(
@@ -70,7 +63,7 @@ def check(
             # Windows in float32 need more VMEM than some chips have.
             static = {"left": left, "right": right, "blocks": SMALL, "chip": "v5e", "interpret": True}
             static |= {"scale": scale, "return_log_sum_exp": with_log_sum} | options
-            return window_attention(q, k, v, bias=made(kind, numbers, first), **static)
+            return window_attention(q, k, v, bias=bias_by_distance(kind, numbers, first), **static)
 
         out, pull = jax.vjp(f, q, k, v, numbers)
         return out, pull((g, g_log_sum) if with_log_sum else g)
@@ -196,7 +189,7 @@ def test_bias_is_added_after_the_cap(kind):
     options = {"left": 40, "right": 0, "logits_soft_cap": 2.0, "blocks": SMALL, "chip": "v5e"}
 
     def f(q, k, v, x):
-        return window_attention(q, k, v, bias=made(kind, x, -20), interpret=True, **options)
+        return window_attention(q, k, v, bias=bias_by_distance(kind, x, -20), interpret=True, **options)
 
     out, pull = jax.vjp(f, q, k, v, jnp.asarray(numbers))
     expected = (want, *want_grads, pull_bias(changes))
@@ -236,7 +229,7 @@ def test_minus_infinity_hides(all_of_one_head):
 @pytest.mark.parametrize("kind", KINDS)
 def test_causal_bitwise(kind):
     """Changing the tokens from t on changes no output before t."""
-    bias = made(kind, SLOPES[:1] if kind == "slopes" else table(1, 30), 0)
+    bias = bias_by_distance(kind, SLOPES[:1] if kind == "slopes" else table(1, 30), 0)
     q, k, v = arrays(5, jnp.float32, *[(1, 300, 1, 64)] * 3)
     run = jax.jit(
         functools.partial(window_attention, left=70, right=0, bias=bias, blocks=SMALL, interpret=True)
