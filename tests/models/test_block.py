@@ -190,13 +190,13 @@ def test_logits_begin_at_unit_size_also_for_the_token_itself(options):
 def test_cross_attention_reads_a_window_and_compressed_tokens():
     """Both are added before the output projection; queries and keys are rotated by their positions (float64 oracle)."""
     d = dataclasses.replace(D, num_heads=2, num_kv_heads=2, head_dim=4)
-    layer = CrossAttention(CrossConfig(window=4, rope=True), d)
-    x, outputs, compressed = draw(2, 7, 16), draw(2, 5, 16, seed=1), draw(2, 3, 6, seed=2)
-    lengths = [4, 5]
+    layer = CrossAttention(CrossConfig(window=6, rope=True), d)
+    x, outputs, compressed = draw(2, 7, 16), draw(2, 11, 16, seed=1), draw(2, 3, 6, seed=2)
+    lengths = [6, 11]
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
     variables = nn.unbox(layer.init(jax.random.key(0), x, call))
     got = layer.apply(variables, x, call)[0]
-    for start in range(7):  # from any position, as in generation
+    for start in range(7):  # from any position, as in generation, which reads at most 8 of the 11 keys
         piece = slice(start, start + 2)
         found = layer.apply(variables, x[:, piece], call._replace(start=jnp.int32(start)))[0]
         assert relative_error(found, got[:, piece]) < 1e-5
@@ -213,7 +213,7 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
         weights = np.where(seen, np.exp(scores), 0.0)
         return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
 
-    distance = np.arange(5)[None] - np.arange(7)[:, None]
+    distance = np.arange(11)[None] - np.arange(7)[:, None]
     expected = np.zeros(x.shape)
     for b, length in enumerate(lengths):
         for head in range(2):
@@ -221,7 +221,7 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
                 turned(rows @ p[name]["kernel"][:, head])
                 for name, rows in (("query", x[b]), ("key", outputs[b]))
             )
-            seen = (np.abs(distance) <= 2) & (np.arange(5)[None] < length)
+            seen = (np.abs(distance) <= 3) & (np.arange(11)[None] < length)
             read = softmax(query @ key.T / 2, seen) @ outputs[b] @ p["value"]["kernel"][:, head]
             query = x[b] @ p["compressed_query"]["kernel"][:, head]
             scores = query @ (compressed[b] @ p["compressed_key"]["kernel"][:, head]).T / 2

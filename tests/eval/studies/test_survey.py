@@ -234,12 +234,10 @@ def test_picture(tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path, capsys, monkeypatch):
-    tiny = (
-        "--steps 2 --batch 2 --train_examples 64 --test_examples 16 --repeats 2 --seeds 0 1 --tasks listops"
-    )
+    tiny = "--steps 2 --batch 2 --train_examples 64 --test_examples 16 --seeds 0 1 --tasks listops"
     argv = [*tiny.split(), "--folder", str(tmp_path / "s"), "--mechanisms", "local", CONTROL]
     picture = tmp_path / "survey.png"
-    main([*argv, "--picture", str(picture)])
+    main([*argv, "--repeats", "2", "--picture", str(picture)])
     printed = capsys.readouterr().out
     assert "| local | 93 |" in printed
     assert "± " in printed
@@ -252,12 +250,12 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     run = survey_runs(
         SurveyOptions(folder="s", tasks=("listops",), mechanisms=("local",), seeds=(1,), steps=2, batch=2)
     )[0]
-    free = {"data.train_examples", "data.valid_examples", *LRA.free_fields()}
+    free = {"network", "data.train_examples", "data.valid_examples", *LRA.free_fields()}
     assert differences(config, json.loads(json.dumps({"task": "lra", **to_json(run.config)})), free) == []
     # Nothing is left to do, and the table is the same.
     monkeypatch.setattr(training, "run_task", None)
     monkeypatch.setattr("eval.studies.survey.main.measure_speeds", None)
-    main(argv)
+    main([*argv, "--repeats", "2"])
     assert capsys.readouterr().out == printed
     main([*argv, "--only", "table"])
     assert capsys.readouterr().out == printed
