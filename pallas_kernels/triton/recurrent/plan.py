@@ -112,6 +112,15 @@ _DELTAS |= {
     (100, 128): _DELTAS[90, 128]._replace(state_gradient=Launch(32, 4, 3)),
     (100, 256): _DELTAS[90, 256],
 }
+# Decays by feature. `outputs` is also for the gradient of values, whose programs have a block of tokens too.
+_BY_FEATURE = {
+    (90, 128): SumSizes(
+        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(128, 8, 1)
+    ),
+    (90, 256): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
+    (80, 128): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 4, 1)]),
+    (80, 256): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
+}
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
@@ -124,12 +133,14 @@ _INTERPRETED = (
 )
 
 
-def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
+def sum_sizes(features: int, dtype: Any, decays: bool, by_feature: bool) -> SumSizes:
     """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
     if bridge.interprets():
-        return _INTERPRETED[0]
+        return _INTERPRETED[0]._replace(block=32 if by_feature else 16)
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[0]
+    if by_feature:
+        return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
     if not decays or padded(features) > 128:
         return sizes
