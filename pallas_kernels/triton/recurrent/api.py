@@ -224,10 +224,6 @@ class _Shape(NamedTuple):
         return sizes | call.flags() | more
 
 
-def _sum_sizes(shape: _Shape, call: Call) -> plan.SumSizes:
-    return plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"), call.by_feature)
-
-
 def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: Any, constants: Any) -> Any:
     return bridge.launch(
         kernel, arrays, results, grid, constants,
@@ -238,12 +234,13 @@ def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: An
 # --- Sums of outer products ---
 
 
-def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: bool) -> tuple[Array, Array]:
+def _chunk_sums(
+    arrays: Named, call: Call, sizes: plan.SumSizes | plan.FeatureSizes, x: str, y: str, weights: str, reads: bool
+) -> tuple[Array, Array]:
     """What each chunk adds to the state, and with a decay by feature its factors."""
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = _sum_sizes(shape, call)
     none = arrays["key_value"]
     weighs = call.has("key_sum")
     numbers = shape.features * (shape.values + weighs)
@@ -267,7 +264,7 @@ def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = _sum_sizes(shape, call)
+    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none = arrays["key_value"]
     weighs, gradient = call.has("key_sum"), before is not None and call.has("log_decay")
     numbers, chunks = sums.shape[3], sums.shape[2]
@@ -296,9 +293,9 @@ def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = _sum_sizes(shape, call)
+    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none, weighs = arrays["key_value"], call.has("key_sum")
-    sums, _ = _chunk_sums(arrays, call, "key", "value", "", False)
+    sums, _ = _chunk_sums(arrays, call, sizes, "key", "value", "", False)
     states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
     constants = shape.constants(
         call, sizes.outputs, sizes.chunk, N=shape.heads, G=shape.heads // shape.kv_heads, BM=sizes.rows,
@@ -324,10 +321,10 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
     from pallas_kernels.triton.recurrent import backward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = _sum_sizes(shape, call)
+    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
     states = arrays["states"]
-    sums, _ = _chunk_sums(arrays, call, "query", "d_total", "d_weight", True)
+    sums, _ = _chunk_sums(arrays, call, sizes, "query", "d_total", "d_weight", True)
     d_states, d_key_value, d_key_sum, totals = _scan(arrays, call, sums, ("d_key_value", "d_key"), states)
     operands = [arrays["query"], arrays["key"], arrays["value"]]
     operands += [arrays.get(name, none) for name in ("log_decay", "segments")]
@@ -390,12 +387,12 @@ class _Features(NamedTuple):
     arrays: Named
     call: Call
     shape: _Shape
-    sizes: plan.SumSizes
+    sizes: plan.FeatureSizes
 
     @classmethod
     def of(cls, arrays: Named, call: Call) -> _Features:
         shape = _Shape.of(arrays)
-        return cls(dict(arrays), call, shape, _sum_sizes(shape, call))
+        return cls(dict(arrays), call, shape, plan.feature_sizes(shape.features, shape.dtype))
 
     @property
     def chunks(self) -> int:
@@ -428,16 +425,26 @@ class _Features(NamedTuple):
         grid = (-(-shape.features // features), shape.kv_heads, shape.batch)
         return _start(kernels.feature_scan, plan.Launch(0, 4, 1), self.take(names), results, grid, constants)
 
-    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiled: bool, later: bool) -> Any:
-        """Starts a program for each block of tokens, head and, where tiled, tile of the values."""
+    @property
+    def tile(self) -> int:
+        """Features of queries and keys that a program holds at once."""
+        return min(self.sizes.features, padded(self.shape.features))
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.shape.features // self.tile)
+
+    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int, later: bool) -> Any:
+        """Starts a program for each block of tokens, head and tile."""
         shape, sizes = self.shape, self.sizes
         heads = shape.kv_heads if later else shape.heads
-        constants = shape.constants(
-            self.call, launch, sizes.chunk, HEADS=heads, G=shape.heads // shape.kv_heads, BN=sizes.block,
-            LEVELS=sizes.block.bit_length() - 1, LATER=later,
-        )  # fmt: skip
-        del constants["DECAY"]
-        grid = (-(-shape.length // sizes.block), heads * (shape.value_tiles(launch) if tiled else 1), shape.batch)
+        constants = {
+            "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
+            "FB": self.tile, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
+            "BN": sizes.block, "LEVELS": sizes.block.bit_length() - 1, "LATER": later,
+            "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
+        }  # fmt: skip
+        grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)
         return _start(kernel, launch, self.take(names), results, grid, constants)
 
 
@@ -446,11 +453,12 @@ def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Name
 
     run = _Features.of(arrays, call)
     shape = run.shape
-    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, "key", "value", "", False)
+    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, run.sizes, "key", "value", "", False)
     run.arrays["states"], last, _ = run.scan("sums factors key_value none", backward=False)
     (total,) = run.by_block(
         kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
-        (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),), tiled=True, later=False,
+        (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),),
+        tiles=shape.value_tiles(run.sizes.outputs), later=False,
     )  # fmt: skip
     return {"total": total, "key_value": last}, {"states": run.arrays["states"]} if keep else {}
 
@@ -461,13 +469,14 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
     run = _Features.of(arrays, call)
     shape, sizes = run.shape, run.sizes
     found = {}
-    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, "query", "d_total", "", True)
+    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, sizes, "query", "d_total", "", True)
     run.arrays["d_states"], found["key_value"], totals = run.scan(
         "sums factors d_key_value states", backward=True
     )
     (found["value"],) = run.by_block(
-        kernels.feature_outputs, sizes.outputs, "key query d_total log_decay segments d_states",
-        (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),), tiled=True, later=True,
+        kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
+        (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),),
+        tiles=shape.value_tiles(sizes.value_gradient), later=True,
     )  # fmt: skip
     found["query"], query_flow, _ = run.by_block(
         kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
@@ -476,19 +485,18 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
             shape.tokens(shape.heads, shape.features),
             shape.none,
         ),
-        tiled=False, later=False,
+        tiles=run.tiles, later=False,
     )  # fmt: skip
     found["key"], key_flow, ends = run.by_block(
         kernels.feature_gradients, sizes.key_gradient, "key query value d_total log_decay segments d_states",
         (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
-        tiled=False, later=True,
+        tiles=run.tiles, later=True,
     )  # fmt: skip
-    tile = min(32, padded(shape.features))
     constants = {
-        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
+        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": run.tile,
         "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
     }  # fmt: skip
-    grid = (run.chunks, shape.kv_heads * -(-shape.features // tile), shape.batch)
+    grid = (run.chunks, shape.kv_heads * run.tiles, shape.batch)
     operands = (*run.take("log_decay segments"), query_flow, key_flow, ends, totals)
     (found["log_decay"],) = _start(
         kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants

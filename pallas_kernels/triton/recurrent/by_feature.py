@@ -94,7 +94,7 @@ def feature_scan(
 
 def feature_outputs(
     x, y, z, log, segments, states, out,
-    T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,48 +110,52 @@ def feature_outputs(
     kh = head if LATER else head // G
     first = tl.program_id(0) * BN
     c = first // CHUNK
-    r, f, e = tl.arange(0, BN), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
+    r, e = tl.arange(0, BN), vt * VB + tl.arange(0, VB)
     i, j = r[:, None], r[None, :]
-    tokens = tokens_by_features(x, b, first, r, head, f, T, HEADS, F)
-    logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-    transposed = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
-    far = (tokens * tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))).to(tokens.dtype)
+    at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
     if SEGMENTS:
         own = segment_numbers(segments, b, first, r, T)
     acc = tl.zeros([BN, VB], tl.float32)
-    gap = tl.zeros([FP], tl.float32)
-    for g in range(G if LATER else 1):
-        other = kh * G + g if LATER else kh
-        column = features_by_tokens(y, b, first, r, other, f, T, OTHERS, F)
-        value = tokens_by_features(z, b, first, r, other, e, T, OTHERS, V)
-        p = tl.where(i == j, tl.dot(tokens, column, input_precision=PRECISION), 0.0)
-        for level in range(LEVELS):
-            near = tokens * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-            there = column * tl.exp(summed_features(transposed, until_middle(j, i, level), PRECISION))
-            weights = tl.dot(near.to(tokens.dtype), there.to(column.dtype), input_precision=PRECISION)
-            p = tl.where(meet(i, j, level, LATER), weights, p)
-        if SEGMENTS:
-            p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
-        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-        gap = tl.zeros([FP], tl.float32)
-        for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
-            begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
-            column = features_by_tokens(y, b, begin, r, other, f, T, OTHERS, F)
-            value = tokens_by_features(z, b, begin, r, other, e, T, OTHERS, V)
-            between = feature_logs(features_by_tokens(log, b, begin, r, kh, f, T, K, F))
-            reach = summed_features(between, i <= j if LATER else i > j, PRECISION) + gap[:, None]
-            p = tl.dot(far, (column * tl.exp(reach)).to(column.dtype), input_precision=PRECISION)
+    for ft in range((F + FB - 1) // FB):
+        f = ft * FB + tl.arange(0, FB)
+        tokens = tokens_by_features(x, b, first, r, head, f, T, HEADS, F)
+        logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+        transposed = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
+        start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+        far = (tokens * start).to(tokens.dtype)
+        gap = tl.zeros([FB], tl.float32)
+        for g in range(G if LATER else 1):
+            other = kh * G + g if LATER else kh
+            column = features_by_tokens(y, b, first, r, other, f, T, OTHERS, F)
+            p = tl.where(i == j, tl.dot(tokens, column, input_precision=PRECISION), 0.0)
+            for level in range(LEVELS):
+                near = tokens * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
+                there = column * tl.exp(summed_features(transposed, until_middle(j, i, level), PRECISION))
+                weights = tl.dot(near.to(tokens.dtype), there.to(column.dtype), input_precision=PRECISION)
+                p = tl.where(meet(i, j, level, LATER), weights, p)
             if SEGMENTS:
-                others = segment_numbers(segments, b, begin, r, T)
-                p = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], p, 0.0)
+                p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
+            value = tokens_by_features(z, b, first, r, other, e, T, OTHERS, V)
             acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-            gap += tl.sum(between, 1)
-    at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
-    state = tl.load(at + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    if SEGMENTS:
-        far = tl.where(reads_state(segments, own, b, c, T, CHUNK, LATER)[:, None], far, 0.0)
-    far = (far * tl.exp(gap)[None, :]).to(tokens.dtype)
-    acc = tl.dot(far, state, acc, input_precision=PRECISION)
+            gap = tl.zeros([FB], tl.float32)
+            for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
+                begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
+                column = features_by_tokens(y, b, begin, r, other, f, T, OTHERS, F)
+                between = feature_logs(features_by_tokens(log, b, begin, r, kh, f, T, K, F))
+                reach = summed_features(between, i <= j if LATER else i > j, PRECISION) + gap[:, None]
+                p = tl.dot(far, (column * tl.exp(reach)).to(column.dtype), input_precision=PRECISION)
+                if SEGMENTS:
+                    others = segment_numbers(segments, b, begin, r, T)
+                    p = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], p, 0.0)
+                value = tokens_by_features(z, b, begin, r, other, e, T, OTHERS, V)
+                acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+                gap += tl.sum(between, 1)
+        if SEGMENTS:
+            far = tl.where(reads_state(segments, own, b, c, T, CHUNK, LATER)[:, None], far, 0.0)
+        there = (f < F)[:, None] & (e < V)[None, :]
+        state = tl.load(at + f[:, None] * V + e[None, :], mask=there, other=0.0)
+        far = (far * tl.exp(gap)[None, :]).to(tokens.dtype)
+        acc = tl.dot(far, state, acc, input_precision=PRECISION)
     store_tokens(out, acc, b, first, r, head, e, T, HEADS, V)
 
 
@@ -176,11 +180,11 @@ def pair_gradients(
 
 def feature_gradients(
     x, y, u, w, log, segments, states, d_x, flow, ends,
-    T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_x (B, T, HEADS, F) and what flows to or from each of its features; one program a block of tokens.
+    """d_x (B, T, HEADS, F) and what flows to or from each of its features; one program FB features of a block of tokens.
 
     For queries, x, y, u and w are queries, keys, the outputs' gradients and values. For keys (LATER) they are keys,
     queries, values and the outputs' gradients. flow is between a token and those that it reads; what flows from keys to
@@ -188,15 +192,16 @@ def feature_gradients(
     """
     K: tl.constexpr = HEADS if LATER else HEADS // G
     OTHERS: tl.constexpr = HEADS * G if LATER else HEADS // G
-    head, b = tl.program_id(1), tl.program_id(2)
+    FT: tl.constexpr = (F + FB - 1) // FB
+    head, b = tl.program_id(1) // FT, tl.program_id(2)
     kh = head if LATER else head // G
     first = tl.program_id(0) * BN
     c = first // CHUNK
-    r, f = tl.arange(0, BN), tl.arange(0, FP)
+    r, f = tl.arange(0, BN), tl.program_id(1) % FT * FB + tl.arange(0, FB)
     i, j = r[:, None], r[None, :]
     logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-    near, far = tl.zeros([BN, FP], tl.float32), tl.zeros([BN, FP], tl.float32)
-    gap = tl.zeros([FP], tl.float32)
+    near, far = tl.zeros([BN, FB], tl.float32), tl.zeros([BN, FB], tl.float32)
+    gap = tl.zeros([FB], tl.float32)
     for g in range(G if LATER else 1):
         other = kh * G + g if LATER else kh
         dp = pair_gradients(
@@ -208,7 +213,7 @@ def feature_gradients(
             factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
             pairs = tl.where(meet(i, j, level, LATER), dp, 0.0).to(row.dtype)
             near += factor * tl.dot(pairs, (row * factor).to(row.dtype), input_precision=PRECISION)
-        gap = tl.zeros([FP], tl.float32)
+        gap = tl.zeros([FB], tl.float32)
         for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
             begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
             dp = pair_gradients(
@@ -223,7 +228,7 @@ def feature_gradients(
     start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
     near += start * far
     at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
-    read = tl.zeros([BN, FP], tl.float32)
+    read = tl.zeros([BN, FB], tl.float32)
     for vt in range((V + VB - 1) // VB):
         e = vt * VB + tl.arange(0, VB)
         grad = tokens_by_features(u, b, first, r, head, e, T, HEADS, V)

@@ -43,6 +43,26 @@ class SumSizes(NamedTuple):
     key_gradient: Launch
 
 
+class FeatureSizes(NamedTuple):
+    """Sizes of the sums of outer products with a decay by feature.
+
+    Attributes:
+      chunk, scan, scan_stages: as for `SumSizes`. block: tokens of a program.
+      features: features of queries and keys that a program holds at once.
+    """
+
+    chunk: int
+    block: int
+    features: int
+    scan: int
+    scan_stages: int
+    sums: Launch
+    outputs: Launch
+    value_gradient: Launch
+    query_gradient: Launch
+    key_gradient: Launch
+
+
 class DeltaSizes(NamedTuple):
     """Sizes of the delta rule.
 
@@ -112,35 +132,32 @@ _DELTAS |= {
     (100, 128): _DELTAS[90, 128]._replace(state_gradient=Launch(32, 4, 3)),
     (100, 256): _DELTAS[90, 256],
 }
-# Decays by feature. `outputs` is also for the gradient of values, whose programs have a block of tokens too.
 _BY_FEATURE = {
-    (90, 128): SumSizes(
-        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(128, 8, 1)
-    ),
-    (90, 256): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
-    (80, 128): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 4, 1)]),
-    (80, 256): SumSizes(256, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
+    (90, 128): FeatureSizes(256, 64, 64, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    (90, 256): FeatureSizes(256, 64, 64, 512, 4, Launch(64, 8, 2), *4 * [Launch(128, 8, 1)]),
+    (80, 128): FeatureSizes(256, 32, 64, 512, 4, *5 * [Launch(64, 4, 1)]),
+    (80, 256): FeatureSizes(256, 32, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
 }
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
+    FeatureSizes(64, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
+    FeatureSizes(64, 32, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
 )
 
 
-def sum_sizes(features: int, dtype: Any, decays: bool, by_feature: bool) -> SumSizes:
+def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
     if bridge.interprets():
-        return _INTERPRETED[0]._replace(block=32 if by_feature else 16)
+        return _INTERPRETED[0]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[0]
-    if by_feature:
-        return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
     if not decays or padded(features) > 128:
         return sizes
@@ -148,12 +165,21 @@ def sum_sizes(features: int, dtype: Any, decays: bool, by_feature: bool) -> SumS
     return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
-def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
-    """The same for the delta rule."""
+def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
+    """The same for sums with a decay by feature."""
     if bridge.interprets():
         return _INTERPRETED[1]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[1]
+    return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
+
+
+def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
+    """The same for the delta rule."""
+    if bridge.interprets():
+        return _INTERPRETED[2]
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[2]
     return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
 
 
