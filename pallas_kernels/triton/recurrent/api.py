@@ -224,6 +224,11 @@ class _Shape(NamedTuple):
         return sizes | call.flags() | more
 
 
+def _take(arrays: Named, names: str) -> list[Array]:
+    """Operands by name, with some other array in the place of one that the call lacks."""
+    return [arrays.get(name, arrays["key_value"]) for name in names.split()]
+
+
 def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: Any, constants: Any) -> Any:
     return bridge.launch(
         kernel, arrays, results, grid, constants,
@@ -235,8 +240,8 @@ def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: An
 
 
 def _chunk_sums(
-    arrays: Named, call: Call, sizes: plan.SumSizes | plan.FeatureSizes, x: str, y: str, weights: str, reads: bool
-) -> tuple[Array, Array]:
+    arrays: Named, call: Call, sizes: plan.SumSizes | plan.FeatureSizes, x: str, y: str, weights: str, reads: bool,
+) -> tuple[Array, Array]:  # fmt: skip
     """What each chunk adds to the state, and with a decay by feature its factors."""
     from pallas_kernels.triton.recurrent import forward as kernels
 
@@ -403,10 +408,6 @@ class _Features(NamedTuple):
         """A number for each token and feature of the keys."""
         return self.shape.tokens(self.shape.kv_heads, self.shape.features)
 
-    def take(self, names: str) -> list[Array]:
-        """Operands by name, with some other array in the place of one that the call lacks."""
-        return [self.arrays.get(name, self.arrays["key_value"]) for name in names.split()]
-
     def scan(self, names: str, *, backward: bool) -> Any:
         """The states between the chunks, those at the end and, backward, the gradients of the chunks' decays."""
         from pallas_kernels.triton.recurrent import by_feature as kernels
@@ -423,7 +424,9 @@ class _Features(NamedTuple):
             shape.state(self.chunks, shape.features) if backward else shape.none,
         )
         grid = (-(-shape.features // features), shape.kv_heads, shape.batch)
-        return _start(kernels.feature_scan, plan.Launch(0, 4, 1), self.take(names), results, grid, constants)
+        return _start(
+            kernels.feature_scan, plan.Launch(0, 4, 1), _take(self.arrays, names), results, grid, constants
+        )
 
     @property
     def tile(self) -> int:
@@ -434,7 +437,8 @@ class _Features(NamedTuple):
     def tiles(self) -> int:
         return -(-self.shape.features // self.tile)
 
-    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int, later: bool) -> Any:
+    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int,
+                 later: bool) -> Any:  # fmt: skip
         """Starts a program for each block of tokens, head and tile."""
         shape, sizes = self.shape, self.sizes
         heads = shape.kv_heads if later else shape.heads
@@ -445,7 +449,7 @@ class _Features(NamedTuple):
             "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
         }  # fmt: skip
         grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)
-        return _start(kernel, launch, self.take(names), results, grid, constants)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
 
 
 def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -453,7 +457,9 @@ def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Name
 
     run = _Features.of(arrays, call)
     shape = run.shape
-    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, run.sizes, "key", "value", "", False)
+    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(
+        arrays, call, run.sizes, "key", "value", "", False
+    )
     run.arrays["states"], last, _ = run.scan("sums factors key_value none", backward=False)
     (total,) = run.by_block(
         kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
@@ -497,7 +503,7 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
         "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
     }  # fmt: skip
     grid = (run.chunks, shape.kv_heads * run.tiles, shape.batch)
-    operands = (*run.take("log_decay segments"), query_flow, key_flow, ends, totals)
+    operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
     (found["log_decay"],) = _start(
         kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants
     )
@@ -523,10 +529,6 @@ class _Delta(NamedTuple):
     @property
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
-
-    def take(self, *names: str) -> list[Array]:
-        """Operands by name, with some other array in the place of one that the call lacks."""
-        return [self.arrays.get(name, self.arrays["key_value"]) for name in names]
 
     def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
                  grouped: bool, **more: Any) -> Any:  # fmt: skip
@@ -557,7 +559,7 @@ class _Delta(NamedTuple):
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads} if grouped else {"K": shape.kv_heads}
         constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **more)
-        return _start(kernel, launch, self.take(*names.split()), results, grid, constants)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
 
 
 def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:

@@ -184,7 +184,7 @@ def feature_gradients(
     VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_x (B, T, HEADS, F) and what flows to or from each of its features; one program FB features of a block of tokens.
+    """d_x (B, T, HEADS, F) and what flows to or from each feature; one program FB features of a block of tokens.
 
     For queries, x, y, u and w are queries, keys, the outputs' gradients and values. For keys (LATER) they are keys,
     queries, values and the outputs' gradients. flow is between a token and those that it reads; what flows from keys to
@@ -217,8 +217,8 @@ def feature_gradients(
         for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
             begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
             dp = pair_gradients(
-                u, w, segments, b, first, begin, r, head, other, T, HEADS, OTHERS, V, VB, BN, SEGMENTS, PRECISION
-            )
+                u, w, segments, b, first, begin, r, head, other, T, HEADS, OTHERS, V, VB, BN, SEGMENTS, PRECISION,
+            )  # fmt: skip
             between = feature_logs(tokens_by_features(log, b, begin, r, kh, f, T, K, F))
             reach = summed_tokens(j <= i if LATER else j > i, between, PRECISION) + gap[None, :]
             row = tokens_by_features(y, b, begin, r, other, f, T, OTHERS, F)
