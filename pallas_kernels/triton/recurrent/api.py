@@ -445,7 +445,7 @@ class _Features(NamedTuple):
         constants = {
             "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
             "FB": self.tile, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
-            "BN": sizes.block, "LEVELS": sizes.block.bit_length() - 1, "LATER": later,
+            "BN": sizes.block, "LATER": later,
             "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
         }  # fmt: skip
         grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)

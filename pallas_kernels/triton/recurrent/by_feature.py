@@ -47,6 +47,12 @@ def meet(token, other, level, LATER: tl.constexpr):
 
 
 @triton.jit
+def count_levels(first, T: tl.constexpr, BN: tl.constexpr):
+    """How many levels a block has, which are fewer where the row ends in it."""
+    return tl.sum(((1 << tl.arange(0, 8)) < tl.minimum(BN, T - first)).to(tl.int32), 0)
+
+
+@triton.jit
 def other_blocks(first, T: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr):
     """How many blocks of a chunk come before (LATER: after) the block that begins at token `first`."""
     begin = first // CHUNK * CHUNK
@@ -95,7 +101,7 @@ def feature_scan(
 def feature_outputs(
     x, y, z, log, segments, states, out,
     T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, LATER: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, HEADS, V), the sums over z of the weights x y^T: one program a block of tokens.
@@ -121,14 +127,11 @@ def feature_outputs(
         tokens = tokens_by_features(x, b, first, r, head, f, T, HEADS, F)
         logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
         transposed = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
-        start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
-        far = (tokens * start).to(tokens.dtype)
-        gap = tl.zeros([FB], tl.float32)
         for g in range(G if LATER else 1):
             other = kh * G + g if LATER else kh
             column = features_by_tokens(y, b, first, r, other, f, T, OTHERS, F)
             p = tl.where(i == j, tl.dot(tokens, column, input_precision=PRECISION), 0.0)
-            for level in range(LEVELS):
+            for level in range(count_levels(first, T, BN)):
                 near = tokens * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
                 there = column * tl.exp(summed_features(transposed, until_middle(j, i, level), PRECISION))
                 weights = tl.dot(near.to(tokens.dtype), there.to(column.dtype), input_precision=PRECISION)
@@ -137,6 +140,11 @@ def feature_outputs(
                 p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
             value = tokens_by_features(z, b, first, r, other, e, T, OTHERS, V)
             acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+        start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+        far = (tokens * start).to(tokens.dtype)
+        gap = tl.zeros([FB], tl.float32)
+        for g in range(G if LATER else 1):
+            other = kh * G + g if LATER else kh
             gap = tl.zeros([FB], tl.float32)
             for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
                 begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
@@ -181,7 +189,7 @@ def pair_gradients(
 def feature_gradients(
     x, y, u, w, log, segments, states, d_x, flow, ends,
     T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, LATER: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_x (B, T, HEADS, F) and what flows to or from each feature; one program FB features of a block of tokens.
@@ -200,8 +208,7 @@ def feature_gradients(
     r, f = tl.arange(0, BN), tl.program_id(1) % FT * FB + tl.arange(0, FB)
     i, j = r[:, None], r[None, :]
     logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-    near, far = tl.zeros([BN, FB], tl.float32), tl.zeros([BN, FB], tl.float32)
-    gap = tl.zeros([FB], tl.float32)
+    near = tl.zeros([BN, FB], tl.float32)
     for g in range(G if LATER else 1):
         other = kh * G + g if LATER else kh
         dp = pair_gradients(
@@ -209,10 +216,14 @@ def feature_gradients(
         )
         row = tokens_by_features(y, b, first, r, other, f, T, OTHERS, F)
         near += tl.sum(tl.where(i == j, dp, 0.0), 1)[:, None] * row
-        for level in range(LEVELS):
+        for level in range(count_levels(first, T, BN)):
             factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
             pairs = tl.where(meet(i, j, level, LATER), dp, 0.0).to(row.dtype)
             near += factor * tl.dot(pairs, (row * factor).to(row.dtype), input_precision=PRECISION)
+    far = tl.zeros([BN, FB], tl.float32)
+    gap = tl.zeros([FB], tl.float32)
+    for g in range(G if LATER else 1):
+        other = kh * G + g if LATER else kh
         gap = tl.zeros([FB], tl.float32)
         for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
             begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN

@@ -133,10 +133,9 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    (90, 128): FeatureSizes(256, 64, 64, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
-    (90, 256): FeatureSizes(256, 64, 64, 512, 4, Launch(64, 8, 2), *4 * [Launch(128, 8, 1)]),
-    (80, 128): FeatureSizes(256, 32, 64, 512, 4, *5 * [Launch(64, 4, 1)]),
-    (80, 256): FeatureSizes(256, 32, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+    100: FeatureSizes(256, 64, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    90: FeatureSizes(256, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(64, 8, 1)]),
+    80: FeatureSizes(256, 32, 32, 512, 4, *5 * [Launch(64, 8, 1)]),
 }
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
@@ -171,7 +170,7 @@ def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
         return _INTERPRETED[1]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[1]
-    return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
+    return _BY_FEATURE[bridge.tuned_for(_BY_FEATURE)]
 
 
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
