@@ -428,23 +428,14 @@ class _Features(NamedTuple):
             kernels.feature_scan, plan.Launch(0, 4, 1), _take(self.arrays, names), results, grid, constants
         )
 
-    @property
-    def tile(self) -> int:
-        """Features of queries and keys that a program holds at once."""
-        return min(self.sizes.features, padded(self.shape.features))
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.shape.features // self.tile)
-
-    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int,
-                 later: bool) -> Any:  # fmt: skip
+    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, features: int,
+                 tiles: int, later: bool) -> Any:  # fmt: skip
         """Starts a program for each block of tokens, head and tile."""
         shape, sizes = self.shape, self.sizes
         heads = shape.kv_heads if later else shape.heads
         constants = {
             "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
-            "FB": self.tile, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
+            "FB": features, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
             "BN": sizes.block, "LATER": later,
             "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
         }  # fmt: skip
@@ -464,7 +455,8 @@ def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Name
     (total,) = run.by_block(
         kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
         (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),),
-        tiles=shape.value_tiles(run.sizes.outputs), later=False,
+        features=min(run.sizes.features, padded(shape.features)), tiles=shape.value_tiles(run.sizes.outputs),
+        later=False,
     )  # fmt: skip
     return {"total": total, "key_value": last}, {"states": run.arrays["states"]} if keep else {}
 
@@ -474,6 +466,8 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
 
     run = _Features.of(arrays, call)
     shape, sizes = run.shape, run.sizes
+    tile = min(sizes.gradient_features, padded(shape.features))
+    tiles = -(-shape.features // tile)
     found = {}
     run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, sizes, "query", "d_total", "", True)
     run.arrays["d_states"], found["key_value"], totals = run.scan(
@@ -482,7 +476,8 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
     (found["value"],) = run.by_block(
         kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
         (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),),
-        tiles=shape.value_tiles(sizes.value_gradient), later=True,
+        features=min(sizes.features, padded(shape.features)), tiles=shape.value_tiles(sizes.value_gradient),
+        later=True,
     )  # fmt: skip
     found["query"], query_flow, _ = run.by_block(
         kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
@@ -491,18 +486,18 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
             shape.tokens(shape.heads, shape.features),
             shape.none,
         ),
-        tiles=run.tiles, later=False,
+        features=tile, tiles=tiles, later=False,
     )  # fmt: skip
     found["key"], key_flow, ends = run.by_block(
         kernels.feature_gradients, sizes.key_gradient, "key query value d_total log_decay segments d_states",
         (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
-        tiles=run.tiles, later=True,
+        features=tile, tiles=tiles, later=True,
     )  # fmt: skip
     constants = {
-        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": run.tile,
+        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
         "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
     }  # fmt: skip
-    grid = (run.chunks, shape.kv_heads * run.tiles, shape.batch)
+    grid = (run.chunks, shape.kv_heads * tiles, shape.batch)
     operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
     (found["log_decay"],) = _start(
         kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants

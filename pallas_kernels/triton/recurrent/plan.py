@@ -48,12 +48,14 @@ class FeatureSizes(NamedTuple):
 
     Attributes:
       chunk, scan, scan_stages: as for `SumSizes`. block: tokens of a program.
-      features: features of queries and keys that a program holds at once.
+      features, gradient_features: features of queries and keys that a program of the outputs (and of the values'
+        gradient) holds at once, and one of the gradients of queries and keys.
     """
 
     chunk: int
     block: int
     features: int
+    gradient_features: int
     scan: int
     scan_stages: int
     sums: Launch
@@ -133,20 +135,23 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    100: FeatureSizes(256, 64, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
-    90: FeatureSizes(256, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(64, 8, 1)]),
-    80: FeatureSizes(256, 32, 32, 512, 4, *5 * [Launch(64, 8, 1)]),
-}
+    100: FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    90: FeatureSizes(
+        256, 64, 16, 32, 512, 4, Launch(128, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(128, 8, 1),
+        Launch(64, 8, 1),
+    ),
+    80: FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+}  # fmt: skip
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
-    FeatureSizes(64, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
+    FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
-    FeatureSizes(64, 32, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
+    FeatureSizes(64, 32, 16, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
 )
 
