@@ -493,11 +493,12 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
         (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
         features=tile, tiles=tiles, later=True,
     )  # fmt: skip
+    tile = min(32, padded(shape.features))
     constants = {
         "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
         "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
     }  # fmt: skip
-    grid = (run.chunks, shape.kv_heads * tiles, shape.batch)
+    grid = (run.chunks, shape.kv_heads * -(-shape.features // tile), shape.batch)
     operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
     (found["log_decay"],) = _start(
         kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants
