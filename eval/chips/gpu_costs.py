@@ -102,6 +102,7 @@ OPERATIONS = (
     "squared_relu",
     "sum",
     "sum_decay",
+    "sum_feature_decay",
     "delta",
     "delta_decay",
 )
@@ -117,6 +118,7 @@ MOST = {
     "squared_relu": (1, 6, 1.1),
     "sum": (3, 8, 3.0),
     "sum_decay": (3, 8, 3.0),
+    "sum_feature_decay": (3, 9, 3.0),
     "delta": (4, 10, 5.0),
     "delta_decay": (4, 10, 5.0),
 }
@@ -131,7 +133,7 @@ class CostOptions(Checked):
     operations: tuple[str, ...] = OPERATIONS
     """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
     squared_relu (of gated attention units: one head, a bias), and the recurrences: sum (with the sum of the weights),
-    sum_decay, delta, delta_decay."""
+    sum_decay, sum_feature_decay, delta, delta_decay."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     training: tuple[str, ...] = gpu_training.NAMES
@@ -226,7 +228,9 @@ def programs(
     number = jax.ShapeDtypeStruct((1, length, options.heads), jnp.float32)
     sums = jax.ShapeDtypeStruct(state.shape[:3], jnp.float32)
     for name, extra in _RECURRENCES.items():
-        numbers = [sums if each == "key_sum" else number for each in extra]
+        log = jax.ShapeDtypeStruct(many.shape, jnp.float32) if name == "sum_feature_decay" else number
+        shapes_of = {"key_sum": sums, "log_decay": log}
+        numbers = [shapes_of.get(each, number) for each in extra]
         functions[name] = (functools.partial(_recur, extra), (many, many, many, state, *numbers))
     xla: dict[str, Callable] = {
         "selected": lambda q, k, v, starts, _: selected_attention(
@@ -255,6 +259,7 @@ def programs(
 _RECURRENCES = {
     "sum": ("key_sum",),
     "sum_decay": ("log_decay",),
+    "sum_feature_decay": ("log_decay",),
     "delta": ("beta",),
     "delta_decay": ("log_decay", "beta"),
 }

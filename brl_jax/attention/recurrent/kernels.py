@@ -1,6 +1,7 @@
 """The recurrence on TPUs and GPUs: a Pallas or Triton kernel walks the chunks of a row.
 
-The TPU kernel knows neither decay nor segments; both become factors of tokens and of the state.
+The TPU kernel knows neither decay nor segments; both become factors of tokens and of the state. A decay by feature
+stays with XLA there, and with the delta rule on GPUs too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Walked(NamedTuple):
     value: Float[Array, "B T K V"]
     key_value: Float[Array, "B K F V"]
     key_sum: Float[Array, "B K F"] | None = None
-    log_decay: Float[Array, "B T K"] | None = None
+    log_decay: Float[Array, "B T K"] | Float[Array, "B T K F"] | None = None
     beta: Float[Array, "B T K"] | None = None
     segments: Int[Array, "B T"] | None = None
 
@@ -77,18 +78,18 @@ def recurrence_backends(
     """
     sizes = ((query, features), (key, features), (value, value.shape[3]))
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
-    by_feature = "log_decay must be one number for each token and head, got one for each feature"
-    refused = by_feature if log_decay is not None and log_decay.ndim == 4 else None
+    refused = "log_decay must be one number for each token and head, got one for each feature"
+    by_feature = log_decay is not None and log_decay.ndim == 4
 
     def tpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        return refused or tpu.recurrence_unsupported(*shapes, delta=delta)
+        return refused if by_feature else tpu.recurrence_unsupported(*shapes, delta=delta)
 
     def gpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
-        return refused or triton.recurrence_unsupported(*shapes)
+        return refused if by_feature and delta else triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None
@@ -107,7 +108,10 @@ def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
     def attend(*arrays: Any) -> Any:
         return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
 
-    return triton.Sums(*shard_call(attend, arrays, *_WALKED_AXES))
+    operands, results = _WALKED_AXES
+    if arrays.log_decay is not None and arrays.log_decay.ndim == 4:
+        operands = (*operands[:5], _KEYS, *operands[6:])
+    return triton.Sums(*shard_call(attend, arrays, operands, results))
 
 
 def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:

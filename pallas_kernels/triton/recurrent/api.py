@@ -22,8 +22,8 @@ class Operands(NamedTuple):
     Attributes:
       query, key: features; K divides N.
       key_value, key_sum: the state before the first token, float32. Without key_sum the weights are not summed.
-      log_decay: the logarithm, at most 0, of the factor by which the state shrinks before each token, 0 for padding;
-        None without decay.
+      log_decay: the logarithm, at most 0, of the factor by which the state (or each row of it, one a feature) shrinks
+        before each token, 0 for padding; None without decay.
       beta: the strength of the delta rule; None adds outer products without correcting them.
       segments: numbers that never fall along a row; the state has number 0. A token sees the tokens with its number.
         Padding has a number below 0, comes last in a row and holds zeros.
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     value: Float[Array, "B T K V"]
     key_value: Float[Array, "B K F V"]
     key_sum: Float[Array, "B K F"] | None = None
-    log_decay: Float[Array, "B T K"] | None = None
+    log_decay: Float[Array, "B T K"] | Float[Array, "B T K F"] | None = None
     beta: Float[Array, "B T K"] | None = None
     segments: Int[Array, "B T"] | None = None
 
@@ -54,11 +54,15 @@ class Sums(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is static about a call: the operands that it has by name, and types."""
+    """What is static about a call: the operands that it has by name, and types.
+
+    by_feature: whether each feature of the keys has its own decay.
+    """
 
     names: tuple[str, ...]
     precision: str
     out_dtype: str
+    by_feature: bool
 
     def has(self, name: str) -> bool:
         """Whether an operand is there."""
@@ -67,7 +71,7 @@ class Call(NamedTuple):
     def flags(self) -> dict[str, Any]:
         """What all kernels are told."""
         return {
-            "DECAY": self.has("log_decay"),
+            "DECAY": self.has("log_decay") and not self.by_feature,
             "SEGMENTS": self.has("segments"),
             "PRECISION": self.precision,
         }
@@ -110,7 +114,8 @@ def recurrence(operands: Operands, *, out_dtype: Any = jnp.float32) -> Sums:
     wide = jnp.float32 if operands.query.dtype == jnp.float16 else operands.query.dtype
     dtypes = dict.fromkeys(("query", "key", "value"), wide) | {"segments": jnp.int32}
     arrays = vary_alike(*(x.astype(dtypes.get(name, jnp.float32)) for name, x in given.items()))
-    call = Call(tuple(given), precision, jnp.dtype(out_dtype).name)
+    by_feature = operands.log_decay is not None and operands.log_decay.ndim == 4
+    call = Call(tuple(given), precision, jnp.dtype(out_dtype).name, by_feature)
     found = dict(zip(_result_names(call), _recur(tuple(arrays), call)))
     return Sums(found["total"], found.get("weight"), found["key_value"], found.get("key"))
 
@@ -167,12 +172,14 @@ def kept_names(call: Call) -> tuple[str, ...]:
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     """The results by name, and what the backward pass reads by `kept_names`; without `keep` nothing."""
-    return (_delta_forward if call.has("beta") else _sum_forward)(arrays, call, keep)
+    run = _feature_forward if call.by_feature else _delta_forward if call.has("beta") else _sum_forward
+    return run(arrays, call, keep)
 
 
 def backward(arrays: Named, call: Call) -> Named:
     """The gradients by operand. arrays: operands, what was kept, and the gradients of the results as d_total, ..."""
-    return (_delta_backward if call.has("beta") else _sum_backward)(arrays, call)
+    run = _feature_backward if call.by_feature else _delta_backward if call.has("beta") else _sum_backward
+    return run(arrays, call)
 
 
 class _Shape(NamedTuple):
@@ -217,6 +224,11 @@ class _Shape(NamedTuple):
         return sizes | call.flags() | more
 
 
+def _take(arrays: Named, names: str) -> list[Array]:
+    """Operands by name, with some other array in the place of one that the call lacks."""
+    return [arrays.get(name, arrays["key_value"]) for name in names.split()]
+
+
 def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: Any, constants: Any) -> Any:
     return bridge.launch(
         kernel, arrays, results, grid, constants,
@@ -227,11 +239,13 @@ def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: An
 # --- Sums of outer products ---
 
 
-def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: bool) -> Array:
+def _chunk_sums(
+    arrays: Named, call: Call, sizes: plan.SumSizes | plan.FeatureSizes, x: str, y: str, weights: str, reads: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """What each chunk adds to the state, and with a decay by feature its factors."""
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none = arrays["key_value"]
     weighs = call.has("key_sum")
     numbers = shape.features * (shape.values + weighs)
@@ -239,12 +253,15 @@ def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: 
     chunks = -(-shape.length // sizes.chunk)
     constants = shape.constants(
         call, sizes.sums, sizes.chunk, HEADS=heads, G=heads // shape.kv_heads, BN=sizes.block, WEIGHS=weighs,
-        READS=reads,
+        READS=reads, BY_FEATURE=call.by_feature,
     )  # fmt: skip
     operands = (arrays[x], arrays[y], *(arrays.get(n, none) for n in ("log_decay", "segments", weights)))
     grid = (chunks, shape.kv_heads * shape.value_tiles(sizes.sums), shape.batch)
-    result = shape.state(chunks, numbers)
-    return _start(kernels.recurrent_sums, sizes.sums, operands, (result,), grid, constants)[0]
+    results = (
+        shape.state(chunks, numbers),
+        shape.state(chunks, shape.features) if call.by_feature else shape.none,
+    )
+    return _start(kernels.recurrent_sums, sizes.sums, operands, results, grid, constants)
 
 
 def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before: Array | None) -> Any:
@@ -283,7 +300,7 @@ def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none, weighs = arrays["key_value"], call.has("key_sum")
-    sums = _chunk_sums(arrays, call, "key", "value", "", False)
+    sums, _ = _chunk_sums(arrays, call, sizes, "key", "value", "", False)
     states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
     constants = shape.constants(
         call, sizes.outputs, sizes.chunk, N=shape.heads, G=shape.heads // shape.kv_heads, BM=sizes.rows,
@@ -312,7 +329,7 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
     sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
     none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
     states = arrays["states"]
-    sums = _chunk_sums(arrays, call, "query", "d_total", "d_weight", True)
+    sums, _ = _chunk_sums(arrays, call, sizes, "query", "d_total", "d_weight", True)
     d_states, d_key_value, d_key_sum, totals = _scan(arrays, call, sums, ("d_key_value", "d_key"), states)
     operands = [arrays["query"], arrays["key"], arrays["value"]]
     operands += [arrays.get(name, none) for name in ("log_decay", "segments")]
@@ -366,6 +383,129 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
     return found
 
 
+# --- Sums of outer products with a decay by feature ---
+
+
+class _Features(NamedTuple):
+    """The launches of a call with a decay by feature."""
+
+    arrays: Named
+    call: Call
+    shape: _Shape
+    sizes: plan.FeatureSizes
+
+    @classmethod
+    def of(cls, arrays: Named, call: Call) -> _Features:
+        shape = _Shape.of(arrays)
+        return cls(dict(arrays), call, shape, plan.feature_sizes(shape.features, shape.dtype))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.shape.length // self.sizes.chunk)
+
+    @property
+    def wide(self) -> jax.ShapeDtypeStruct:
+        """A number for each token and feature of the keys."""
+        return self.shape.tokens(self.shape.kv_heads, self.shape.features)
+
+    def scan(self, names: str, *, backward: bool) -> Any:
+        """The states between the chunks, those at the end and, backward, the gradients of the chunks' decays."""
+        from pallas_kernels.triton.recurrent import by_feature as kernels
+
+        shape, width = self.shape, padded(self.shape.values)
+        features = max(1, self.sizes.scan // width)
+        constants = {
+            "K": shape.kv_heads, "F": shape.features, "FB": features, "V": shape.values, "VP": width,
+            "CHUNKS": self.chunks, "STAGES": self.sizes.scan_stages, "BACKWARD": backward,
+        }  # fmt: skip
+        results = (
+            shape.state(self.chunks, shape.features, shape.values, dtype=shape.dtype),
+            shape.state(shape.features, shape.values),
+            shape.state(self.chunks, shape.features) if backward else shape.none,
+        )
+        grid = (-(-shape.features // features), shape.kv_heads, shape.batch)
+        return _start(
+            kernels.feature_scan, plan.Launch(0, 4, 1), _take(self.arrays, names), results, grid, constants
+        )
+
+    def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, features: int,
+                 tiles: int, later: bool) -> Any:  # fmt: skip
+        """Starts a program for each block of tokens, head and tile."""
+        shape, sizes = self.shape, self.sizes
+        heads = shape.kv_heads if later else shape.heads
+        constants = {
+            "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
+            "FB": features, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
+            "BN": sizes.block, "LATER": later,
+            "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
+        }  # fmt: skip
+        grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
+
+
+def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
+    from pallas_kernels.triton.recurrent import by_feature as kernels
+
+    run = _Features.of(arrays, call)
+    shape = run.shape
+    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(
+        arrays, call, run.sizes, "key", "value", "", False
+    )
+    run.arrays["states"], last, _ = run.scan("sums factors key_value none", backward=False)
+    (total,) = run.by_block(
+        kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
+        (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),),
+        features=min(run.sizes.features, padded(shape.features)), tiles=shape.value_tiles(run.sizes.outputs),
+        later=False,
+    )  # fmt: skip
+    return {"total": total, "key_value": last}, {"states": run.arrays["states"]} if keep else {}
+
+
+def _feature_backward(arrays: Named, call: Call) -> Named:
+    from pallas_kernels.triton.recurrent import by_feature as kernels
+
+    run = _Features.of(arrays, call)
+    shape, sizes = run.shape, run.sizes
+    tile = min(sizes.gradient_features, padded(shape.features))
+    tiles = -(-shape.features // tile)
+    found = {}
+    run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, sizes, "query", "d_total", "", True)
+    run.arrays["d_states"], found["key_value"], totals = run.scan(
+        "sums factors d_key_value states", backward=True
+    )
+    (found["value"],) = run.by_block(
+        kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
+        (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),),
+        features=min(sizes.features, padded(shape.features)), tiles=shape.value_tiles(sizes.value_gradient),
+        later=True,
+    )  # fmt: skip
+    found["query"], query_flow, _ = run.by_block(
+        kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
+        (
+            shape.tokens(shape.heads, shape.features, dtype=shape.dtype),
+            shape.tokens(shape.heads, shape.features),
+            shape.none,
+        ),
+        features=tile, tiles=tiles, later=False,
+    )  # fmt: skip
+    found["key"], key_flow, ends = run.by_block(
+        kernels.feature_gradients, sizes.key_gradient, "key query value d_total log_decay segments d_states",
+        (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
+        features=tile, tiles=tiles, later=True,
+    )  # fmt: skip
+    tile = min(32, padded(shape.features))
+    constants = {
+        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
+        "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
+    }  # fmt: skip
+    grid = (run.chunks, shape.kv_heads * -(-shape.features // tile), shape.batch)
+    operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
+    (found["log_decay"],) = _start(
+        kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants
+    )
+    return found
+
+
 # --- The delta rule ---
 
 
@@ -385,10 +525,6 @@ class _Delta(NamedTuple):
     @property
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
-
-    def take(self, *names: str) -> list[Array]:
-        """Operands by name, with some other array in the place of one that the call lacks."""
-        return [self.arrays.get(name, self.arrays["key_value"]) for name in names]
 
     def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
                  grouped: bool, **more: Any) -> Any:  # fmt: skip
@@ -419,7 +555,7 @@ class _Delta(NamedTuple):
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads} if grouped else {"K": shape.kv_heads}
         constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **more)
-        return _start(kernel, launch, self.take(*names.split()), results, grid, constants)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
 
 
 def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:

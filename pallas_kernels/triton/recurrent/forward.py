@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
+    feature_logs,
     features_by_tokens,
     log_decays,
     logs_after,
@@ -19,18 +20,20 @@ from pallas_kernels.triton.recurrent.functions import (
     segment_numbers,
     store_numbers,
     store_tokens,
+    summed_features,
     token_numbers,
     tokens_by_features,
 )
 
 
 def recurrent_sums(
-    x, y, log, segments, weights, sums,
+    x, y, log, segments, weights, sums, factors,
     T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr,
     V: tl.constexpr, VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, WEIGHS: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, WEIGHS: tl.constexpr, READS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sum of x y^T over the tokens of each chunk.
+    """The sum of x y^T over the tokens of each chunk; with a decay BY_FEATURE also its factors (B, K, chunks, F).
 
     Forward, x and y are keys and values, weighted by the decay from each token to the chunk's end. Backward (READS),
     they are queries and the outputs' gradients, over all heads of a group, weighted by the decay from the chunk's
@@ -49,8 +52,10 @@ def recurrent_sums(
             segment = segment_before(segments, b, c, T, CHUNK)
         else:
             segment = segment_after(segments, b, c, T, CHUNK)
+    gaps = tl.zeros([FP], tl.float32)
     for g in range(G):
         gap = 0.0
+        gaps = tl.zeros([FP], tl.float32)
         for m in range(BLOCKS):
             if READS:
                 first = c * CHUNK + m * BN
@@ -67,6 +72,11 @@ def recurrent_sums(
                 gap += tl.sum(logs, 0)
             else:
                 factor = tl.full([BN], 1.0, tl.float32)
+            if BY_FEATURE:
+                logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
+                which = r[:, None] <= r[None, :] if READS else r[:, None] > r[None, :]
+                left = (left * tl.exp(summed_features(logs, which, PRECISION) + gaps[:, None])).to(left.dtype)
+                gaps += tl.sum(logs, 1)
             if SEGMENTS:
                 own = segment_numbers(segments, b, first, r, T)
                 factor = tl.where((own == segment) & (own >= 0), factor, 0.0)
@@ -84,6 +94,11 @@ def recurrent_sums(
     if WEIGHS:  # noqa: SIM102
         if vt == 0:
             tl.store(out + F * V + f, summed, mask=f < F)
+    if BY_FEATURE:  # noqa: SIM102
+        if vt == 0:
+            kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
+            at = factors + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * F
+            tl.store(at + f, tl.exp(gaps) * kept, mask=f < F)
 
 
 def recurrent_scan(

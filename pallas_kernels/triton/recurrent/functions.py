@@ -95,6 +95,37 @@ def logs_between_transposed(logs, rows, columns):
 
 
 @triton.jit
+def feature_logs(logs):
+    """The logarithms of a tile of decays by feature, made finite as in `log_decays`."""
+    return tl.maximum(logs, -200.0)
+
+
+@triton.jit
+def summed_tokens(which, logs, PRECISION: tl.constexpr):
+    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has.
+
+    A logarithm is the sum of two float16 numbers to within 2^-22 of it, and these are summed in float32.
+    """
+    if PRECISION == "ieee":
+        return tl.dot(which.to(tl.float32), logs, input_precision=PRECISION)
+    else:
+        high = logs.to(tl.float16)
+        low = (logs - high.to(tl.float32)).to(tl.float16)
+        return tl.dot(which.to(tl.float16), high, tl.dot(which.to(tl.float16), low))
+
+
+@triton.jit
+def summed_features(logs, which, PRECISION: tl.constexpr):
+    """The same for logarithms (features, tokens) and the columns of `which`."""
+    if PRECISION == "ieee":
+        return tl.dot(logs, which.to(tl.float32), input_precision=PRECISION)
+    else:
+        high = logs.to(tl.float16)
+        low = (logs - high.to(tl.float32)).to(tl.float16)
+        return tl.dot(high, which.to(tl.float16), tl.dot(low, which.to(tl.float16)))
+
+
+@triton.jit
 def segment_numbers(segments, b, first, rows, LENGTH: tl.constexpr):
     """The numbers of the tokens' segments, -1 for padding."""
     return tl.load(segments + b.to(tl.int64) * LENGTH + first + rows, mask=first + rows < LENGTH, other=-1)

@@ -43,6 +43,28 @@ class SumSizes(NamedTuple):
     key_gradient: Launch
 
 
+class FeatureSizes(NamedTuple):
+    """Sizes of the sums of outer products with a decay by feature.
+
+    Attributes:
+      chunk, scan, scan_stages: as for `SumSizes`. block: tokens of a program.
+      features, gradient_features: features of queries and keys that a program of the outputs (and of the values'
+        gradient) holds at once, and one of the gradients of queries and keys.
+    """
+
+    chunk: int
+    block: int
+    features: int
+    gradient_features: int
+    scan: int
+    scan_stages: int
+    sums: Launch
+    outputs: Launch
+    value_gradient: Launch
+    query_gradient: Launch
+    key_gradient: Launch
+
+
 class DeltaSizes(NamedTuple):
     """Sizes of the delta rule.
 
@@ -112,14 +134,24 @@ _DELTAS |= {
     (100, 128): _DELTAS[90, 128]._replace(state_gradient=Launch(32, 4, 3)),
     (100, 256): _DELTAS[90, 256],
 }
+_BY_FEATURE = {
+    100: FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    90: FeatureSizes(
+        256, 64, 16, 32, 512, 4, Launch(128, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(128, 8, 1),
+        Launch(64, 8, 1),
+    ),
+    80: FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+}  # fmt: skip
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
+    FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
+    FeatureSizes(64, 32, 16, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
 )
 
@@ -137,12 +169,21 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
-def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
-    """The same for the delta rule."""
+def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
+    """The same for sums with a decay by feature."""
     if bridge.interprets():
         return _INTERPRETED[1]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[1]
+    return _BY_FEATURE[bridge.tuned_for(_BY_FEATURE)]
+
+
+def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
+    """The same for the delta rule."""
+    if bridge.interprets():
+        return _INTERPRETED[2]
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[2]
     return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
 
 

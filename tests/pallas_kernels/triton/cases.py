@@ -137,7 +137,7 @@ def recurrence(
     kind, *, length=150, batch=1, heads=(2, 2), features=24, values=20, dtype="float32", decay=0.1, lengths=None,
     ids=None, stateful=True,
 ):  # fmt: skip
-    """One call of a kind, whose name combines "sum", "weights", "decay" and "delta".
+    """One call of a kind, whose name combines "sum", "weights", "decay", "feature" and "delta".
 
     decay: the mean of the logarithms, or "mixed" for some very strong ones and some -inf."""
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def recurrence(
         given["key_sum"] = random(4, batch, heads[1], features, dtype="float32")
         query, key = (jnp.abs(x) for x in (query, key))
     if "decay" in kind:
-        logs = rng.exponential(1.0, (batch, length, heads[1]))
+        logs = rng.exponential(1.0, key.shape[: 4 if "feature" in kind else 3])
         strengths = [0.01, 1.0, 50.0, np.inf] if decay == "mixed" else [decay]
         given["log_decay"] = jnp.asarray(-logs * rng.choice(strengths, logs.shape), jnp.float32)
     if "delta" in kind:
@@ -525,6 +525,10 @@ CASES = {
     "sum": lambda: recurrence("sum"),
     "sum-weights": lambda: recurrence("sum-weights", heads=(4, 2)),
     "sum-decay": lambda: recurrence("sum-decay", heads=(4, 2), values=40),
+    "sum-feature-decay": lambda: recurrence("sum-feature-decay", heads=(4, 2), values=40),
+    "sum-feature-decay-packed": lambda: recurrence(
+        "sum-feature-decay", ids=[37, 60, 1, 22], length=120, heads=(2, 1)
+    ),
     "sum-packed": lambda: recurrence("sum-weights", ids=[37, 60, 1, 22], length=120),
     "sum-decay-packed": lambda: recurrence("sum-decay", ids=[37, 60, 1, 22], length=120),
     **{
@@ -543,6 +547,7 @@ CASES = {
             ("sum", 90),
             ("sum-weights", 90),
             ("sum-decay", 90),
+            ("sum-feature-decay", 90),
             ("delta", 130),
             ("delta-decay", 130),
         )

@@ -39,7 +39,7 @@ def local(query, key, value, sinks, ids):
     )  # fmt: skip
 
 
-def recurrence(*names):
+def recurrence(*names, log_decay=None):
     """A call with these operands in addition to query, key, value and the state."""
 
     def run(query, key, value, state, *more):
@@ -49,6 +49,7 @@ def recurrence(*names):
     shapes = {"segments": TOKEN, "key_sum": jax.ShapeDtypeStruct((1, 4, 128), jnp.float32)}
     key = half(1, 1024, 4, 128)
     state = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.float32)
+    shapes |= {"log_decay": log_decay} if log_decay else {}
     return run, (WIDE, key, key, state, *(shapes.get(name, NUMBER) for name in names))
 
 
@@ -86,6 +87,9 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
     ),
     "sum": recurrence("key_sum", "segments"),
     "sum_decay": recurrence("log_decay", "segments"),
+    "sum_feature_decay": recurrence(
+        "log_decay", "segments", log_decay=jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.float32)
+    ),
     "delta": recurrence("beta", "segments"),
     "delta_decay": recurrence("log_decay", "beta", "segments"),
 }
@@ -158,6 +162,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         "squared_relu": 4,
         "sum": 7,
         "sum_decay": 8,
+        "sum_feature_decay": 9,
         "delta": 10,
         "delta_decay": 10,
     }

@@ -53,6 +53,7 @@ LAWS = (
     "law_3_oracle[native_sparse-causal]",
     "law_3_oracle[linear-causal]",
     "law_3_oracle[mamba2-causal]",
+    "law_3_oracle[gla-causal]",
     "law_3_oracle[deltanet-causal]",
     "law_3_oracle[gated_deltanet-causal]",
     "law_3_oracle[brl-output-bidirectional]",
