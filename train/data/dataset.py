@@ -55,7 +55,8 @@ class DataConfig(Checked):
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
     words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a SentencePiece
-    .model, or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
+    .model, or hf:NAME of the Hugging Face hub. Names of special tokens in the text, such as <|endoftext|>, become those
+    tokens, or remain text with plain:hf:NAME or plain:PATH.json. Shards (tokens:) have their own tokenizer."""
     holdout: float = 0.05
     """Share of the text held out for evaluation if it has no validation split; of hf-stream these are
     the first 1,000 documents, and shards (tokens:) have theirs."""

@@ -95,7 +95,7 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
             lengths = ", ".join(map(str, config.data.length))
             return f"{config.data.order} of up to {lengths} symbols of {config.data.vocabulary}, drawn while training"
         counts = ", ".join(f"{len(examples):,} pairs {split}" for split, examples in data.examples.items())
-        return f"{config.data.data_dir} as {data.tokenizer.spec}, {counts}"
+        return f"{config.data.data_dir} as {data.tokenizer.description}, {counts}"
 
     def next_commands(self, config: CopyConfig, data: TextPairs | None) -> Sequence[Sequence[str]]:
         workdir = config.loop.workdir

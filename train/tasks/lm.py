@@ -183,7 +183,7 @@ class LmTask(Task[LmConfig, LmData]):
             f"{len(corpus.tokens):,} tokens {split}" if len(corpus.tokens) else f"{split} as it is read"
             for split, corpus in data.corpora.items()
         )
-        return f"{config.data.data} as {data.tokenizer.spec}, {counts}"
+        return f"{config.data.data} as {data.tokenizer.description}, {counts}"
 
     def next_commands(self, config: LmConfig, data: LmData) -> Sequence[Sequence[str]]:
         workdir = ("--workdir", config.loop.workdir)

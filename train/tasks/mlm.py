@@ -336,7 +336,7 @@ class MlmTask(Task[MlmConfig, LmData]):
         counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
         documents = sum(len(corpus.starts) for corpus in data.corpora.values())
         packed = "" if config.data.pack == "never" else f", rows of {documents:,} documents kept apart"
-        return f"{config.data.data} as {data.tokenizer.spec}, {counts}{packed}"
+        return f"{config.data.data} as {data.tokenizer.description}, {counts}{packed}"
 
     def next_commands(self, config: MlmConfig, data: LmData) -> Sequence[Sequence[str]]:
         return (("eval.mlm", "--workdir", config.loop.workdir),)

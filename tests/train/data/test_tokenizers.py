@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -309,10 +310,22 @@ def test_bytes_of_word_pieces(tmp_path):
     assert tokenizer.token_bytes[tokenizer.encode("unable")].tolist() == [2, 4]
 
 
-def test_special_tokens_of_a_text_are_decoded(tmp_path):
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+def test_special_tokens_of_a_text_are_read_or_plain(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["<|end|>"])
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = train_tokenizer(str(tmp_path / "tokenizer.json"), lambda: [])
+    model.save(str(path))
+    tokenizer, plain = (train_tokenizer(f"{prefix}{path}", lambda: []) for prefix in ("", "plain:"))
+    assert tokenizer.encode("a <|end|> b").tolist() == [0, 3, 1]
     assert tokenizer.decode(tokenizer.encode("a <|end|> b")) == "a <|end|> b"
+    assert tokenizer.description == f"{path} (special tokens in the text: <|end|>)"
+    plain.save(tmp_path / "run")
+    for same in (plain, type(plain).load(plain.spec, epath.Path(tmp_path / "run"))):
+        assert same.encode("a <|end|> b").tolist() == [0, 2, 1]
+        assert same.description == same.spec == f"plain:{path}"
+    assert tokenizer.digest != plain.digest
+    with pytest.raises(
+        UserError, match=r"SentencePiece reads no special tokens in a text; expected x\.model"
+    ):
+        train_tokenizer("plain:x.model", lambda: [])

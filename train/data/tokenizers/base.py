@@ -50,6 +50,11 @@ class Tokenizer(abc.ABC):
         return len(self.token_bytes)
 
     @property
+    def description(self) -> str:
+        """Its name, and which names in a text it reads as special tokens."""
+        return self.spec
+
+    @property
     def dtype(self) -> np.dtype:
         """The smallest of uint8, uint16 and int32 that holds every token."""
         size = self.vocab_size

@@ -21,13 +21,16 @@ from train.engine.errors import UserError, one_line
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
 _MOST_TOKENS = 1 << 24
 
+# Before the name of a tokenizer.json: names of special tokens in a text are text.
+_PLAIN = "plain:"
+
 #: The sizes of the vocabularies that presets name, so that a run can be planned without the hub.
 PUBLISHED_SIZES = {"hf:gpt2": 50257, "hf:FacebookAI/roberta-base": 50265}
 
 
 def is_pretrained(spec: str) -> bool:
     """Whether the command line names a tokenizer that exists, and not one to be learnt."""
-    return spec.startswith("hf:") or spec.endswith((".json", ".model"))
+    return spec.removeprefix(_PLAIN).startswith("hf:") or spec.endswith((".json", ".model"))
 
 
 def _piece_size(token: str) -> int:
@@ -68,6 +71,7 @@ class PretrainedTokenizer(Tokenizer):
             import tokenizers
 
             self._model = tokenizers.Tokenizer.from_str(payload[_JSON])
+            self._model.encode_special_tokens = spec.startswith(_PLAIN)
             self._model.no_truncation()
             self._model.no_padding()
             sizes = _token_sizes(self._model.get_vocab(with_added_tokens=True), json.loads(payload[_JSON]))
@@ -87,25 +91,39 @@ class PretrainedTokenizer(Tokenizer):
         Raises:
           UserError: it does not exist, cannot be read, or a package is not installed.
         """
+        name = spec.removeprefix(_PLAIN)
+        if name != spec and name.endswith(".model"):
+            raise UserError(
+                f"--tokenizer {spec}: SentencePiece reads no special tokens in a text; expected {name}"
+            )
         try:
-            if spec.startswith("hf:"):
+            if name.startswith("hf:"):
                 import tokenizers
 
-                return cls(spec, {_JSON: tokenizers.Tokenizer.from_pretrained(spec[3:]).to_str()})
-            check_regular(Path(spec).expanduser())
-            content = epath.Path(spec).expanduser().read_bytes()
-            if spec.endswith(".json"):
+                return cls(spec, {_JSON: tokenizers.Tokenizer.from_pretrained(name[3:]).to_str()})
+            check_regular(Path(name).expanduser())
+            content = epath.Path(name).expanduser().read_bytes()
+            if name.endswith(".json"):
                 return cls(spec, {_JSON: content.decode()})
             return cls(spec, {_SENTENCEPIECE: base64.b64encode(content).decode()})
         except ModuleNotFoundError as error:
             raise UserError(f"--tokenizer {spec}: needs {error.name}: pip install -e '.[data]'") from error
         except Exception as error:  # the libraries raise all kinds of errors about the hub, files and formats
-            if isinstance(error, FileNotFoundError) and not spec.startswith("hf:"):
-                raise UserError(f"--tokenizer: there is no file {spec}") from error
+            if isinstance(error, FileNotFoundError) and not name.startswith("hf:"):
+                raise UserError(f"--tokenizer: there is no file {name}") from error
             hint = ""
             if spec in PUBLISHED_SIZES:
                 hint = f" (--tokenizer bpe:{PUBLISHED_SIZES[spec]} learns a vocabulary of this size from the text)"
             raise UserError(f"--tokenizer {spec}: cannot be read{hint}: {one_line(error)}") from error
+
+    @property
+    def description(self) -> str:
+        added = json.loads(self._files.get(_JSON, "{}")).get("added_tokens") or []
+        names = [token["content"] for token in added if token["special"]]
+        if not names or self.spec.startswith(_PLAIN):
+            return self.spec
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{self.spec} (special tokens in the text: {', '.join(names[:3])}{more})"
 
     @classmethod
     def load(cls, spec: str, folder: epath.Path) -> PretrainedTokenizer:
