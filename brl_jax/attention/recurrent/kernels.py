@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.dispatch import Backend
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.recurrent.decay import clip_log_decay
-from brl_jax.sharding import sequence_axis, shard_call
+from brl_jax.sharding import Names, sequence_axis, shard_call
 
 # Importing Pallas and Triton takes time, so each is imported where it is needed.
 
@@ -108,10 +108,11 @@ def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
     def attend(*arrays: Any) -> Any:
         return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
 
-    operands, results = _WALKED_AXES
+    axes, results = _WALKED_AXES
+    names: list[Names] = list(axes)
     if arrays.log_decay is not None and arrays.log_decay.ndim == 4:
-        operands = (*operands[:5], _KEYS, *operands[6:])
-    return triton.Sums(*shard_call(attend, arrays, operands, results))
+        names[Walked._fields.index("log_decay")] = _KEYS
+    return triton.Sums(*shard_call(attend, arrays, names, results))
 
 
 def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
