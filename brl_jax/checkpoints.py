@@ -101,7 +101,7 @@ def read_arrays(folder: Any, step: int, meta: Mapping[str, Any], like: Mapping[s
     """
     import orbax.checkpoint as ocp
 
-    _silence_abandoned_reads()
+    silence_abandoned_tasks()
     args = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
     # Orbax would take gs://... for a name in the working directory.
     where = folder if "://" in os.fspath(folder) else folder.resolve()
@@ -138,15 +138,15 @@ def _text_digest(meta: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _silence_abandoned_reads() -> None:
-    """Keeps reads that Orbax abandons from printing tracebacks on stderr when they end.
+def silence_abandoned_tasks() -> None:
+    """Keeps reads and writes that Orbax abandons from printing tracebacks on stderr when they end.
 
-    If one array of a checkpoint is damaged, Orbax closes its event loop while TensorStore's threads still read the
-    others; each of these then finds the loop closed, long after the error was raised. The hook must therefore be in
-    place before a read begins, and stay.
+    If one array of a checkpoint is damaged, or the storage refuses it, Orbax closes its event loop while TensorStore's
+    threads still work on the others; each of these then finds the loop closed, long after the error was raised. The
+    hook must therefore be in place before a checkpoint is opened, and stay.
     """
     before = sys.unraisablehook
-    if getattr(before, "silences_abandoned_reads", False):
+    if getattr(before, "silences_abandoned_tasks", False):
         return
 
     def hook(unraisable: Any) -> None:
@@ -154,5 +154,5 @@ def _silence_abandoned_reads() -> None:
         if not abandoned:
             before(unraisable)
 
-    hook.silences_abandoned_reads = True  # type: ignore[attr-defined]
+    hook.silences_abandoned_tasks = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook

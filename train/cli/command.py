@@ -71,8 +71,8 @@ def _heeding_interrupts() -> Iterator[None]:
         time.sleep(0.01)
         _thread.interrupt_main()
 
-    # train.engine.checkpoint sets a hook before this one, which must stay: abandoned reads end after the command.
-    hook.silences_abandoned_reads = getattr(before, "silences_abandoned_reads", False)  # type: ignore[attr-defined]
+    # A hook that brl_jax.checkpoints set before this one must stay: abandoned tasks end after the command.
+    hook.silences_abandoned_tasks = getattr(before, "silences_abandoned_tasks", False)  # type: ignore[attr-defined]
     sys.unraisablehook = hook
     try:
         yield

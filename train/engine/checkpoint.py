@@ -20,7 +20,15 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from brl_jax.checkpoints import candidates, read_arrays, read_meta, scores_in, seal, steps_in
+from brl_jax.checkpoints import (
+    candidates,
+    read_arrays,
+    read_meta,
+    scores_in,
+    seal,
+    silence_abandoned_tasks,
+    steps_in,
+)
 from train.engine.errors import RunError, UserError, is_memory_shortage, one_line
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
@@ -132,6 +140,7 @@ class Checkpoints:
             # A write that fails is reported in one line (`_failure`); Orbax and its tasks would add hundreds.
             for logger in ("absl", "asyncio"):
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
+            silence_abandoned_tasks()
             self._scores = scores_in(self.folder)
             self._manager = ocp.CheckpointManager(
                 absolute(self.folder),
