@@ -313,29 +313,29 @@ def _abandons(*_, **__):
     raise ValueError("damaged")
 
 
-@pytest.fixture
-def unraisable(monkeypatch):
-    """What Python printed of errors that nobody can catch."""
+def _watch(monkeypatch):
+    """What Python prints from now on of errors that nobody can catch."""
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
     return seen
 
 
-def test_reads_abandoned_after_a_damaged_one_end_silently(tmp_path, monkeypatch, unraisable):
+def test_reads_abandoned_after_a_damaged_one_end_silently(tmp_path, monkeypatch):
     """While the damaged array's error propagates, TensorStore's threads find the event loop closed."""
     _write(tmp_path, [5])
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: unraisable.append(str(error.exc_value)))
+    seen = _watch(monkeypatch)
     monkeypatch.setattr(ocp.Checkpointer, "restore", _abandons)
     with pytest.raises(UserError, match="5 is damaged"):
         _read_params(tmp_path)
-    assert unraisable == ["something else"]
+    assert seen == ["something else"]
 
 
-def test_writes_abandoned_after_a_refused_one_end_silently(tmp_path, monkeypatch, unraisable):
+def test_writes_abandoned_after_a_refused_one_end_silently(tmp_path, monkeypatch):
+    seen = _watch(monkeypatch)
     monkeypatch.setattr(ocp.CheckpointManager, "save", _abandons)
     with pytest.raises(RunError, match="cannot write a checkpoint"):
         _write(tmp_path, [5])
-    assert unraisable == ["something else"]
+    assert seen == ["something else"]
 
 
 def test_every_bit_counts_in_the_digest():

@@ -18,7 +18,7 @@ import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import docstring_parser  # which tyro needs
+import docstring_parser
 import tyro
 
 import brl_jax

@@ -179,7 +179,7 @@ def optimizer_of(
     schedule, muon = make_schedule(config, steps), None
     if config.optimizer == "muon":
         if rates is not None:
-            raise UserError("--optimizer muon: muP's learning rates (--mup_base_width) are those of adamw")
+            raise UserError("--optimizer muon: muP's learning rates (--mup_base_width) are adamw's")
         muon = orthogonalized(boxed_params)
     return make_optimizer(config, schedule, decayed(boxed_params), rates, muon), schedule
 
