@@ -18,6 +18,7 @@ def _check_extra(command: str) -> None:
         "orbax",
         "grain",
         "etils",
+        "docstring_parser",
         "tyro",
         "rich",
         "tensorboardX",
