@@ -102,7 +102,7 @@ class StateFunctions(Generic[State]):
         state: State,
         *,
         return_states: int | None = None,
-        **arrays: Array,
+        **arrays: Any,
     ) -> tuple[Float[Array, "B T N H"], State]:
         """Returns the outputs of the next T tokens, which also see the state's tokens, and the state after them.
 
@@ -153,14 +153,14 @@ class StateFunctions(Generic[State]):
         key: Float[Array, "B 1 K H"],
         value: Float[Array, "B 1 K H"],
         state: State,
-        **arrays: Array,
+        **arrays: Any,
     ) -> tuple[Float[Array, "B 1 N H"], State]:
         """`extend` by one token, as in generation. Raises ValueError for any other number of tokens."""
         require(query.shape[1] == 1, f"a step takes one token, got {query.shape[1]}; extend takes any number")
         return self.extend(query, key, value, state, **arrays)
 
     def summarize(
-        self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], **arrays: Array
+        self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], **arrays: Any
     ) -> Summary:
         """Returns what T tokens do to any state before them. The `Summary` of a shard of a sequence is all that the
         devices with later shards need, so a caller can divide sequences over a mesh as he likes.

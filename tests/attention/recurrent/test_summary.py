@@ -34,8 +34,8 @@ def drawn(name):
     key, value = draw(B, T, K, H, seed=1), draw(B, T, K, H, seed=2)
     made = {
         "beta": jax.nn.sigmoid(draw(B, T, K, seed=3)),
-        "log_decay": -jnp.exp(draw(B, T, K, seed=4) - 2).at[1, 30].set(-jnp.inf),
-        "log_decays": -jnp.exp(2 * draw(B, T, K, H, seed=4) - 3).at[1, 30].set(-jnp.inf),
+        "log_decay": (-jnp.exp(draw(B, T, K, seed=4) - 2)).at[1, 30].set(-jnp.inf),
+        "log_decays": (-jnp.exp(2 * draw(B, T, K, H, seed=4) - 3)).at[1, 30].set(-jnp.inf),
     }
     return query, key, value, {x.rstrip("s"): made[x] for x in CASES[name][1]}
 
