@@ -94,12 +94,13 @@ def test_the_last_lines_are_held_out(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{\n", "line 2: not JSON"),
-        ("[1]\n", "line 2: expected an object, got list"),
-        ({"txt": "a"}, "line 2: text must be a string, got None"),
-        ({"text": "a", "weight": -1}, "line 2: weight must be a number of at least 0, got -1"),
-        ({"text": "a", "weight": True}, "line 2: weight must be a number of at least 0, got True"),
-        ('{"text": "a", "weight": NaN}\n', "line 2: weight must be a number of at least 0, got nan"),
+        ("{\n", "line 2 is not JSON: "),
+        ("[1]\n", r"line 2 must be an object, got \[1\]"),
+        ({"txt": "a"}, "line 2: text is missing"),
+        ({"text": 3}, "line 2: text must be a string, got 3"),
+        ({"text": "a", "weight": -1}, "line 2: weight must be at least 0, got -1"),
+        ({"text": "a", "weight": True}, "line 2: weight must be a number, got true"),
+        ('{"text": "a", "weight": NaN}\n', "line 2 is not JSON: NaN is not a finite number"),
         ('{"text": "\\ud800"}\n', "line 2: text is not UTF-8"),
     ],
 )
