@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     Attributes:
       caches: of the large model and the draft, which lack the pending tokens.
       pending: (B, k + 1), the last accepted tokens.
-      count: (B,), how many tokens are pending, at least 1.
+      num_pending: (B,), how many tokens are pending, at least 1.
       tokens: (B, steps), the columns so far.
       columns: (B,), how many there are.
       ended: (B,).
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
     caches: tuple[Any, Any]
     pending: Int[Array, "B k1"]
-    count: Int[Array, " B"]
+    num_pending: Int[Array, " B"]
     tokens: Int[Array, "B steps"]
     columns: Int[Array, " B"]
     ended: Any
@@ -103,7 +103,7 @@ def speculate(
     rows = Rows(
         caches=tuple(caches),
         pending=jnp.pad(prefix[:, -1:], ((0, 0), (0, draft.tokens))),
-        count=jnp.ones((batch,), jnp.int32),
+        num_pending=jnp.ones((batch,), jnp.int32),
         tokens=jnp.zeros((batch, steps), jnp.int32),
         columns=jnp.zeros((batch,), jnp.int32),
         ended=jnp.zeros((batch,), bool),
@@ -136,7 +136,7 @@ def _all_rounds(models, variables, rows: Rows, settings, *, drafted, greedy, top
 
     def one_round(state):
         rows, rounds = state
-        keys = jax.random.split(settings.keys[rounds], rows.count.shape[0])
+        keys = jax.random.split(settings.keys[rounds], rows.num_pending.shape[0])
         return jax.vmap(one_row)(rows, settings.forced, settings.num_forced, keys), rounds + 1
 
     # A round ends a row or adds a column, so there are enough keys.
@@ -176,7 +176,7 @@ def _one_round(
         logits, cache = small.apply(small_variables, token[None, None], cache=cache)
         return (logits[0, 0], cache), (token, own)
 
-    logits, small_cache = _after_pending(small, small_variables, row.pending, row.count, small_cache, 1)
+    logits, small_cache = _after_pending(small, small_variables, row.pending, row.num_pending, small_cache, 1)
     (logits, _), of_draft = jax.lax.scan(draft_one, (logits[0], small_cache), numbers[: drafted - 1])
     tokens, of_draft = jax.tree.map(
         lambda x, last: jnp.concatenate([x, last[None]]), of_draft, choose(drafted - 1, logits)
@@ -184,11 +184,13 @@ def _one_round(
 
     places = jnp.arange(2 * drafted + 1, dtype=jnp.int32)
     reads = jnp.where(
-        places < row.count,
+        places < row.num_pending,
         jnp.pad(row.pending, (0, drafted)),
-        jnp.take(tokens, places - row.count, mode="clip"),
+        jnp.take(tokens, places - row.num_pending, mode="clip"),
     )
-    logits, large_cache = _after_pending(large, large_variables, reads, row.count, large_cache, drafted + 1)
+    logits, large_cache = _after_pending(
+        large, large_variables, reads, row.num_pending, large_cache, drafted + 1
+    )
     of_model = scores(logits)
     if greedy:
         accepts, rest = tokens == jnp.argmax(of_model[:drafted], axis=-1), of_model
@@ -207,7 +209,7 @@ def _one_round(
     return Rows(
         caches=(large_cache, small_cache),
         pending=new,
-        count=count,
+        num_pending=count,
         tokens=row.tokens.at[jnp.where(numbers < added, row.columns + numbers, len(row.tokens))].set(
             new, mode="drop"
         ),
