@@ -267,7 +267,7 @@ class Stack(nn.Module):
             their keys and values.
           recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
           kept: how many of the new tokens, from the first, the decoding cache keeps (traced); None for all. The outputs
-            are those of all tokens, so that a caller can look at tokens that it may refuse. See `brl_jax.speculation`.
+            cover all tokens, so that a caller can look at tokens that it may refuse. See `brl_jax.speculation`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
