@@ -7,8 +7,7 @@
     generate(DecoderLM(config), {"params": params}, prompts, max_new_tokens=64, temperature=0)
     huggingface.save("path/to/copy", config, params)
 
-It supports Llama, Mistral, Qwen 2, 3 and 3-Next (dense), and Gemma 1 to 3 (text); docs/huggingface.md lists their
-options. Needs the extra `hf`.
+docs/huggingface.md lists the architectures and their options. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig
-from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, text_part
 from brl_jax.models.huggingface.configs import TOKEN_IDS, PretrainedConfig, read_config, write_config
 from brl_jax.models.huggingface.files import CONFIG, GENERATION, open_tensors, read_json, write_folder
 from brl_jax.models.huggingface.weights import has_own_head, to_parameters, to_tensors
@@ -58,17 +57,19 @@ def load(
         raise FileNotFoundError(
             f"path must be a folder on this machine, with {CONFIG} and the weights; nothing is downloaded. Got {path!r}"
         )
-    values = read_json(folder / CONFIG)
+    values = text_part(read_json(folder / CONFIG))
     generation = folder / GENERATION
     config = PretrainedConfig(
         **vars(read_config(values, dtype)),
+        model_type=values["model_type"],
         token_ids={name: values[name] for name in TOKEN_IDS if name in values},
         generation=read_json(generation) if generation.is_file() else None,
     )
     with open_tensors(folder) as (names, read):
-        if has_own_head(config, names, read):
+        architecture = architecture_of(values)
+        if has_own_head(config, architecture, names, read):
             config = dataclasses.replace(config, tied_embeddings=False)
-        params = to_parameters(config, architecture_of(values), names, read)
+        params = to_parameters(config, architecture, names, read)
     return config, jax.tree.map(jnp.asarray, params)
 
 
