@@ -208,14 +208,16 @@ class DecoderLM(nn.Module):
         tokens: Int[Array, "B T"],
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"] | None = None,
+        *,
+        z_loss: float = 0.0,
         **kwargs: Any,
     ):
         """Returns the sum of the targets' negative log-likelihoods in nats, the sum of weights, and the new memory.
 
-        Targets and weights are as for `cross_entropy`, the other arguments as for `hidden`.
+        Targets, weights and z_loss are as for `cross_entropy`, the other arguments as for `hidden`.
         """
         hidden, new = self.hidden(tokens, **kwargs)
         total, weight = cross_entropy(
-            hidden, self.logits, targets, weights, vocab_size=self.config.vocab_size
+            hidden, self.logits, targets, weights, vocab_size=self.config.vocab_size, z_loss=z_loss
         )
         return total, weight, new

@@ -193,14 +193,16 @@ def run(workdir, mesh, steps, optimizer):
 
 
 def loss_in_pieces(mesh):
-    """The loss of a few rows in pieces of three tokens a device, and its gradient."""
+    """The weighted loss of a few rows, with z-loss, in pieces of three tokens a device, and its gradient."""
     rng = np.random.default_rng(3)
     hidden, table = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 40, 8), (16, 8)))
     targets = rng.integers(16, size=(2, 40)).astype(np.int32)
+    weights = rng.integers(3, size=(2, 40)).astype(np.float32)
 
     def loss(hidden, table):
         to_logits = lambda x: jnp.einsum("btd,vd->btv", x, table)  # noqa: E731
-        return losses.cross_entropy(constrain(hidden, TOKENS), to_logits, targets, vocab_size=16)[0]
+        hidden = constrain(hidden, TOKENS)
+        return losses.cross_entropy(hidden, to_logits, targets, weights, vocab_size=16, z_loss=0.1)[0]
 
     usual, losses._LOGITS = losses._LOGITS, 3 * 2 * 16
     with jax.set_mesh(mesh):

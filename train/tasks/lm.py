@@ -49,15 +49,23 @@ class LmData(NamedTuple):
     prompt: Int[np.ndarray, " P"] | None
 
 
-def lm_objective(model: DecoderLM) -> Objective:
+def lm_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
     """Next-token prediction on {"tokens", "targets": (B, T) int32} and, optionally, "weights": (B, T) float32,
-    "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32."""
+    "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32.
+
+    Args:
+      z_loss: see `brl_jax.models.losses.cross_entropy`; for training alone.
+    """
 
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        options = {"segment_ids": batch.get("segment_ids"), "positions": batch.get("positions")}
+        options = {
+            "segment_ids": batch.get("segment_ids"),
+            "positions": batch.get("positions"),
+            "z_loss": 0.0 if key is None else z_loss,
+        }
         inputs = batch["tokens"], batch["targets"], batch.get("weights")
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
@@ -133,7 +141,7 @@ class LmTask(Task[LmConfig, LmData]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
-        return lm_objective(model)
+        return lm_objective(model, config.z_loss)
 
     def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from brl_jax.fields import Length, Natural
+from brl_jax.fields import Length, Natural, NonNegative
 from brl_jax.layers import (
     BRLConfig,
     BSBRConfig,
@@ -74,6 +74,9 @@ class LmConfig(RunConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
+    z_loss: NonNegative = 0.0
+    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
+    uses 1e-4); evaluations leave it out."""
     sample_prompt: Free[str] = ""
     """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
     sample_tokens: Free[Natural] = 256

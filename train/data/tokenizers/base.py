@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.splits import DocumentStart
+from train.data.splits import DocumentStart, Part
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
@@ -26,12 +27,17 @@ class Encoded(NamedTuple):
     """Tokens of a piece of text, and the places where a token encodes another number of bytes than `token_bytes` says.
 
     ids: (n,) integers. extra: (k, 2) int64, rows (index in ids, bytes of the text beyond token_bytes[id]).
-    starts: whether a document starts with this piece.
+    piece: the text, see `text_pieces`.
     """
 
     ids: np.ndarray
     extra: np.ndarray
-    starts: bool
+    piece: bytes
+
+    @property
+    def starts(self) -> bool:
+        """Whether a document starts with this piece."""
+        return isinstance(self.piece, DocumentStart)
 
 
 class Tokenizer(abc.ABC):
@@ -83,7 +89,7 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too. No token has
-        text of two documents.
+        text of two parts or documents.
 
         Raises UserError if the text is not UTF-8 (bytes: never).
         """
@@ -143,13 +149,14 @@ def continuation(tokenizer: Tokenizer, prompt: Int[np.ndarray, " P"], tokens: In
 
 def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
     """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
-    after a character, and where a document ends. The first piece of a document is a `DocumentStart`."""
-    pending, kind = bytearray(), bytes
+    after a character, and where a part ends. The first piece of a part is a `Part` with its weight."""
+    pending = bytearray()
+    kind: Callable[[bytearray], bytes] = bytes
     for block in blocks:
-        if isinstance(block, DocumentStart):
+        if isinstance(block, Part):
             if pending:
                 yield kind(pending)
-            pending, kind = bytearray(), DocumentStart
+            pending, kind = bytearray(), functools.partial(type(block), weight=block.weight)
         pending += block
         start = 0
         while len(pending) - start > size:

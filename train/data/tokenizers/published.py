@@ -14,7 +14,6 @@ from etils import epath
 from jaxtyping import Int
 
 from brl_jax.json_files import check_regular
-from train.data.splits import DocumentStart
 from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.engine.errors import UserError, one_line
 
@@ -149,7 +148,7 @@ class PretrainedTokenizer(Tokenizer):
                 left += len(piece) - int(self.token_bytes[tokens].sum())
                 if left and len(tokens):
                     extra, left = np.array([[len(tokens) - 1, left]], np.int64), 0
-                yield Encoded(tokens, extra, isinstance(piece, DocumentStart))
+                yield Encoded(tokens, extra, piece)
 
     def _encode(self, texts: list[str]) -> list[Sequence[int]]:
         if _JSON in self._files:
