@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Int
 
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
@@ -233,42 +234,52 @@ def has_own_head(config: DecoderConfig, names: Any, read: Callable[[str], np.nda
     return not np.array_equal(read(_HEAD), read(_TABLE))
 
 
-def to_parameters(
-    config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
-) -> dict[str, Any]:
-    """Returns our parameters in float32, from the tensors that `read` returns for their names.
+def check_tensors(
+    config: DecoderConfig, architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Checks the names and the shapes of a folder's tensors.
 
     Raises:
       ValueError: a tensor is missing, unexpected, or has the wrong shape; the message names it.
     """
-    left = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    left = {name for name in shapes if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
         left.discard(_HEAD)  # see `has_own_head`
-    leaves: dict[Path, Any] = {}
     for entry in _entries(config, architecture):
         if entry.name not in left:
             raise ValueError(f"the weights lack {entry.name}, which config.json requires")
         left.discard(entry.name)
-        tensor = read(entry.name)
-        if tensor.shape != entry.shape:
-            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {tensor.shape}")
-        for path, ours in zip(entry.paths, entry.to_ours(tensor.astype(np.float32)), strict=True):
-            own = np.ascontiguousarray(ours)
-            if entry.repeat is None:
-                leaves[path] = own
-            else:
-                leaves.setdefault(path, []).append(own)
+        if shapes[entry.name] != entry.shape:
+            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shapes[entry.name]}")
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = np.stack(leaf) if isinstance(leaf, list) else leaf
-    return tree
+
+
+def parts(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> Iterator[tuple[Path, int | None, np.ndarray]]:
+    """Yields our parameters in float32, one tensor that `read` returns at a time: the path of a parameter, the place in
+    its stack of layers (None if it is not stacked), and what belongs there."""
+    for entry in _entries(config, architecture):
+        tensor = read(entry.name).astype(np.float32)
+        for path, ours in zip(entry.paths, entry.to_ours(tensor), strict=True):
+            yield path, entry.repeat, np.ascontiguousarray(ours)
+
+
+def to_parameters(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> dict[str, Any]:
+    """Returns our parameters in float32, from the tensors that `read` returns for their names."""
+    leaves: dict[Path, Any] = {}
+    for path, repeat, part in parts(config, architecture, read):
+        if repeat is None:
+            leaves[path] = part
+        else:
+            leaves.setdefault(path, []).append(part)
+    whole = {path: np.stack(leaf) if isinstance(leaf, list) else leaf for path, leaf in leaves.items()}
+    return traverse_util.unflatten_dict(whole)
 
 
 def to_tensors(
