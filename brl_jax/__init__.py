@@ -10,7 +10,8 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   nystromformer_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
   reformer_attention, sinkhorn_attention, informer_attention, sliceformer_attention.
   Functions that can continue from earlier tokens take state= and return_state=, and init_NAME_state makes the first
-  state. state_functions returns init, extend and step of a mechanism under the same three names.
+  state. state_functions returns init, extend and step of a mechanism under the same three names, and for some of them
+  summarize, whose Summary lets a caller divide sequences over devices.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
   stream yields the tokens as they come, and generate_requests decodes requests of any length together.

@@ -47,6 +47,7 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.attention.recurrent.summary import Summary
 from brl_jax.attention.sorting.informer import (
     informer_attention,
     init_informer_state,
@@ -203,6 +204,7 @@ __all__ = [
     "StackConfig",
     "StateFunctions",
     "Strided",
+    "Summary",
     "SurroundedBlocks",
     "SynthesizerConfig",
     "T5Bias",

@@ -14,7 +14,7 @@ from brl_jax import generate
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
-from brl_jax.models.huggingface.architectures import architecture_of
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, text_part
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
 
@@ -45,18 +45,34 @@ SCALINGS = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 # Two linear layers and a full one, twice.
-NEXT = {
-    "model_type": "qwen3_next",
-    **SMALL,
+HYBRID = {
     "num_hidden_layers": 6,
-    "head_dim": 24,
-    "partial_rotary_factor": 0.5,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 5,
+}
+NEXT = {
+    "model_type": "qwen3_next",
+    **SMALL,
+    **HYBRID,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
     "num_experts": 0,
+}
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    **SMALL,
+    **HYBRID,
+    "head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 2, 2],
+    },
 }
 CASES = {
     "llama": LLAMA,
@@ -89,6 +105,29 @@ CASES = {
         "linear_conv_kernel_dim": 3,
         "tie_word_embeddings": True,
         "rope_theta": 500.0,
+    },
+    "qwen3-5": QWEN35,
+    "qwen3-5-defaults": {
+        "model_type": "qwen3_5_text",
+        **SMALL,
+        "num_hidden_layers": 5,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": SCALINGS["yarn"],
+    },
+    "qwen3-5-with-images": {
+        "model_type": "qwen3_5",
+        "text_config": QWEN35,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
     },
     "gemma": {"model_type": "gemma", **SMALL, "head_dim": 16},
     "gemma2": {
@@ -125,7 +164,10 @@ def their_model(transformers, values):
     torch.manual_seed(0)
     values = json.loads(json.dumps(values))
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             size = parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1.0
@@ -175,7 +217,16 @@ def test_logits_and_generation_equal_transformers(name, transformers, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", dtype=torch.float32
     ).eval()
-    assert kind == CASES[name]["model_type"] or name == "mistral-full"
+    assert kind == CASES[name].get("text_config", CASES[name])["model_type"]
+    tensors, offset = loaded.state_dict(), ARCHITECTURES[kind].norm_offset
+    for theirs_name, tensor in theirs.state_dict().items():
+        if "visual" in theirs_name:
+            continue
+        # An offset is added and subtracted again.
+        away = 1e-7 if offset and "norm" in theirs_name and "linear_attn" not in theirs_name else 0.0
+        np.testing.assert_allclose(
+            tensors[theirs_name.replace("language_model.", "")].numpy(), tensor.numpy(), rtol=0, atol=away
+        )
     np.testing.assert_allclose(their_logits(loaded, TOKENS), want, rtol=1e-4, atol=1e-4)
     again, same = huggingface.load(tmp_path / "ours")
     assert meaning(again) == meaning(config)
@@ -443,8 +494,20 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     }
 
 
+def test_the_text_model_of_a_network_of_text_and_images():
+    """config.json may tie the tables outside text_config."""
+    values = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": QWEN35}
+    assert text_part(values) == {**QWEN35, "tie_word_embeddings": True}
+    with pytest.raises(ValueError, match="text_config must be an object for qwen3_5, got None"):
+        text_part({"model_type": "qwen3_5"})
+    experts = {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}
+    with pytest.raises(ValueError, match="num_experts=8 makes the layers of qwen3_5_moe_text mixtures"):
+        read_config(text_part(experts))
+
+
 def test_what_has_no_counterpart_is_named():
     for change, message in (
+        ({"hidden_act": "gelu"}, "hidden_act must be silu with linear_attention layers, got 'gelu'"),
         ({"num_experts": 4}, "num_experts=4 makes 6 of 6 layers mixtures of experts"),
         ({"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 3}, "makes 1 of 6 layers"),
         ({"attention_bias": True}, "attention_bias must be false with linear_attention layers"),
@@ -456,7 +519,11 @@ def test_what_has_no_counterpart_is_named():
     dense = {"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 7}
     assert meaning(read_config(NEXT | dense)) == meaning(read_config(NEXT))
     for change, message in (
-        ({"model_type": "gpt_oss"}, "model_type must be one of llama, mistral, .* got 'gpt_oss'"),
+        ({"model_type": "phi"}, "model_type must be one of llama, mistral, .* got 'phi'"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32},
+            "num_local_experts=32 makes the layers of gpt_oss mixtures of experts",
+        ),
         (
             {"hidden_act": "quick_gelu"},
             "hidden_act must be one of silu, gelu_pytorch_tanh, gelu, relu, got 'quick_gelu'",

@@ -118,7 +118,7 @@ class LmConfig(RunConfig):
         data = self.data
         if not data.data.startswith("tokens:"):
             data = dataclasses.replace(data, tokenizer=_tokenizer_in(self.from_hf))
-        pretrained = {name: getattr(found, name) for name in ("token_ids", "generation", "max_length")}
+        pretrained = {name: value for name, value in vars(found).items() if name not in values}
         return dataclasses.replace(self, model=model, data=data, pretrained=pretrained)
 
 

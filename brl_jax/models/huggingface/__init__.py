@@ -7,8 +7,7 @@
     generate(DecoderLM(config), {"params": params}, prompts, max_new_tokens=64, temperature=0)
     huggingface.save("path/to/copy", config, params)
 
-It supports Llama, Mistral, Qwen 2, 3 and 3-Next (dense), and Gemma 1 to 3 (text); docs/huggingface.md lists their
-options. Needs the extra `hf`.
+docs/huggingface.md lists the architectures and their options. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
-from brl_jax.models.huggingface.architectures import ARCHITECTURES, Architecture, architecture_of
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, Architecture, architecture_of, text_part
 from brl_jax.models.huggingface.configs import TOKEN_IDS, PretrainedConfig, read_config, write_config
 from brl_jax.models.huggingface.files import CONFIG, GENERATION, open_tensors, read_json, write_folder
 from brl_jax.models.huggingface.weights import check_tensors, has_own_head, parts, to_parameters, to_tensors
@@ -125,20 +124,20 @@ def _opened(
         raise FileNotFoundError(
             f"path must be a folder on this machine, with {CONFIG} and the weights; nothing is downloaded. Got {path!r}"
         )
-    values = read_json(folder / CONFIG)
+    values = text_part(read_json(folder / CONFIG))
     generation = folder / GENERATION
     config = PretrainedConfig(
         **vars(read_config(values, dtype)),
+        model_type=values["model_type"],
         token_ids={name: values[name] for name in TOKEN_IDS if name in values},
         generation=read_json(generation) if generation.is_file() else None,
         max_length=values.get("max_position_embeddings"),
     )
     with open_tensors(folder) as (shapes, read):
-        if has_own_head(config, shapes, read):
-            config = dataclasses.replace(config, tied_embeddings=False)
         architecture = architecture_of(values)
-        check_tensors(config, architecture, shapes)
-        yield config, architecture, read
+        if has_own_head(config, architecture, shapes, read):
+            config = dataclasses.replace(config, tied_embeddings=False)
+        yield config, architecture, check_tensors(config, architecture, shapes, read)
 
 
 def save(

@@ -82,6 +82,8 @@ _IGNORED = frozenset([
 class PretrainedConfig(DecoderConfig):
     """A loaded decoder's configuration, and the settings with which transformers generates from it."""
 
+    model_type: str | None = dataclasses.field(default=None, compare=False)
+    """The architecture that config.json names."""
     token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     """The fields of `TOKEN_IDS` that config.json has: each an id, a list of ids or None."""
     generation: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
@@ -113,7 +115,7 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     bias = bool(field.get("attention_bias"))
     if "num_experts" in field:
         _check_dense(values["num_hidden_layers"], field)
-    kinds = _layer_kinds(values, field)
+    kinds = _layer_kinds(values, architecture, field)
     shared: dict[str, Any] = {
         "qk_norm": architecture.qk_norm,
         "qkv_bias": True if architecture.qkv_bias else None,
@@ -125,12 +127,12 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     if "partial_rotary_factor" in field:
         size = rotary_dim(values, field["head_dim"] or width // heads)
         shared["rotary_dim"] = size
-    rotations = {kind: layer_rotation(values, kind) for kind in ("full", "sliding")}
+    rotations = {kind: layer_rotation(values, architecture, kind) for kind in ("full", "sliding")}
     theta = rotations["sliding" if "sliding" in kinds and "full" not in kinds else "full"][0]
     mechanisms: dict[str, Mechanism] = {}
     for kind in set(kinds):
         if kind == "linear":
-            mechanisms[kind] = _gated_deltanet(field)
+            mechanisms[kind] = _gated_deltanet(field, architecture)
             continue
         own, scaling = rotations[kind]
         options = shared | {"rope_theta": None if own == theta else own, "rope_scaling": scaling}
@@ -161,10 +163,15 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     )
 
 
-def _gated_deltanet(field: Mapping[str, Any]) -> GatedDeltaNetConfig:
-    """The linear attention layers of Qwen3-Next."""
+def _gated_deltanet(field: Mapping[str, Any], architecture: Architecture) -> GatedDeltaNetConfig:
+    """The linear attention layers."""
     if field["attention_bias"]:
         raise ValueError("config.json: attention_bias must be false with linear_attention layers, got true")
+    # transformers applies the same activation to their convolutions.
+    if (activation := field[architecture.activation]) != "silu":
+        raise ValueError(
+            f"config.json: {architecture.activation} must be silu with linear_attention layers, got {activation!r}"
+        )
     return GatedDeltaNetConfig(**{ours: field[theirs] for theirs, ours in LINEAR_SIZES.items()})
 
 
@@ -189,31 +196,23 @@ def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activat
     return ACTIVATIONS[activation]
 
 
-def _layer_kinds(values: Mapping[str, Any], field: Mapping[str, Any]) -> list[str]:
+def _layer_kinds(
+    values: Mapping[str, Any], architecture: Architecture, field: Mapping[str, Any]
+) -> list[str]:
     """Returns "full", "sliding" or "linear" for each layer."""
-    layers, kind = values["num_hidden_layers"], values["model_type"]
-    types = field.get("layer_types")
-    if "full_attention_interval" in field:
-        interval = field["full_attention_interval"]
-        kinds = ["linear" if (i + 1) % interval else "full" for i in range(layers)]
-        return kinds if types is None else _named_kinds(types, layers, ("full", "linear"))
-    if "sliding_window" not in field:
+    layers, other = values["num_hidden_layers"], architecture.other_layers
+    if other is None:
         return ["full"] * layers
-    window = field["sliding_window"]
-    if kind.startswith("qwen") and not field["use_sliding_window"]:
-        window = None
-    if types is not None:
-        kinds = _named_kinds(types, layers, ("full", "sliding"))
-    elif kind == "mistral":
-        kinds = ["full" if window is None else "sliding"] * layers
-    elif kind.startswith("qwen"):
-        kinds = [
-            "sliding" if window is not None and i >= field["max_window_layers"] else "full"
-            for i in range(layers)
-        ]
+    window = field.get("sliding_window") if field.get("use_sliding_window", True) else None
+    periods = (field.get("full_attention_interval"), field.get("sliding_window_pattern"), architecture.period)
+    period = next((each for each in periods if each is not None), None)
+    if field.get("layer_types") is not None:
+        kinds = _named_kinds(field["layer_types"], layers, ("full", other))
+    elif period is not None:
+        kinds = [other if (i + 1) % period else "full" for i in range(layers)]
     else:
-        period = field.get("sliding_window_pattern", 2)
-        kinds = ["sliding" if (i + 1) % period else "full" for i in range(layers)]
+        first = field.get("max_window_layers", 0)
+        kinds = [other if window is not None and i >= first else "full" for i in range(layers)]
     if "sliding" in kinds and (not isinstance(window, int) or window < 1):
         raise ValueError(
             f"config.json: sliding_window must be a number of tokens for sliding_attention, got {window!r}"
@@ -251,7 +250,8 @@ def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict
 
 
 def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, dict[str, Any]]:
-    """Returns the `model_type` and the config.json of the architecture that computes the same as the decoder.
+    """Returns the `model_type` and the config.json of an architecture that computes the same as the decoder, if
+    possible of the one that it was read from.
 
     Raises:
       ValueError: no architecture does; the message names the nearest one and how it differs.
@@ -259,7 +259,8 @@ def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, di
     differing: list[
         tuple[bool, list[str], str]
     ] = []  # first, whether it has layers that the architecture lacks
-    for kind, architecture in ARCHITECTURES.items():
+    own = config.model_type if isinstance(config, PretrainedConfig) else None
+    for kind, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[0] != own):
         values = _describe(kind, architecture, config, max_length)
         try:
             described = meaning(read_config(values))

@@ -10,6 +10,7 @@ from typing import Any
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.fields import Count, Positive, check_value
 from brl_jax.layers.core.attention_layer import SoftmaxConfig
+from brl_jax.models.huggingface.architectures import Architecture
 
 ROPE_FIELDS: Mapping[str, Any] = MappingProxyType(
     {
@@ -55,13 +56,15 @@ def check_fields(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         check_value(f"config.json: {name}", value, fields.get(name, Any))
 
 
-def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeScaling]:
+def layer_rotation(
+    values: Mapping[str, Any], architecture: Architecture, kind: str
+) -> tuple[float, RopeScaling]:
     """Returns the base of the frequencies and their scaling in layers of a kind, "full" or "sliding".
 
     Raises:
       ValueError: the scaling has no equivalent here.
     """
-    two_bases = values["model_type"] == "gemma3_text"
+    two_bases = "rope_local_base_freq" in architecture.defaults
     parameters = values.get("rope_parameters") or {}
     check_fields(_SCALING_FIELDS, parameters)
     by_layer = parameters.get(f"{kind}_attention")
@@ -72,11 +75,13 @@ def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeSca
         old_scaling = {}
         theta = values.get("rope_local_base_freq", 1e4)
     else:
-        theta = values.get("rope_theta", 1e6 if two_bases else 1e4)
+        theta = values.get("rope_theta", architecture.rope_theta)
     parameters = {**parameters, **old_scaling}
     check_fields(_SCALING_FIELDS, parameters)
-    if values["model_type"] == "qwen3_next":
-        parameters.pop("partial_rotary_factor", None)  # see `rotary_dim`
+    if "partial_rotary_factor" in architecture.defaults:
+        # See `rotary_dim`. Text has the same position on each of the axes that mrope tells apart.
+        for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+            parameters.pop(name, None)
     return float(parameters.pop("rope_theta", theta)), _scaling(
         parameters, values.get("max_position_embeddings")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.models.decoder import DecoderConfig
-from brl_jax.models.huggingface.architectures import Architecture
+from brl_jax.models.huggingface.architectures import Architecture, LinearTensors
 from brl_jax.models.stack import group_layers
 
 Path = tuple[str, ...]
@@ -135,57 +135,56 @@ def _softmax(
             yield _scale(f"{name}.{theirs}", (*path, ours), at.repeat, architecture.norm_offset, rotated)
 
 
-def _gated_deltanet(config: DecoderConfig, mechanism: GatedDeltaNetConfig, at: _Layer) -> Iterator[_Entry]:
-    """Yields the tensors of a linear attention layer of Qwen3-Next. It groups the projections of each key head and its
-    value heads, and has one convolution over the channels of queries, keys and values."""
+def _gated_deltanet(
+    config: DecoderConfig, mechanism: GatedDeltaNetConfig, tensors: LinearTensors, at: _Layer
+) -> Iterator[_Entry]:
+    """Yields the tensors of a linear attention layer."""
     d, name, path = config.dimensions, f"{at.prefix}.linear_attn", (*at.block, "mixer")
     keys, values, key_dim, value_dim = mechanism.sizes(d)
-    width, each = d.d_model, values // keys
+    width, size = d.d_model, mechanism.conv_size
+    per_key, per_value = (keys, key_dim), (values, value_dim)
+    sizes: dict[str, tuple[int, ...]] = {
+        "query": per_key,
+        "key": per_key,
+        "value": per_value,
+        "gate": per_value,
+    }
+    sizes |= {"beta": (values,), "step": (values,)}
 
-    def grouped(theirs: str, sizes: dict[str, tuple[int, ...]]) -> _Entry:
-        """Groups projections by key head; `sizes` gives the shape of each, (heads per key head, features)."""
-        lengths = [math.prod(size) for size in sizes.values()]
+    def split(a: np.ndarray, parts: Sequence[str], groups: int) -> list[np.ndarray]:
+        """Splits the rows of a (outputs, inputs), each group of which holds a share of every part."""
+        lengths = [math.prod(sizes[part]) // groups for part in parts]
+        pieces = np.split(a.reshape(groups, -1, a.shape[1]), np.cumsum(lengths)[:-1], axis=1)
+        return [
+            piece.reshape(-1, a.shape[1]).T.reshape(-1, *sizes[part]) for part, piece in zip(parts, pieces)
+        ]
 
-        def split(a: np.ndarray) -> list[np.ndarray]:
-            parts = np.split(a.reshape(keys, -1, width), np.cumsum(lengths)[:-1], axis=1)
-            shapes = [(width, keys * size[0], *size[1:]) for size in sizes.values()]
-            return [part.reshape(-1, width).T.reshape(shape) for part, shape in zip(parts, shapes)]
+    def join(ours: Sequence[np.ndarray], groups: int) -> np.ndarray:
+        return np.concatenate([a.reshape(len(a), groups, -1) for a in ours], 2).reshape(len(ours[0]), -1).T
 
-        def join(*ours: np.ndarray) -> np.ndarray:
-            return np.concatenate([a.reshape(width, keys, -1) for a in ours], 2).reshape(width, -1).T
-
-        paths = tuple((*path, part, "kernel") for part in sizes)
-        shape = (keys * sum(lengths), width)
-        return _Entry(f"{name}.{theirs}.weight", paths, at.repeat, shape, split, join)
-
-    yield grouped(
-        "in_proj_qkvz",
-        {
-            "query": (1, key_dim),
-            "key": (1, key_dim),
-            "value": (each, value_dim),
-            "gate": (each, value_dim),
-        },
-    )
-    yield grouped("in_proj_ba", {"beta": (each,), "step": (each,)})
-    channels = {"query": (keys, key_dim), "key": (keys, key_dim), "value": (values, value_dim)}
-    ends = np.cumsum([math.prod(shape) for shape in channels.values()])
-    size = mechanism.conv_size
+    for theirs, parts in tensors.projections.items():
+        groups = keys if tensors.by_key_head else 1
+        yield _Entry(
+            f"{name}.{theirs}.weight",
+            tuple((*path, part, "kernel") for part in parts),
+            at.repeat,
+            (sum(math.prod(sizes[part]) for part in parts), width),
+            lambda a, parts=parts, groups=groups: split(a, parts, groups),
+            lambda *ours, groups=groups: join(ours, groups),
+        )
+    convolved = ("query", "key", "value")
     yield _Entry(
         f"{name}.conv1d.weight",
-        tuple((*path, f"{part}_conv", "kernel") for part in channels),
+        tuple((*path, f"{part}_conv", "kernel") for part in convolved),
         at.repeat,
-        (int(ends[-1]), 1, size),
-        lambda a: [
-            part.T.reshape(size, *shape)
-            for part, shape in zip(np.split(a[:, 0], ends[:-1]), channels.values())
-        ],
-        lambda *ours: np.concatenate([a.reshape(size, -1) for a in ours], 1).T[:, None],
+        (sum(math.prod(sizes[part]) for part in convolved), 1, size),
+        lambda a: split(a[:, 0], convolved, 1),
+        lambda *ours: join(ours, 1)[:, None],
     )
     yield _plain(f"{name}.A_log", (*path, "rate"), at.repeat, (values,))
     yield _plain(f"{name}.dt_bias", (*path, "step_bias"), at.repeat, (values,))
-    yield _scale(f"{name}.norm", (*path, "head_norm"), at.repeat, 0.0, np.arange(value_dim))
-    yield _heads_out(f"{name}.out_proj", (*path, "out"), at.repeat, values, value_dim, width)
+    yield _scale(f"{name}.{tensors.norm}", (*path, "head_norm"), at.repeat, 0.0, np.arange(value_dim))
+    yield _heads_out(f"{name}.{tensors.out}", (*path, "out"), at.repeat, values, value_dim, width)
 
 
 def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Entry]:
@@ -203,7 +202,8 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                 at = _Layer(f"model.layers.{number}", ("stack", f"layers_{group}", f"block_{i}"), repeat)
                 number += 1
                 if isinstance(mechanism, GatedDeltaNetConfig):
-                    yield from _gated_deltanet(config, mechanism, at)
+                    assert architecture.linear is not None  # else it would not have such layers
+                    yield from _gated_deltanet(config, mechanism, architecture.linear, at)
                 else:
                     yield from _softmax(config, architecture, mechanism, at)
                 layer, ffn = at.prefix, (*at.block, "feed_forward")
@@ -226,35 +226,55 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                     yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
 
 
-def has_own_head(config: DecoderConfig, names: Any, read: Callable[[str], np.ndarray]) -> bool:
+def _stored(name: str, architecture: Architecture, names: Container[str]) -> str:
+    """Returns the name under which a file holds a tensor."""
+    others = (name.replace(ours, theirs, 1) for ours, theirs in architecture.aliases if ours in name)
+    return name if name in names else next((other for other in others if other in names), name)
+
+
+def has_own_head(
+    config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
+) -> bool:
     """Returns whether a file has a separate output table although config.json ties the tables. transformers then uses
     both tables. Some files store the same table twice."""
-    if not config.tied_embeddings or not {_HEAD, _TABLE} <= set(names):
+    table = _stored(_TABLE, architecture, names)
+    if not config.tied_embeddings or not {_HEAD, table} <= set(names):
         return False
-    return not np.array_equal(read(_HEAD), read(_TABLE))
+    return not np.array_equal(read(_HEAD), read(table))
 
 
 def check_tensors(
-    config: DecoderConfig, architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Checks the names and the shapes of a folder's tensors.
+    config: DecoderConfig,
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> Callable[[str], np.ndarray]:
+    """Checks the names and the shapes of a folder's tensors, and returns `read` for the names that the architecture
+    gives them.
 
     Raises:
       ValueError: a tensor is missing, unexpected, or has the wrong shape; the message names it.
     """
-    left = {name for name in shapes if not name.endswith("rotary_emb.inv_freq")}
+    left = {
+        name
+        for name in shapes
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(architecture.unread)
+    }
     if config.tied_embeddings:
         left.discard(_HEAD)  # see `has_own_head`
+    stored = {}
     for entry in _entries(config, architecture):
-        if entry.name not in left:
-            raise ValueError(f"the weights lack {entry.name}, which config.json requires")
-        left.discard(entry.name)
-        if shapes[entry.name] != entry.shape:
-            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shapes[entry.name]}")
+        name = stored[entry.name] = _stored(entry.name, architecture, left)
+        if name not in left:
+            raise ValueError(f"the weights lack {name}, which config.json requires")
+        left.discard(name)
+        if shapes[name] != entry.shape:
+            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shapes[name]}")
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
+    return lambda name: read(stored[name])
 
 
 def parts(
