@@ -582,7 +582,7 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     np.testing.assert_array_equal(projected[1, 8:16].T, mixer["key"]["kernel"][0, :, 1])
     np.testing.assert_array_equal(projected[1, 21:26].T, mixer["value"]["kernel"][0, :, 4])
     np.testing.assert_array_equal(projected[0, 41:46].T, mixer["gate"]["kernel"][0, :, 2])
-    again = to_parameters(config, architecture, tensors, tensors.__getitem__)
+    again = to_parameters(config, architecture, tensors.__getitem__)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params["params"])
     assert write_config(config, None)[1]["max_position_embeddings"] == 8192
     _, values = write_config(config, 64)

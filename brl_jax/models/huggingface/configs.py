@@ -91,6 +91,8 @@ class PretrainedConfig(DecoderConfig):
     """The fields of `TOKEN_IDS` that config.json has: each an id, a list of ids or None."""
     generation: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     """The contents of generation_config.json; None if there is no such file."""
+    max_length: Count | None = dataclasses.field(default=None, compare=False)
+    """The value of max_position_embeddings; None if config.json has none."""
 
 
 def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -> DecoderConfig:

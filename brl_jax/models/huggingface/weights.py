@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Int
 
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
@@ -259,48 +260,73 @@ def has_own_head(
     return not np.array_equal(read(_HEAD), read(table))
 
 
-def to_parameters(
-    config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
-) -> dict[str, Any]:
-    """Returns our parameters in float32, from the tensors that `read` returns for their names.
+def check_tensors(
+    config: DecoderConfig,
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> Callable[[str], np.ndarray]:
+    """Checks the names and the shapes of a folder's tensors, and returns `read` for the names that the architecture
+    gives them.
 
     Raises:
       ValueError: a tensor is missing, unexpected, or has the wrong shape; the message names it.
     """
     left = {
         name
-        for name in names
+        for name in shapes
         if not name.endswith("rotary_emb.inv_freq") and not name.startswith(architecture.unread)
     }
     if config.tied_embeddings:
         left.discard(_HEAD)  # see `has_own_head`
-    leaves: dict[Path, Any] = {}
+    stored = {}
     for entry in _entries(config, architecture):
-        stored = [name for name, _ in entry.pieces] or [_stored(entry.name, architecture, left)]
-        for name in stored:
+        pieces = [name for name, _ in entry.pieces] or [_stored(entry.name, architecture, left)]
+        stored[entry.name] = pieces
+        for name in pieces:
             if name not in left:
                 raise ValueError(f"the weights lack {name}, which config.json requires")
             left.discard(name)
-        tensor = np.concatenate([read(name) for name in stored]) if entry.pieces else read(stored[0])
-        if tensor.shape != entry.shape:
-            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {tensor.shape}")
-        for path, ours in zip(entry.paths, entry.to_ours(tensor.astype(np.float32)), strict=True):
-            own = np.ascontiguousarray(ours)
-            if entry.repeat is None:
-                leaves[path] = own
-            else:
-                leaves.setdefault(path, []).append(own)
+        shape = shapes[pieces[0]]
+        if entry.pieces and len({shapes[name][1:] for name in pieces}) == 1:
+            shape = (sum(sum(shapes[name][:1]) for name in pieces), *shape[1:])
+        if shape != entry.shape:
+            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shape}")
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = np.stack(leaf) if isinstance(leaf, list) else leaf
-    return tree
+
+    def read_whole(name: str) -> np.ndarray:
+        tensors = [read(piece) for piece in stored[name]]
+        return np.concatenate(tensors) if tensors[1:] else tensors[0]
+
+    return read_whole
+
+
+def parts(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> Iterator[tuple[Path, int | None, np.ndarray]]:
+    """Yields our parameters in float32, one tensor that `read` returns at a time: the path of a parameter, the place in
+    its stack of layers (None if it is not stacked), and what belongs there."""
+    for entry in _entries(config, architecture):
+        tensor = read(entry.name).astype(np.float32)
+        for path, ours in zip(entry.paths, entry.to_ours(tensor), strict=True):
+            yield path, entry.repeat, np.ascontiguousarray(ours)
+
+
+def to_parameters(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> dict[str, Any]:
+    """Returns our parameters in float32, from the tensors that `read` returns for their names."""
+    leaves: dict[Path, Any] = {}
+    for path, repeat, part in parts(config, architecture, read):
+        if repeat is None:
+            leaves[path] = part
+        else:
+            leaves.setdefault(path, []).append(part)
+    whole = {path: np.stack(leaf) if isinstance(leaf, list) else leaf for path, leaf in leaves.items()}
+    return traverse_util.unflatten_dict(whole)
 
 
 def to_tensors(
