@@ -233,7 +233,7 @@ def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activat
 
 
 def _layer_kinds(
-    values: Mapping[str, Any], architecture: Architecture, field: Mapping[str, Any]
+    values: Mapping[str, Any], architecture: Architecture, field: Mapping[str, Any], rotates: Sequence[bool]
 ) -> list[str]:
     """Returns "full", "sliding" or "linear" for each layer."""
     layers, other = values["num_hidden_layers"], architecture.other_layers
