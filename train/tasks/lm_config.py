@@ -139,7 +139,7 @@ def _stdlib() -> LmConfig:
     the network reads more text in less time than `small`."""
     return LmConfig(
         loop=LmLoopConfig(
-            steps=200, batch=4, length=512, eval_every=100, checkpoint_every=100, eval_tokens=32_768
+            steps=150, batch=4, length=512, eval_every=75, checkpoint_every=75, eval_tokens=32_768
         ),
         data=DataConfig(tokenizer="bpe:2048"),
         model=LmModelConfig(
@@ -149,7 +149,7 @@ def _stdlib() -> LmConfig:
             d_ff=256,
             mechanism=BRLConfig(window=128, num_compressed=32, compressed_dim=32, history_size=128),
         ),
-        optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=50),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=50),
     )
 
 
