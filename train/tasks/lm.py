@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
-from brl_jax.models import DecoderLM
+from brl_jax.models import DecoderLM, huggingface
 from train.data import load
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
@@ -25,7 +26,7 @@ from train.data.tokenizers.base import Tokenizer, continuation
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.errors import UserError
+from train.engine.errors import UserError, one_line
 from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
 from train.engine.mesh import host_rows
@@ -49,12 +50,15 @@ class LmData(NamedTuple):
     prompt: Int[np.ndarray, " P"] | None
 
 
-def lm_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
+def lm_objective(
+    model: DecoderLM, z_loss: float = 0.0, start: Callable[[Any], Any] = lambda params: params
+) -> Objective:
     """Next-token prediction on {"tokens", "targets": (B, T) int32} and, optionally, "weights": (B, T) float32,
     "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32.
 
     Args:
       z_loss: see `brl_jax.models.losses.cross_entropy`; for training alone.
+      start: see `Objective`.
     """
 
     def init(key: Array) -> Any:
@@ -69,7 +73,15 @@ def lm_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
         inputs = batch["tokens"], batch["targets"], batch.get("weights")
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
-    return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
+    return Objective(init, loss, model.init_memory, rates=make_rates(model.config), start=start)
+
+
+def _weights_of(folder: str, params: Any) -> Any:
+    """The weights of a folder in the layout of transformers, in the place of a run's fresh parameters."""
+    try:
+        return huggingface.load_onto(params, folder)
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"--from_hf: {one_line(error)}") from error
 
 
 # The fewest batches of a pass over held-out text with the rows of a training batch.
@@ -128,12 +140,20 @@ class LmTask(Task[LmConfig, LmData]):
     about = "Trains a decoder language model on text."
     config_class = LmConfig
     presets = PRESETS
-    default_preset = "small"
+    default_preset = "stdlib"
     is_sized_by_data = True
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
-        """The tokenizer decides the size of the vocabulary, and the length of the rows what follows it."""
+        """The tokenizer decides the size of the vocabulary unless the weights do, and the length of the rows what
+        follows it."""
         size = vocabulary_of(config.data, data)
+        if config.pretrained is not None:
+            if size > config.model.vocab_size:
+                raise UserError(
+                    f"--from_hf: the tokenizer has {size} tokens, and the network's embedding has "
+                    f"{config.model.vocab_size}; expected a tokenizer that fits"
+                )
+            size = config.model.vocab_size
         model = dataclasses.replace(config.model.for_training(config.loop.length), vocab_size=size)
         return dataclasses.replace(config, model=model)
 
@@ -141,7 +161,9 @@ class LmTask(Task[LmConfig, LmData]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
-        return lm_objective(model, config.z_loss)
+        if not config.from_hf:
+            return lm_objective(model, config.z_loss)
+        return lm_objective(model, config.z_loss, functools.partial(_weights_of, config.from_hf))
 
     def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)

@@ -18,6 +18,7 @@ from train.data.splits import DocumentStart, Part
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
+CONFIG = "tokenizer_config.json"
 PIECE = 1 << 20
 _SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096
 NO_EXTRA = np.zeros((0, 2), np.int64)
@@ -95,7 +96,7 @@ class Tokenizer(abc.ABC):
         """
 
     def _payload(self) -> dict[str, str]:
-        """Files, by name, that `load_tokenizer` needs in addition to the spec."""
+        """Files, by name, that `load_tokenizer` needs in addition to the spec. Of `CONFIG` they are more fields."""
         return {}
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -107,9 +108,10 @@ class Tokenizer(abc.ABC):
         """
         folder = epath.Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
-        files = self._payload() | {"tokenizer_config.json": json.dumps(config) + "\n"}
-        for name, text in files.items():
+        files = self._payload()
+        config = json.loads(files.pop(CONFIG, "{}"))
+        config |= {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
+        for name, text in (*files.items(), (CONFIG, json.dumps(config) + "\n")):
             write_whole(folder / name, text)
 
 
