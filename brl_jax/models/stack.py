@@ -351,13 +351,11 @@ class Stack(nn.Module):
         y, _, layers = self._through_layers(x, cache, call, deterministic)
         if cache is None:
             return y, None
-        carriers = {
-            key: carrier.close(y, caches.get(key), call.enter) for key, carrier in self.carriers.items()
-        }
+        count = call.count if call.kept is None else call.kept
+        carriers = {key: carrier.close(y, caches.get(key), count) for key, carrier in self.carriers.items()}
         new = cache._replace(carriers=carriers, layers=layers)
         if isinstance(new, DecodingCache):
-            count = x.shape[1] if call.enter is None else call.enter
-            new = new._replace(length=new.length + count)
+            new = new._replace(length=new.length + (x.shape[1] if count is None else count))
         return y, new
 
     def _unrolled(self, group: Period, state, caches, call, deterministic, cross):

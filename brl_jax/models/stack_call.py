@@ -42,11 +42,6 @@ class StackCall(NamedTuple):
     kept: Any = None
 
     @property
-    def enter(self) -> Any:
-        """How many of the new tokens enter the cache; None for all."""
-        return self.count if self.kept is None else self.kept
-
-    @property
     def of_layers(self) -> dict[str, Any]:
         """The keyword arguments of each block."""
         return {
