@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.recurrent.by_feature import count_levels, meet, reads_state, until_middle
+from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state, until_middle
 from pallas_kernels.triton.recurrent.delta_forward import first_of_span, unit_triangular_inverse
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
@@ -68,32 +68,35 @@ def feature_delta_chunks(
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
         column = features_by_tokens(k, b, first, r, kh, f, T, K, F)
         logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-        transposed = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
+        column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
         p += tl.where(i == j, tl.sum(query.to(tl.float32) * key, 1)[:, None], 0.0)
         for level in range(count_levels(first, T, CHUNK)):
             factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-            there = column * tl.exp(summed_features(transposed, until_middle(j, i, level), PRECISION))
+            there = column * tl.exp(summed_features(column_logs, until_middle(j, i, level), PRECISION))
             there = there.to(key.dtype)
+            met = ((i ^ j) >> level) == 1
             found = tl.dot((query * factor).to(key.dtype), there, input_precision=PRECISION)
-            p += tl.where(meet(i, j, level, False), found, 0.0)
+            p += tl.where(met, found, 0.0)
             found = tl.dot((key * factor).to(key.dtype), there, input_precision=PRECISION)
-            overlap += tl.where(((i >> level) ^ (j >> level)) == 1, found, 0.0)
+            overlap += tl.where(met, found, 0.0)
+    p = tl.where(i >= j, p, 0.0)
     if SEGMENTS:
         own = segment_numbers(segments, b, first, r, T)
         same = same_segment(segments, b, first, r, T)
         p, overlap = tl.where(same, p, 0.0), tl.where(same, overlap, 0.0)
     strength = token_numbers(beta, b, first, r, kh, T, K)
-    lower = tl.where(i > j, overlap * strength[:, None], 0.0)
-    found = unit_triangular_inverse(lower, r, CHUNK, PRECISION).to(q.dtype.element_ty)
-    store_tokens(
-        weights, tl.dot(p.to(found.dtype), found, input_precision=PRECISION), b, first, r, h, r, T, N, CHUNK
-    )
-    if KEEP:  # noqa: SIM102
-        if h % G == 0:
-            store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
-    # The inverse transposed: a product's result must not be transposed into another product.
-    upper = tl.where(i < j, overlap * strength[None, :], 0.0)
-    turned = unit_triangular_inverse(upper, r, CHUNK, PRECISION).to(q.dtype.element_ty)
+    # T, then T transposed: a product's result must not be transposed into another product.
+    found = tl.zeros([CHUNK, CHUNK], q.dtype.element_ty)
+    for transposed in range(2):
+        lower, upper = overlap * strength[:, None], overlap * strength[None, :]
+        triangle = tl.where(transposed == 0, tl.where(i > j, lower, 0.0), tl.where(i < j, upper, 0.0))
+        found = unit_triangular_inverse(triangle, r, CHUNK, PRECISION).to(found.dtype)
+        if transposed == 0:
+            weight = tl.dot(p.to(found.dtype), found, input_precision=PRECISION)
+            store_tokens(weights, weight, b, first, r, h, r, T, N, CHUNK)
+            if KEEP:  # noqa: SIM102
+                if h % G == 0:
+                    store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
     for ft in range(FT):
         f = ft * FB + tl.arange(0, FB)
@@ -109,7 +112,7 @@ def feature_delta_chunks(
             end = tl.exp(summed_tokens(j > i, logs, PRECISION))
             if SEGMENTS:
                 end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
-            written = tl.dot(turned, (key * end).to(key.dtype), input_precision=PRECISION)
+            written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
             store_tokens(writes, written, b, first, r, kh, f, T, K, F)
             at = factors + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * F
             tl.store(at + f, tl.exp(tl.sum(logs, 0)) * kept, mask=f < F)
@@ -260,26 +263,29 @@ def feature_delta_gradients(
             grad = tokens_by_features(d_out, b, first, r, h, e, T, N, V)
             near = tl.dot(grad, before, near, input_precision=PRECISION)
         near *= start
+        # Each pair from both sides: a row has what its token reads, and what reads it.
         queried = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
-        read = features_by_tokens(d_p, b, first, r, h, r, T, N, CHUNK)
+        diagonal = tl.sum(tl.where(i == j, queried.to(tl.float32), 0.0), 1)[:, None]
+        queried = tl.where(i > j, queried, features_by_tokens(d_p, b, first, r, h, r, T, N, CHUNK))
         lower = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
         upper = features_by_tokens(d_a, b, first, r, kh, r, T, K, CHUNK) * strength[None, :]
-        lower, upper = tl.where(g == 0, lower, 0.0), tl.where(g == 0, upper, 0.0)
+        keyed = tl.where(i > j, lower, upper.to(lower.dtype))
+        keyed = tl.where(g == 0, keyed, 0.0).to(lower.dtype)
         for level in range(count_levels(first, T, CHUNK)):
+            # At this level the tokens of second blocks read those of first blocks.
+            reads = ((i >> level) & 1) == 1
+            met = ((i ^ j) >> level) == 1
             factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-            earlier, later = meet(i, j, level, False), meet(i, j, level, True)
-            other = (key * factor).to(key.dtype)
-            pairs = tl.where(earlier, queried, 0.0).to(key.dtype)
-            near += factor * tl.dot(pairs, other, input_precision=PRECISION)
-            pairs = tl.where(earlier, lower, 0.0).to(key.dtype)
-            reader += factor * tl.dot(pairs, other, input_precision=PRECISION)
-            pairs = tl.where(later, upper, 0.0).to(key.dtype)
-            found = tl.dot(pairs, other, input_precision=PRECISION)
-            pairs = tl.where(later, read, 0.0).to(key.dtype)
-            found = tl.dot(pairs, (query * factor).to(key.dtype), found, input_precision=PRECISION)
-            own_pairs += factor * found
+            other = tl.where(reads, query, key) * factor
+            pairs = tl.where(met, queried, 0.0).to(key.dtype)
+            found = factor * tl.dot(pairs, other.to(key.dtype), input_precision=PRECISION)
+            near += tl.where(reads, found, 0.0)
+            own_pairs += tl.where(reads, 0.0, found)
+            pairs = tl.where(met, keyed, 0.0).to(key.dtype)
+            found = factor * tl.dot(pairs, (key * factor).to(key.dtype), input_precision=PRECISION)
+            reader += tl.where(reads, found, 0.0)
+            own_pairs += tl.where(reads, 0.0, found)
         crossing += query * near
-        diagonal = tl.sum(tl.where(i == j, queried.to(tl.float32), 0.0), 1)[:, None]
         store_tokens(d_query, near + diagonal * key, b, first, r, h, f, T, N, F)
         written += diagonal * query
     store_numbers(d_strength, tl.sum(reader * key, 1), b * FT + ft, first, r, kh, T, K)

@@ -165,16 +165,16 @@ _BY_FEATURE = {
 }  # fmt: skip
 _DELTAS_BY_FEATURE = {
     (90, 128): FeatureDeltaSizes(
-        64, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): FeatureDeltaSizes(
-        64, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (80, 128): FeatureDeltaSizes(
-        64, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
     (80, 256): FeatureDeltaSizes(
-        32, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+        32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
 # float32 takes twice the registers and shared memory of a 16-bit type.
