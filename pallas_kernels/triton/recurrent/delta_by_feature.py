@@ -74,7 +74,7 @@ def feature_delta_chunks(
             factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
             there = column * tl.exp(summed_features(column_logs, until_middle(j, i, level), PRECISION))
             there = there.to(key.dtype)
-            met = ((i ^ j) >> level) == 1
+            met = ((i >> level) ^ (j >> level)) == 1
             found = tl.dot((query * factor).to(key.dtype), there, input_precision=PRECISION)
             p += tl.where(met, found, 0.0)
             found = tl.dot((key * factor).to(key.dtype), there, input_precision=PRECISION)
@@ -206,6 +206,25 @@ def feature_delta_pair_gradients(
         store_tokens(d_p, tl.where(seen, pairs, 0.0), b, first, r, kh * G + g, r, T, N, CHUNK)
 
 
+@triton.jit
+def paired(pairs, readers, keys, logs, i, j, levels, PRECISION: tl.constexpr):
+    """The sums over the keys that each token reads, and over the tokens that read it, decayed, with weights `pairs`.
+
+    pairs: below the diagonal a row has the weights of the keys that its token reads, and above it of what reads it.
+    """
+    read, written = tl.zeros(logs.shape, tl.float32), tl.zeros(logs.shape, tl.float32)
+    for level in range(levels):
+        # At this level the tokens of second blocks read those of first blocks.
+        second = ((i >> level) & 1) == 1
+        factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
+        other = (tl.where(second, readers, keys) * factor).to(keys.dtype)
+        met = tl.where(((i >> level) ^ (j >> level)) == 1, pairs, 0.0).to(keys.dtype)
+        found = factor * tl.dot(met, other, input_precision=PRECISION)
+        read += tl.where(second, found, 0.0)
+        written += tl.where(second, 0.0, found)
+    return read, written
+
+
 def feature_delta_gradients(
     q, k, beta, log, segments, states, corrected, d_out, d_states, z, d_p, d_a, factors,
     d_query, d_key, d_strength, d_log,
@@ -250,8 +269,13 @@ def feature_delta_gradients(
     reader *= -start
     written *= end
     ends = written * key
-    # Pairs of tokens, level by level; the keys' own pairs along with the group's first head.
-    crossing, own_pairs = tl.zeros([CHUNK, FB], tl.float32), tl.zeros([CHUNK, FB], tl.float32)
+    # The pairs of tokens.
+    upper = features_by_tokens(d_a, b, first, r, kh, r, T, K, CHUNK) * strength[None, :]
+    keyed = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
+    keyed = tl.where(i > j, keyed, upper.to(keyed.dtype))
+    found, own_pairs = paired(keyed, key, key, logs, i, j, count_levels(first, T, CHUNK), PRECISION)
+    reader += found
+    crossing = tl.zeros([CHUNK, FB], tl.float32)
     for g in range(G):
         h = kh * G + g
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
@@ -263,28 +287,12 @@ def feature_delta_gradients(
             grad = tokens_by_features(d_out, b, first, r, h, e, T, N, V)
             near = tl.dot(grad, before, near, input_precision=PRECISION)
         near *= start
-        # Each pair from both sides: a row has what its token reads, and what reads it.
         queried = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
         diagonal = tl.sum(tl.where(i == j, queried.to(tl.float32), 0.0), 1)[:, None]
         queried = tl.where(i > j, queried, features_by_tokens(d_p, b, first, r, h, r, T, N, CHUNK))
-        lower = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
-        upper = features_by_tokens(d_a, b, first, r, kh, r, T, K, CHUNK) * strength[None, :]
-        keyed = tl.where(i > j, lower, upper.to(lower.dtype))
-        keyed = tl.where(g == 0, keyed, 0.0).to(lower.dtype)
-        for level in range(count_levels(first, T, CHUNK)):
-            # At this level the tokens of second blocks read those of first blocks.
-            reads = ((i >> level) & 1) == 1
-            met = ((i ^ j) >> level) == 1
-            factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-            other = tl.where(reads, query, key) * factor
-            pairs = tl.where(met, queried, 0.0).to(key.dtype)
-            found = factor * tl.dot(pairs, other.to(key.dtype), input_precision=PRECISION)
-            near += tl.where(reads, found, 0.0)
-            own_pairs += tl.where(reads, 0.0, found)
-            pairs = tl.where(met, keyed, 0.0).to(key.dtype)
-            found = factor * tl.dot(pairs, (key * factor).to(key.dtype), input_precision=PRECISION)
-            reader += tl.where(reads, found, 0.0)
-            own_pairs += tl.where(reads, 0.0, found)
+        found, back = paired(queried, query, key, logs, i, j, count_levels(first, T, CHUNK), PRECISION)
+        near += found
+        own_pairs += back
         crossing += query * near
         store_tokens(d_query, near + diagonal * key, b, first, r, h, f, T, N, F)
         written += diagonal * query

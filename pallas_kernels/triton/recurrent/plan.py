@@ -156,13 +156,14 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    100: FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
-    90: FeatureSizes(
+    (100, 128): FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    (90, 128): FeatureSizes(
         256, 64, 16, 32, 512, 4, Launch(128, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(128, 8, 1),
         Launch(64, 8, 1),
     ),
-    80: FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+    (80, 128): FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
 }  # fmt: skip
+_BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
     (90, 128): FeatureDeltaSizes(
         64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
@@ -171,7 +172,7 @@ _DELTAS_BY_FEATURE = {
         64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (80, 128): FeatureDeltaSizes(
-        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+        32, 16, 16, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
     (80, 256): FeatureDeltaSizes(
         32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
@@ -212,7 +213,7 @@ def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
         return _INTERPRETED[1]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[1]
-    return _BY_FEATURE[bridge.tuned_for(_BY_FEATURE)]
+    return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
 
 
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
