@@ -680,11 +680,11 @@ def _feature_delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named
     results = (
         delta.queries(shape.features), delta.queries(sizes.chunk), delta.keys(shape.features),
         delta.keys(shape.features), shape.state(delta.chunks, shape.features),
-        delta.keys(sizes.chunk) if keep else shape.none,
+        delta.keys(sizes.chunk),
     )  # fmt: skip
     found = delta.by_chunk(
         kernels.feature_delta_chunks, sizes.chunks, "query key beta log_decay segments", results,
-        programs=shape.heads, FB=min(sizes.features, padded(shape.features)), KEEP=keep,
+        programs=shape.heads, FB=min(sizes.features, padded(shape.features)),
     )  # fmt: skip
     arrays |= dict(zip(names.split(), found))
     arrays["maps"] = delta.maps("writes reads value none none beta factors")

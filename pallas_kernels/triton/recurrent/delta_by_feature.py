@@ -1,21 +1,21 @@
 """The delta rule whose state has one decay for each feature of the keys (Kimi delta attention, arXiv:2510.26692).
 
-In a chunk, let a be the decay from its beginning to a token, e that from a token to its end, and D that between two
-tokens, each by feature. k_i . k_j, weighted by D, is a symmetric matrix; A is its strictly lower part, with rows times
-beta. P is the lower part of the same products of queries and keys. With T = (I + A)^-1::
+In a chunk, each feature decays by a from the beginning to a token, by e from a token to the end, and by D between two
+tokens. A is the strictly lower part of the products of keys with keys, weighted by D, its rows times beta. P is the
+lower part of the same products of queries with keys. With T = (I + A)^-1::
 
     X   = beta (V - (a K) S)
     out = (a Q) S + (P T) X
-    S   = e_first S + (T^T (e K))^T X
+    S   = factor S + (T^T (e K))^T X
 
-All products by D, and a Q, a K, P T and T^T (e K), are computed for all chunks at once. They also hold the masks of
-segments, so what walks the chunks needs neither decays nor segments but a chunk's factors, e_first. Backward, with dS
-the gradient of the state after a chunk and R = T X::
+One kernel computes a Q, a K, P T and T^T (e K) for all chunks at once and puts zeros where segments differ. The kernels
+that walk the chunks therefore need neither decays nor segments, only the chunks' factors. Backward, with dS the
+gradient of the state after a chunk and R = T X::
 
     Z  = (P T)^T d_out + T^T (e K) dS,   dV = beta Z,   dA = -Z R^T,   dP = d_out R^T
-    dS = e_first dS + (a Q)^T d_out - (a K)^T beta Z
+    dS = factor dS + (a Q)^T d_out - (a K)^T beta Z
 
-D is as in `by_feature`: every exponent is a sum of logarithms, hence at most 0.
+As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def same_segment(segments, b, first, r, T: tl.constexpr):
 def feature_delta_chunks(
     q, k, beta, log, segments, queries, weights, reads, writes, factors, inverse,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """queries a Q (B, T, N, F), weights P T (B, T, N, CHUNK), reads a K and writes T^T (e K) (B, T, K, F), factors
-    (B, K, chunks, F), and where KEEP inverse T (B, T, K, CHUNK)."""
+    (B, K, chunks, F), and inverse T (B, T, K, CHUNK)."""
     K: tl.constexpr = N // G
     FT: tl.constexpr = (F + FB - 1) // FB
     c, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -94,9 +94,8 @@ def feature_delta_chunks(
         if transposed == 0:
             weight = tl.dot(p.to(found.dtype), found, input_precision=PRECISION)
             store_tokens(weights, weight, b, first, r, h, r, T, N, CHUNK)
-            if KEEP:  # noqa: SIM102
-                if h % G == 0:
-                    store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
+            if h % G == 0:
+                store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
     for ft in range(FT):
         f = ft * FB + tl.arange(0, FB)
@@ -214,7 +213,7 @@ def paired(pairs, readers, keys, logs, i, j, levels, PRECISION: tl.constexpr):
     """
     read, written = tl.zeros(logs.shape, tl.float32), tl.zeros(logs.shape, tl.float32)
     for level in range(levels):
-        # At this level the tokens of second blocks read those of first blocks.
+        # At this level the tokens of second blocks read the tokens of first blocks.
         second = ((i >> level) & 1) == 1
         factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
         other = (tl.where(second, readers, keys) * factor).to(keys.dtype)
@@ -233,7 +232,7 @@ def feature_delta_gradients(
 ):  # fmt: skip
     """d_query (B, T, N, F), d_key and d_log (B, T, K, F): one program FB features of a chunk.
 
-    Its part of the gradient of beta, but for Z . V, is in d_strength (B, tiles of features, T, K).
+    d_strength (B, tiles of features, T, K) has its part of beta's gradient, without Z . V.
     """
     VT: tl.constexpr = (V + VB - 1) // VB
     FT: tl.constexpr = (F + FB - 1) // FB

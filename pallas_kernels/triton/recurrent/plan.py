@@ -183,7 +183,7 @@ _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
-    FeatureDeltaSizes(32, 16, 8, 32, 32, *5 * [Launch(32, 8, 1)]),
+    FeatureDeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
