@@ -29,7 +29,7 @@ def documents(lines: Iterable[Line], template: Callable[[], ChatTemplate | None]
       template: called where a line is a chat.
 
     Raises:
-      UserError: a line is no document; the message has the file and the line.
+      UserError: a line is not one of these; the message has the file and the line.
     """
     for line in lines:
         place = f"{line.address}, line {line.number}"

@@ -45,8 +45,8 @@ def fill_rows(corpus: Corpus, order: Iterable[int], length: int, stop: int) -> l
 
 
 def arrays_of(corpus: Corpus, rows: Sequence[Pieces], length: int) -> dict[str, np.ndarray]:
-    """Rows as {"tokens", "targets", "segment_ids": (B, T) int32, "weights": (B, T) float32}: weights are 0 where the
-    target is of another document or there is none."""
+    """Rows as {"tokens", "targets", "segment_ids": (B, T) int32, "weights": (B, T) float32}: the weight is
+    0 where the row ends or the target is of another document."""
     text = np.zeros((len(rows), length + 1), np.int32)
     segments = np.full((len(rows), length + 1), -1, np.int32)
     weights = np.zeros((len(rows), length + 1), np.float32)
@@ -160,4 +160,4 @@ class PackedHeldOut:
 
 def _check_any(rows: Sequence[Pieces], name: str) -> None:
     if not rows:
-        raise UserError(f"--data: no document of the {name} text has two tokens, so there is none to predict")
+        raise UserError(f"--data: no document of the {name} text has two tokens; expected some to predict")
