@@ -38,7 +38,7 @@ from train.tasks.every import TASKS
 class ExportOptions(RunOptions):
     """What to write."""
 
-    workdir: str = "runs/small"
+    workdir: str = "runs/stdlib"
     """Folder of the run."""
     out: str = "export"
     """A new folder on this machine."""

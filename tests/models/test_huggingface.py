@@ -74,6 +74,14 @@ QWEN35 = {
         "mrope_section": [2, 2, 2],
     },
 }
+# Without positions.
+OLMO_HYBRID = {
+    "model_type": "olmo_hybrid",
+    **SMALL,
+    **HYBRID,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 CASES = {
     "llama": LLAMA,
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -128,6 +136,44 @@ CASES = {
             "out_hidden_size": 32,
             "num_position_embeddings": 16,
         },
+    },
+    "olmo2": {"model_type": "olmo2", **SMALL, "rope_theta": 500.0},
+    "olmo2-biases": {"model_type": "olmo2", **SMALL, "attention_bias": True, "num_key_value_heads": None},
+    "olmo3": {
+        "model_type": "olmo3",
+        **SMALL,
+        "num_hidden_layers": 8,
+        "sliding_window": 5,
+        "rope_scaling": SCALINGS["yarn"],
+    },
+    "olmo3-bases": {
+        "model_type": "olmo3",
+        **SMALL,
+        "sliding_window": 3,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "smollm3": {"model_type": "smollm3", **SMALL, "num_hidden_layers": 6, "rope_scaling": SCALINGS["yarn"]},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        **SMALL,
+        "no_rope_layers": [0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "olmo-hybrid": OLMO_HYBRID,
+    "olmo-hybrid-defaults": {"model_type": "olmo_hybrid", **SMALL, "num_hidden_layers": 8},
+    "olmo-hybrid-positive": OLMO_HYBRID
+    | {
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "tie_word_embeddings": True,
     },
     "gemma": {"model_type": "gemma", **SMALL, "head_dim": 16},
     "gemma2": {
@@ -421,6 +467,12 @@ def test_yarn_without_an_original_length_takes_the_longest():
         (NEXT | {"mlp_only_layers": 3}, "mlp_only_layers"),
         (NEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
         (NEXT | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        (NEXT | {"linear_num_key_heads": None}, "linear_num_key_heads"),
+        (OLMO_HYBRID | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        (OLMO_HYBRID | {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"model_type": "olmo3", "rope_theta": None}, "rope_theta"),
     ],
     ids=str,
 )  # fmt: skip
@@ -466,6 +518,52 @@ def test_weights_in_8_bits_are_named(tmp_path):
 def test_a_name_on_the_hub_is_not_a_folder():
     with pytest.raises(FileNotFoundError, match=r"path must be a folder on this machine.* 'Qwen/Qwen3-0.6B'"):
         huggingface.load("Qwen/Qwen3-0.6B")
+
+
+def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
+    """transformers cuts OLMo Hybrid's convolutions into thirds, and renames the norms of its other layers too."""
+    pytest.importorskip("safetensors")
+    numpy = pytest.importorskip("safetensors.numpy")
+    _, params, folder = small(tmp_path, OLMO_HYBRID)
+    tensors = numpy.load_file(folder / "model.safetensors")
+    first, full = "model.layers.0", "model.layers.2"
+    names = [f"{first}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert [tensors[name].shape for name in names] == [(16, 1, 4), (16, 1, 4), (30, 1, 4)]
+    whole = np.concatenate([tensors[name] for name in names])
+    tensors |= {name: part.copy() for name, part in zip(names, np.split(whole, [21, 42]))}
+    renamed = (
+        (f"{first}.attention_layer_norm", f"{first}.input_layernorm"),
+        (f"{first}.feedforward_layer_norm", f"{first}.post_attention_layernorm"),
+        (f"{full}.post_attention_layernorm", f"{full}.feedforward_layer_norm"),
+    )
+    for own, other in renamed:
+        tensors[f"{other}.weight"] = tensors.pop(f"{own}.weight")
+    numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    jax.tree.map(np.testing.assert_array_equal, huggingface.load(folder)[1], params)
+    del tensors[names[1]]
+    numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the weights lack {names[1]}"):
+        huggingface.load(folder)
+
+
+def test_a_folder_without_its_files(tmp_path):
+    pytest.importorskip("safetensors")
+    _, _, folder = small(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "moved")
+    with pytest.raises(
+        FileNotFoundError, match=r"no model\.safetensors and no model\.safetensors\.index\.json in"
+    ):
+        huggingface.load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}}))
+    with pytest.raises(
+        FileNotFoundError, match=r"index\.json names model-00001\.safetensors, which is missing"
+    ):
+        huggingface.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in .*model"):
+        huggingface.load(folder)
 
 
 def test_tensors_of_gated_deltanet_hold_several_parameters():
@@ -547,6 +645,22 @@ def test_what_has_no_counterpart_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             read_config(LLAMA | change)
+    smol = {"model_type": "smollm3", **SMALL, "num_hidden_layers": 5}
+    for change, message in (
+        ({"no_rope_layers": [1]}, "no_rope_layers must have 5 numbers, got 1"),
+        (
+            {"no_rope_layers": [1, 0, 0, 1, 1]},
+            r"no_rope_layers \(with layer_types\) must be one kind and then the",
+        ),
+        ({"layer_types": ["sliding_attention"] * 5}, "sliding_window must be a number of tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(smol | change)
+    # A published form of no positions, and a field that transformers would not read.
+    published = {name: value for name, value in OLMO_HYBRID.items() if name != "rope_parameters"}
+    assert meaning(read_config(published | {"rope_theta": None})) == meaning(read_config(OLMO_HYBRID))
+    with pytest.raises(ValueError, match=r"clip_qkv=8\.0 is not supported for olmo2"):
+        read_config({"model_type": "olmo2", **SMALL, "clip_qkv": 8.0})
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
     with pytest.raises(ValueError, match="layer_types must be one kind and then the other, or repeat"):
         read_config({"model_type": "gemma2", **GEMMA, "layer_types": types})

@@ -19,7 +19,7 @@ from train.engine.storage import check_address
 class LoopConfig(Checked):
     """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
 
-    workdir: Free[str] = "runs/small"
+    workdir: Free[str] = "runs/stdlib"
     """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
     same command again resumes the run where it stopped."""
     steps: Free[Steps] = 1000

@@ -146,7 +146,7 @@ class LmTask(Task[LmConfig, LmData]):
     about = "Trains a decoder language model on text."
     config_class = LmConfig
     presets = PRESETS
-    default_preset = "small"
+    default_preset = "stdlib"
     is_sized_by_data = True
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:

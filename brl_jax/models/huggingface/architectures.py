@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +14,17 @@ class LinearTensors:
 
     Attributes:
       projections: for each projection, ours that it holds.
+      convolutions: the tensors of the channels of queries, keys and values: one for all, or one for each.
       norm, out: the norm of the heads and the output projection.
+      norm_epsilon: added to the mean square in that norm; None for rms_norm_eps.
       by_key_head: whether each projection is grouped by key head.
     """
 
     projections: Mapping[str, tuple[str, ...]]
+    convolutions: tuple[str, ...] = ("conv1d",)
     norm: str = "norm"
     out: str = "out_proj"
+    norm_epsilon: float | None = None
     by_key_head: bool = False
 
 
@@ -33,13 +37,16 @@ class Architecture:
       activation: the field that names the activation function.
       defaults: the fields that config.json may omit, and the values that transformers then uses.
       norm_offset: number that is subtracted from the norms' weights before they are stored.
-      output_norms, qk_norm, qkv_bias, output_gate: whether its blocks have them (see `StackConfig` and
+      output_norms, qk_norm, qkv_bias, output_gate, post_norm: whether its blocks have them (see `StackConfig` and
         `SoftmaxConfig`).
       scales_embedding: whether embedded tokens are multiplied by the square root of the width.
       other_layers: the kind of its layers without full attention, "sliding" or "linear", if it can have such layers.
       period: without layer_types, every `period`-th layer has full attention, unless a field says otherwise.
       rope_theta: the base of its rotary frequencies if config.json has none.
+      rope_by_layer: whether sliding layers have other rotary frequencies, without the scaling.
+      rope_optional: whether a null as the base means no positions.
       linear: the tensors of its linear attention layers.
+      norms: the norms of the inputs of a layer's mixer and feed-forward network.
       ignored: fields of its config.json that transformers never reads.
       aliases: parts of tensors' names, and what some files have in their place.
       unread: beginnings of the names of tensors that the text model does not use.
@@ -50,14 +57,18 @@ class Architecture:
     activation: str = "hidden_act"
     norm_offset: float = 0.0
     output_norms: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["merged"] = False
     qkv_bias: bool = False
     output_gate: bool = False
+    post_norm: bool = False
     scales_embedding: bool = False
     other_layers: str | None = None
     period: int | None = None
     rope_theta: float = 1e4
+    rope_by_layer: bool = False
+    rope_optional: bool = False
     linear: LinearTensors | None = None
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     ignored: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = ()
@@ -107,6 +118,7 @@ EXPERTS = MappingProxyType(
     }
 )
 _GEMMA_OPTIONS: dict[str, Any] = {"norm_offset": 1.0, "scales_embedding": True}
+_OLMO_OPTIONS: dict[str, Any] = {"qk_norm": "merged", "post_norm": True}
 # Gated DeltaNet and gated full attention.
 _QWEN_HYBRID = {
     "head_dim": 256,
@@ -174,6 +186,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             qk_norm=True,
             other_layers="sliding",
             rope_theta=1e6,
+            rope_by_layer=True,
             ignored=("attn_logit_softcapping",),
             **_GEMMA_OPTIONS,
         ),
@@ -209,6 +222,79 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             aliases=(("model.", "model.language_model."),),
             unread=("model.visual.", "mtp."),
             **_QWEN_HYBRID_OPTIONS,
+        ),
+        "olmo2": _architecture(
+            "Olmo2ForCausalLM", {"rms_norm_eps": 1e-5, "attention_bias": False}, **_OLMO_OPTIONS
+        ),
+        "olmo3": _architecture(
+            "Olmo3ForCausalLM",
+            {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
+            other_layers="sliding",
+            period=4,
+            rope_theta=5e5,
+            rope_by_layer=True,
+            **_OLMO_OPTIONS,
+        ),
+        "smollm3": _architecture(
+            "SmolLM3ForCausalLM",
+            {
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": True,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "no_rope_layers": None,
+                "no_rope_layer_interval": 4,
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "layer_types": None,
+            },
+            other_layers="sliding",
+            rope_theta=2e6,
+        ),
+        "olmo_hybrid": _architecture(
+            "OlmoHybridForCausalLM",
+            {
+                "attention_bias": False,
+                "layer_types": None,
+                "linear_num_key_heads": None,
+                "linear_num_value_heads": None,
+                "linear_key_head_dim": None,
+                "linear_value_head_dim": None,
+                "linear_conv_kernel_dim": 4,
+                "linear_allow_neg_eigval": True,
+            },
+            other_layers="linear",
+            period=4,
+            rope_optional=True,
+            linear=LinearTensors(
+                {
+                    "q_proj": ("query",),
+                    "k_proj": ("key",),
+                    "v_proj": ("value",),
+                    "g_proj": ("gate",),
+                    "b_proj": ("beta",),
+                    "a_proj": ("step",),
+                },
+                convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
+                norm="o_norm",
+                out="o_proj",
+                norm_epsilon=1e-5,
+            ),
+            norms=("attention_layer_norm", "feedforward_layer_norm"),
+            ignored=(
+                "linear_a_log_max",
+                "linear_a_log_min",
+                "linear_dt_init_floor",
+                "linear_dt_max",
+                "linear_dt_min",
+            ),
+            # transformers names the norms after its modules in memory, or renames those of all layers.
+            aliases=(
+                ("attention_layer_norm", "input_layernorm"),
+                ("feedforward_layer_norm", "post_attention_layernorm"),
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+            ),
+            **_OLMO_OPTIONS,
         ),
     }
 )

@@ -26,6 +26,8 @@ class _Entry(NamedTuple):
       paths: the parameters that it holds.
       repeat: its layer's index in the stacked parameters; None if they are not stacked.
       to_ours, to_theirs: convert its value to the parameters' values, and back.
+      pieces: names and rows of the tensors in which files hold it; it is one tensor if there are none. Some files cut
+        it after other rows.
     """
 
     name: str
@@ -34,6 +36,7 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     to_ours: Callable[[np.ndarray], Sequence[np.ndarray]]
     to_theirs: Callable[..., np.ndarray]
+    pieces: tuple[tuple[str, int], ...] = ()
 
 
 class _Layer(NamedTuple):
@@ -64,16 +67,16 @@ def _linear(
         yield _plain(f"{name}.bias", (*path, "bias"), repeat, (outputs,))
 
 
-def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, " H"]) -> _Entry:
+def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, "*H"]) -> _Entry:
     """A norm's weights. Ours are theirs at these places, plus the offset."""
-    back = np.argsort(places)
+    back = np.argsort(places, axis=None)
     return _Entry(
         f"{name}.weight",
         ((*path, "scale"),),
         repeat,
-        places.shape,
+        (places.size,),
         lambda a: (a[places] + offset,),
-        lambda a: (a - offset)[back],
+        lambda a: (a - offset).ravel()[back],
     )
 
 
@@ -96,7 +99,10 @@ def _softmax(
     d, name, path = config.dimensions, f"{at.prefix}.self_attn", (*at.block, "mixer")
     head, width = d.head_dim, d.d_model
     bias = d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias
-    plain, rotated = np.arange(head), _pairs(head, mechanism.rotary_dim or head)
+    plain, rotated = (
+        np.arange(head),
+        _pairs(head, head if mechanism.rotary_dim is None else mechanism.rotary_dim),
+    )
 
     def heads(theirs: str, number: int, **parts: Int[np.ndarray, " H"]) -> Iterator[_Entry]:
         """Yields the projections in `parts`, which are consecutive in each of their heads; ours are at these places."""
@@ -130,9 +136,12 @@ def _softmax(
     yield _heads_out(f"{name}.o_proj", (*path, "out"), at.repeat, d.num_heads, head, width)
     if d.use_bias:
         yield _plain(f"{name}.o_proj.bias", (*path, "out", "bias"), at.repeat, (width,))
-    if architecture.qk_norm:
-        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
-            yield _scale(f"{name}.{theirs}", (*path, ours), at.repeat, architecture.norm_offset, rotated)
+    if mechanism.qk_norm:
+        for part, number in (("query", d.num_heads), ("key", d.num_kv_heads)):
+            merged = np.arange(number)[:, None] * head + rotated
+            places = merged if mechanism.qk_norm == "merged" else rotated
+            own = (*path, f"{part}_norm")
+            yield _scale(f"{name}.{part[0]}_norm", own, at.repeat, architecture.norm_offset, places)
 
 
 def _gated_deltanet(
@@ -173,13 +182,16 @@ def _gated_deltanet(
             lambda *ours, groups=groups: join(ours, groups),
         )
     convolved = ("query", "key", "value")
+    rows = [math.prod(sizes[part]) for part in convolved]
+    pieces = [(f"{name}.{theirs}.weight", number) for theirs, number in zip(tensors.convolutions, rows)]
     yield _Entry(
         f"{name}.conv1d.weight",
         tuple((*path, f"{part}_conv", "kernel") for part in convolved),
         at.repeat,
-        (sum(math.prod(sizes[part]) for part in convolved), 1, size),
+        (sum(rows), 1, size),
         lambda a: split(a[:, 0], convolved, 1),
         lambda *ours: join(ours, 1)[:, None],
+        tuple(pieces) if len(tensors.convolutions) > 1 else (),
     )
     yield _plain(f"{name}.A_log", (*path, "rate"), at.repeat, (values,))
     yield _plain(f"{name}.dt_bias", (*path, "step_bias"), at.repeat, (values,))
@@ -214,7 +226,12 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                 yield from _linear(
                     f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias
                 )
-                norms = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
+                norms = dict(zip(architecture.norms, ("mixer_norm", "feed_forward_norm")))
+                if mechanism.residual == "post":
+                    norms = {
+                        "post_attention_layernorm": "mixer_norm",
+                        "post_feedforward_layernorm": "feed_forward_norm",
+                    }
                 if d.output_norms:
                     norms = {
                         "input_layernorm": "mixer_norm",
@@ -264,17 +281,27 @@ def check_tensors(
         left.discard(_HEAD)  # see `has_own_head`
     stored = {}
     for entry in _entries(config, architecture):
-        name = stored[entry.name] = _stored(entry.name, architecture, left)
-        if name not in left:
-            raise ValueError(f"the weights lack {name}, which config.json requires")
-        left.discard(name)
-        if shapes[name] != entry.shape:
-            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shapes[name]}")
+        pieces = [name for name, _ in entry.pieces] or [_stored(entry.name, architecture, left)]
+        stored[entry.name] = pieces
+        for name in pieces:
+            if name not in left:
+                raise ValueError(f"the weights lack {name}, which config.json requires")
+            left.discard(name)
+        shape = shapes[pieces[0]]
+        if entry.pieces and len({shapes[name][1:] for name in pieces}) == 1:
+            shape = (sum(sum(shapes[name][:1]) for name in pieces), *shape[1:])
+        if shape != entry.shape:
+            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shape}")
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
-    return lambda name: read(stored[name])
+
+    def read_whole(name: str) -> np.ndarray:
+        tensors = [read(piece) for piece in stored[name]]
+        return np.concatenate(tensors) if tensors[1:] else tensors[0]
+
+    return read_whole
 
 
 def parts(
@@ -320,7 +347,11 @@ def to_tensors(
         if theirs is None or theirs.shape != entry.shape:
             names = ", ".join("/".join(path) for path in entry.paths)
             raise ValueError(f"params: the shape of {names} does not match the configuration")
-        tensors[entry.name] = theirs
+        if entry.pieces:
+            ends = np.cumsum([rows for _, rows in entry.pieces])[:-1]
+            tensors |= {name: part for (name, _), part in zip(entry.pieces, np.split(theirs, ends))}
+        else:
+            tensors[entry.name] = theirs
     return tensors
 
 
