@@ -47,6 +47,7 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.attention.recurrent.summary import Summary
 from brl_jax.attention.sorting.informer import (
     informer_attention,
     init_informer_state,
@@ -123,6 +124,7 @@ from brl_jax.models import (
     TokenClassifier,
     transnormer,
 )
+from brl_jax.speculation import Draft
 from brl_jax.states import StateFunctions, state_functions
 
 __version__: str
@@ -151,6 +153,7 @@ __all__ = [
     "Dilated",
     "Dimensions",
     "DistanceBias",
+    "Draft",
     "Encoder",
     "EncoderConfig",
     "EncoderDecoder",
@@ -203,6 +206,7 @@ __all__ = [
     "StackConfig",
     "StateFunctions",
     "Strided",
+    "Summary",
     "SurroundedBlocks",
     "SynthesizerConfig",
     "T5Bias",

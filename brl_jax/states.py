@@ -9,10 +9,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.diag import DiagState, diag_attention, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state
@@ -45,6 +48,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
+from brl_jax.attention.recurrent.summary import Summary, summarize_delta, summarize_sums
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
 from brl_jax.fields import argument_checks
@@ -74,6 +78,7 @@ Name = Literal[
 class StateFunctions(Generic[State]):
     """The functions of one mechanism, pure and without parameters; see `state_functions`. State is a NamedTuple."""
 
+    _name: str
     _init: Callable[..., State]
     _extend: Callable[..., Any]  # -> (Array, State); functions whose state is optional return a union
 
@@ -95,20 +100,52 @@ class StateFunctions(Generic[State]):
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K H"],
         state: State,
-        **arrays: Array,
+        *,
+        return_states: int | None = None,
+        **arrays: Any,
     ) -> tuple[Float[Array, "B T N H"], State]:
         """Returns the outputs of the next T tokens, which also see the state's tokens, and the state after them.
 
         Args:
+          return_states: k, from 1 to T, returns the states after each of the last k tokens instead, stacked along a
+            new first axis, so that a caller who accepts only some of the tokens can go back:
+            `jax.tree.map(lambda x: x[i], states)`. These k tokens are read one by one, as `step` reads them.
           arrays: the function's additional inputs for each token: beta (B, T, K) for "deltanet", "gated_deltanet" and
             "kda"; log_decay for the last two, and for "linear" with normalize=False, whose state then decays;
             linear_query and linear_key for "flash"; retrieval_query and retrieval_key for "bsbr"; projection for
             "long_short".
 
         Raises:
-          ValueError: as the mechanism's function.
+          ValueError: as the mechanism's function, or `return_states` is out of range, or comes with padding or
+            packed rows.
         """
-        return self._extend(query=query, key=key, value=value, state=state, **arrays)
+        arrays = {"query": query, "key": key, "value": value, **arrays}
+        if return_states is None:
+            return self._extend(state=state, **arrays)
+        length = query.shape[1]
+        require(
+            1 <= return_states <= length,
+            f"return_states must be from 1 to the number of tokens {length}, got {return_states}",
+        )
+        for name in ("key_value_seq_lengths", "segment_ids"):
+            require(arrays.get(name) is None, f"{name} must be None with return_states")
+        first = length - return_states
+        fixed = {name: x for name, x in arrays.items() if x.ndim == 1}  # the decay of each head
+        tokens = {name: x for name, x in arrays.items() if x.ndim > 1}
+        out = None
+        if first:
+            out, state = self._extend(
+                state=state, **fixed, **{name: x[:, :first] for name, x in tokens.items()}
+            )
+
+        def one(state: State, token: dict[str, Array]) -> tuple[State, tuple[Array, State]]:
+            out, state = self._extend(state=state, **fixed, **token)
+            return state, (out[:, 0], state)
+
+        each = {name: jnp.moveaxis(x[:, first:], 1, 0)[:, :, None] for name, x in tokens.items()}
+        _, (outs, states) = lax.scan(one, vary_like(state, jax.tree.leaves(each)), each)
+        outs = jnp.moveaxis(outs, 0, 1)
+        return (outs if out is None else jnp.concatenate([out, outs], axis=1)), states
 
     def step(
         self,
@@ -116,11 +153,39 @@ class StateFunctions(Generic[State]):
         key: Float[Array, "B 1 K H"],
         value: Float[Array, "B 1 K H"],
         state: State,
-        **arrays: Array,
+        **arrays: Any,
     ) -> tuple[Float[Array, "B 1 N H"], State]:
         """`extend` by one token, as in generation. Raises ValueError for any other number of tokens."""
         require(query.shape[1] == 1, f"a step takes one token, got {query.shape[1]}; extend takes any number")
         return self.extend(query, key, value, state, **arrays)
+
+    def summarize(
+        self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], **arrays: Any
+    ) -> Summary:
+        """Returns what T tokens do to any state before them. The `Summary` of a shard of a sequence is all that the
+        devices with later shards need, so a caller can divide sequences over a mesh as he likes.
+
+        For "linear", "deltanet", "gated_deltanet" and "kda".
+
+        Args:
+          arrays: beta, log_decay and positions, as for `extend`. A log_decay of -inf drops the tokens before.
+
+        Raises:
+          ValueError: as `extend`, or the mechanism's state is not A S + B.
+        """
+        require(
+            self._name in ("linear", *_DELTA_RULES),
+            f"summarize needs one of linear, {', '.join(_DELTA_RULES)}, got {self._name!r}",
+        )
+        check_qkv(key, key, value)
+        known = ("log_decay", "positions") if self._name == "linear" else ("beta", "log_decay")
+        for name in arrays:
+            require(name in known, f"summarize of {self._name!r} takes {', '.join(known)}, got {name!r}")
+        extend = functools.partial(self.extend, **arrays)
+        if self._name in _DELTA_RULES:
+            return summarize_delta(self._init, extend, key, value)
+        log_decay = arrays.get("log_decay", getattr(self._extend, "keywords", {}).get("log_decay"))
+        return summarize_sums(self._init, extend, key, value, log_decay)
 
 
 @overload
@@ -195,7 +260,9 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
     argument_checks(function)((), of_function)
     always = {x: True for x in ("is_causal", "return_state") if x in for_function}
     return StateFunctions(
-        functools.partial(init, **of_init), functools.partial(function, **always, **of_function)
+        name,
+        functools.partial(init, **of_init),
+        functools.partial(function, **always, **of_function),
     )
 
 
@@ -223,6 +290,7 @@ _SIZES: dict[str, tuple[str, Callable[[Any], int]]] = {
 _OF_INIT = ("batch", "num_kv_heads", "head_dim", "dtype")
 _OF_CALLS = ("query", "key", "value", "state", "return_state", "is_causal")
 _NO_SETTINGS = (*_OF_INIT, *_OF_CALLS, "num_packed", "num_compressed")
+_DELTA_RULES = ("deltanet", "gated_deltanet", "kda")
 _DECAYED = dict.fromkeys(
     ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
 )

@@ -25,6 +25,7 @@ def cross_entropy(
     weights: Float[Array, "B T"] | None = None,
     *,
     vocab_size: int,
+    z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the weighted sum of -log p(target) in nats and the sum of weights, both float32.
 
@@ -38,6 +39,8 @@ def cross_entropy(
       targets: (B, T) ints in 0..V-1.
       weights: (B, T), 1 by default; 0 ignores a token, whatever its target.
       vocab_size: V.
+      z_loss: adds z_loss * log(Z)^2 to the loss of each target, where Z is the sum of the exponentials of its logits
+        (PaLM, arXiv:2204.02311, section 5); it keeps log(Z) near 0.
 
     Raises:
       ValueError: targets or weights have the wrong shape or type, or a target with a nonzero weight is outside the
@@ -56,7 +59,9 @@ def cross_entropy(
         # JAX counts negative indices from the end, so map negative targets outside the vocabulary.
         outside = jnp.where(targets < 0, vocab_size, targets)[..., None]
         chosen = jnp.take_along_axis(logits, outside, axis=-1)[..., 0]
-        return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        losses = log_z - chosen
+        return jnp.sum((losses + z_loss * jnp.square(log_z) if z_loss else losses) * weights)
 
     shards = current_shards("length")
     shards = shards if length % shards == 0 else 1

@@ -68,7 +68,7 @@ class TableOptions(RunOptions):
 class StudyOptions(RunOptions):
     """Runs to compare in a picture."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
+    workdir: tuple[str, ...] = ("runs/stdlib",)
     """Folders of the runs."""
     split: Literal["valid", "test"] = "valid"
     """Which part of each run's data."""

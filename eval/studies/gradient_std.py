@@ -39,7 +39,7 @@ _TITLES = {
 class GradientStdOptions(OutputOptions):
     """Which runs to compare."""
 
-    workdir: tuple[str, ...] = ("runs/small",)
+    workdir: tuple[str, ...] = ("runs/stdlib",)
     """Folders of the runs; each becomes a curve."""
     after: Natural = 0
     """Also give the relative standard deviation over the steps after this one; 0: only over all steps."""

@@ -48,7 +48,7 @@ from train.tasks.recall import RECALL
 class RegularizerOptions(StudyOptions):
     """What to measure."""
 
-    workdir: str = "runs/small"  # type: ignore[assignment]
+    workdir: str = "runs/stdlib"  # type: ignore[assignment]
     """Folder of the run, of train.lm or train.recall, with BRL attention."""
     sequences: Rows = 4
     """Sequences to read, the first of the split."""

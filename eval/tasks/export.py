@@ -22,14 +22,13 @@ from etils import epath
 
 from brl_jax.json_files import read_json
 from brl_jax.loading import save_export
-from brl_jax.models import DecoderLM, huggingface
+from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from brl_jax.models.config import ComputationType
 from brl_jax.models.huggingface.files import TOKENIZER_FILES
 from eval.harness.options import RunOptions
 from eval.harness.output import emit
-from eval.harness.runs import open_run
+from eval.harness.runs import Run, open_run
 from train.cli.options import parse_options
-from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.tasks.every import TASKS
@@ -39,7 +38,7 @@ from train.tasks.every import TASKS
 class ExportOptions(RunOptions):
     """What to write."""
 
-    workdir: str = "runs/small"
+    workdir: str = "runs/stdlib"
     """Folder of the run."""
     out: str = "export"
     """A new folder on this machine."""
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
             "dtype": options.dtype,
         }
         try:
-            layout = _write_huggingface(run.model, run.params, options, shared)
+            layout = _write_huggingface(run, options, shared)
             if layout is None:
                 layout = "own"
                 save_export(options.out, run.params, config, step=run.step, **shared)
@@ -78,14 +77,17 @@ def main(argv: Sequence[str]) -> None:
     emit({"layout": layout, "step": run.step, "parameters": number}, options.json)
 
 
-def _write_huggingface(model: Any, params: Any, options: ExportOptions, shared: dict[str, Any]) -> str | None:
+def _write_huggingface(run: Run, options: ExportOptions, shared: dict[str, Any]) -> str | None:
     """The architecture that was written; None if the network needs the other layout."""
     if options.layout == "own":
         return None
     try:
-        if not isinstance(model, DecoderLM):
-            raise ValueError(f"a {type(model).__name__} is not a decoder")
-        return huggingface.save(options.out, model.config, params, **shared)
+        if not isinstance(run.model, DecoderLM):
+            raise ValueError(f"a {type(run.model).__name__} is not a decoder")
+        config: DecoderConfig = run.model.config
+        if pretrained := getattr(run.config, "pretrained", None):
+            config = huggingface.PretrainedConfig(**vars(config), **pretrained)
+        return huggingface.save(options.out, config, run.params, **shared)
     except ValueError as error:
         if options.layout == "huggingface":
             raise UserError(f"--layout: {error}") from error
@@ -100,8 +102,6 @@ def _copy_tokenizer(workdir: str, folder: str) -> str:
         if not source.exists():
             continue
         copy.write_bytes(source.read_bytes())
-        if name == "tokenizer_config.json":
-            values = read_json(copy)
-            if load_tokenizer(workdir).spec.startswith(("bpe:", "bpe-uncased:")):
-                copy.write_text(json.dumps({**values, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        if name == "tokenizer_config.json" and (Path(folder) / "tokenizer.json").exists():
+            copy.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **read_json(copy)}))
     return folder

@@ -36,7 +36,7 @@ from train.tasks.lm import LM
 class GenerateOptions(Checked):
     """What to generate."""
 
-    workdir: str = "runs/small"
+    workdir: str = "runs/stdlib"
     """Folder of the run."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue; may be given several times."""

@@ -20,7 +20,7 @@ from train.tasks.lm import LM
 class LmEvalOptions(EvalOptions):
     """What to measure."""
 
-    workdir: str = "runs/small"
+    workdir: str = "runs/stdlib"
     """Folder of the run."""
     data: str | None = None
     """Read this text instead of the run's own, as for train.lm; the run's tokenizer encodes it."""

@@ -123,6 +123,32 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
         functions.step(*arrays, state, **more)
 
 
+@pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear, decayed", "kda")))
+def test_states_after_each_of_the_last_tokens(name):
+    """A caller who keeps only some of the last tokens goes back to the state after them."""
+    settings, more, at_once = CASES[name]
+    arrays = _inputs(name)
+    functions = state_functions(name.split(",")[0], **settings)
+    extend = jax.jit(functions.extend, static_argnames="return_states")
+    state = functions.init(B, arrays[1].shape[2], H)
+
+    def call(start, end, state, **options):
+        extra = {key: x[:, start:end] for key, x in more.items()}
+        return extend(*(x[:, start:end] for x in arrays), state, **extra, **options)
+
+    _, state = call(0, 2, state)
+    expected = at_once(*arrays)
+    for last in (4, 6):
+        out, states = call(2, 8, state, return_states=last)
+        np.testing.assert_allclose(out, expected[:, 2:8], rtol=2e-4, atol=2e-5)
+        for i in (0, 2, last - 1):
+            back = jax.tree.map(lambda x, i=i: x[i], states)
+            assert jax.tree.structure(back) == jax.tree.structure(state)
+            end = 8 - last + i + 1
+            rest, _ = call(end, T, back)
+            np.testing.assert_allclose(rest, expected[:, end:], rtol=2e-4, atol=2e-5)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
         state_functions("lokal")
@@ -146,6 +172,12 @@ def test_bad_input():
         ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
     ):
         brl_jax.local_attention(*(x[:1] for x in _inputs("local")), **WINDOW, state=state)
+    linear, tokens = state_functions("linear"), _inputs("linear")
+    with pytest.raises(ValueError, match="return_states must be from 1 to the number of tokens 11, got 12"):
+        linear.extend(*tokens, linear.init(B, K, H), return_states=12)
+    ids = jnp.zeros((B, T), jnp.int32)
+    with pytest.raises(ValueError, match="segment_ids must be None with return_states"):
+        linear.extend(*tokens, linear.init(B, K, H), return_states=2, segment_ids=ids)
     long_short = state_functions("long_short", length=T)
     with pytest.raises(
         ValueError,

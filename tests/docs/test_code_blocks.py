@@ -70,7 +70,7 @@ def surroundings(page: Path) -> dict:
         from train.lm import main
 
         small = "--d_model 32 --num_heads 2 --d_ff 32 --num_layers 1 --length 32 --batch 2 --steps 2 --eval_every 2"
-        main([*small.split(), "--eval_tokens", "128", "--full_eval", "False", "--workdir", "runs/small"])
+        main([*small.split(), "--eval_tokens", "128", "--full_eval", "False", "--workdir", "runs/stdlib"])
     return {}
 
 

@@ -83,6 +83,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "": Case(FullConfig()),
         "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
         "gate": Case(FullConfig(rotary_dim=2, output_gate=True, qk_norm=True), repeats="full"),
+        "post_norm": Case(FullConfig(rotary_dim=0, qk_norm="merged", post_norm=True), repeats="full"),
     },
     # tests/attention/local/test_local.py covers each pattern. Causal ones use one loop over blocks; the others add a
     # part that all queries see.
@@ -182,7 +183,15 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "gated_deltanet": {
         "": Case(GatedDeltaNetConfig(chunk_size=8), repeats="deltanet"),
         "sizes": Case(
-            GatedDeltaNetConfig(num_key_heads=1, num_value_heads=3, key_dim=6, value_dim=5, conv_size=2),
+            GatedDeltaNetConfig(
+                num_key_heads=1,
+                num_value_heads=3,
+                key_dim=6,
+                value_dim=5,
+                negative_eigenvalues=True,
+                norm_epsilon=0.1,
+                conv_size=2,
+            ),
             repeats="gated_deltanet",
         ),
     },

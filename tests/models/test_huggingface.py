@@ -14,7 +14,7 @@ from brl_jax import generate
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
-from brl_jax.models.huggingface.architectures import architecture_of
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, text_part
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
 
@@ -45,18 +45,42 @@ SCALINGS = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 # Two linear layers and a full one, twice.
-NEXT = {
-    "model_type": "qwen3_next",
-    **SMALL,
+HYBRID = {
     "num_hidden_layers": 6,
-    "head_dim": 24,
-    "partial_rotary_factor": 0.5,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 5,
+}
+NEXT = {
+    "model_type": "qwen3_next",
+    **SMALL,
+    **HYBRID,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
     "num_experts": 0,
+}
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    **SMALL,
+    **HYBRID,
+    "head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 2, 2],
+    },
+}
+# Without positions.
+OLMO_HYBRID = {
+    "model_type": "olmo_hybrid",
+    **SMALL,
+    **HYBRID,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
 CASES = {
     "llama": LLAMA,
@@ -89,6 +113,67 @@ CASES = {
         "linear_conv_kernel_dim": 3,
         "tie_word_embeddings": True,
         "rope_theta": 500.0,
+    },
+    "qwen3-5": QWEN35,
+    "qwen3-5-defaults": {
+        "model_type": "qwen3_5_text",
+        **SMALL,
+        "num_hidden_layers": 5,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": SCALINGS["yarn"],
+    },
+    "qwen3-5-with-images": {
+        "model_type": "qwen3_5",
+        "text_config": QWEN35,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+    },
+    "olmo2": {"model_type": "olmo2", **SMALL, "rope_theta": 500.0},
+    "olmo2-biases": {"model_type": "olmo2", **SMALL, "attention_bias": True, "num_key_value_heads": None},
+    "olmo3": {
+        "model_type": "olmo3",
+        **SMALL,
+        "num_hidden_layers": 8,
+        "sliding_window": 5,
+        "rope_scaling": SCALINGS["yarn"],
+    },
+    "olmo3-bases": {
+        "model_type": "olmo3",
+        **SMALL,
+        "sliding_window": 3,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "smollm3": {"model_type": "smollm3", **SMALL, "num_hidden_layers": 6, "rope_scaling": SCALINGS["yarn"]},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        **SMALL,
+        "no_rope_layers": [0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "olmo-hybrid": OLMO_HYBRID,
+    "olmo-hybrid-defaults": {"model_type": "olmo_hybrid", **SMALL, "num_hidden_layers": 8},
+    "olmo-hybrid-positive": OLMO_HYBRID
+    | {
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "tie_word_embeddings": True,
     },
     "gemma": {"model_type": "gemma", **SMALL, "head_dim": 16},
     "gemma2": {
@@ -125,7 +210,10 @@ def their_model(transformers, values):
     torch.manual_seed(0)
     values = json.loads(json.dumps(values))
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    auto = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             size = parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1.0
@@ -175,7 +263,16 @@ def test_logits_and_generation_equal_transformers(name, transformers, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", dtype=torch.float32
     ).eval()
-    assert kind == CASES[name]["model_type"] or name == "mistral-full"
+    assert kind == CASES[name].get("text_config", CASES[name])["model_type"]
+    tensors, offset = loaded.state_dict(), ARCHITECTURES[kind].norm_offset
+    for theirs_name, tensor in theirs.state_dict().items():
+        if "visual" in theirs_name:
+            continue
+        # An offset is added and subtracted again.
+        away = 1e-7 if offset and "norm" in theirs_name and "linear_attn" not in theirs_name else 0.0
+        np.testing.assert_allclose(
+            tensors[theirs_name.replace("language_model.", "")].numpy(), tensor.numpy(), rtol=0, atol=away
+        )
     np.testing.assert_allclose(their_logits(loaded, TOKENS), want, rtol=1e-4, atol=1e-4)
     again, same = huggingface.load(tmp_path / "ours")
     assert meaning(again) == meaning(config)
@@ -370,6 +467,12 @@ def test_yarn_without_an_original_length_takes_the_longest():
         (NEXT | {"mlp_only_layers": 3}, "mlp_only_layers"),
         (NEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
         (NEXT | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        (NEXT | {"linear_num_key_heads": None}, "linear_num_key_heads"),
+        (OLMO_HYBRID | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        (OLMO_HYBRID | {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"model_type": "olmo3", "rope_theta": None}, "rope_theta"),
     ],
     ids=str,
 )  # fmt: skip
@@ -417,6 +520,52 @@ def test_a_name_on_the_hub_is_not_a_folder():
         huggingface.load("Qwen/Qwen3-0.6B")
 
 
+def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
+    """transformers cuts OLMo Hybrid's convolutions into thirds, and renames the norms of its other layers too."""
+    pytest.importorskip("safetensors")
+    numpy = pytest.importorskip("safetensors.numpy")
+    _, params, folder = small(tmp_path, OLMO_HYBRID)
+    tensors = numpy.load_file(folder / "model.safetensors")
+    first, full = "model.layers.0", "model.layers.2"
+    names = [f"{first}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert [tensors[name].shape for name in names] == [(16, 1, 4), (16, 1, 4), (30, 1, 4)]
+    whole = np.concatenate([tensors[name] for name in names])
+    tensors |= {name: part.copy() for name, part in zip(names, np.split(whole, [21, 42]))}
+    renamed = (
+        (f"{first}.attention_layer_norm", f"{first}.input_layernorm"),
+        (f"{first}.feedforward_layer_norm", f"{first}.post_attention_layernorm"),
+        (f"{full}.post_attention_layernorm", f"{full}.feedforward_layer_norm"),
+    )
+    for own, other in renamed:
+        tensors[f"{other}.weight"] = tensors.pop(f"{own}.weight")
+    numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    jax.tree.map(np.testing.assert_array_equal, huggingface.load(folder)[1], params)
+    del tensors[names[1]]
+    numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the weights lack {names[1]}"):
+        huggingface.load(folder)
+
+
+def test_a_folder_without_its_files(tmp_path):
+    pytest.importorskip("safetensors")
+    _, _, folder = small(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "moved")
+    with pytest.raises(
+        FileNotFoundError, match=r"no model\.safetensors and no model\.safetensors\.index\.json in"
+    ):
+        huggingface.load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}}))
+    with pytest.raises(
+        FileNotFoundError, match=r"index\.json names model-00001\.safetensors, which is missing"
+    ):
+        huggingface.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in .*model"):
+        huggingface.load(folder)
+
+
 def test_tensors_of_gated_deltanet_hold_several_parameters():
     """Every tensor of a Qwen3-Next is split into our parameters and reassembled from them."""
     config = read_config(NEXT)
@@ -433,7 +582,7 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     np.testing.assert_array_equal(projected[1, 8:16].T, mixer["key"]["kernel"][0, :, 1])
     np.testing.assert_array_equal(projected[1, 21:26].T, mixer["value"]["kernel"][0, :, 4])
     np.testing.assert_array_equal(projected[0, 41:46].T, mixer["gate"]["kernel"][0, :, 2])
-    again = to_parameters(config, architecture, tensors, tensors.__getitem__)
+    again = to_parameters(config, architecture, tensors.__getitem__)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params["params"])
     assert write_config(config, None)[1]["max_position_embeddings"] == 8192
     _, values = write_config(config, 64)
@@ -443,8 +592,20 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     }
 
 
+def test_the_text_model_of_a_network_of_text_and_images():
+    """config.json may tie the tables outside text_config."""
+    values = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": QWEN35}
+    assert text_part(values) == {**QWEN35, "tie_word_embeddings": True}
+    with pytest.raises(ValueError, match="text_config must be an object for qwen3_5, got None"):
+        text_part({"model_type": "qwen3_5"})
+    experts = {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}
+    with pytest.raises(ValueError, match="num_experts=8 makes the layers of qwen3_5_moe_text mixtures"):
+        read_config(text_part(experts))
+
+
 def test_what_has_no_counterpart_is_named():
     for change, message in (
+        ({"hidden_act": "gelu"}, "hidden_act must be silu with linear_attention layers, got 'gelu'"),
         ({"num_experts": 4}, "num_experts=4 makes 6 of 6 layers mixtures of experts"),
         ({"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 3}, "makes 1 of 6 layers"),
         ({"attention_bias": True}, "attention_bias must be false with linear_attention layers"),
@@ -456,7 +617,11 @@ def test_what_has_no_counterpart_is_named():
     dense = {"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 7}
     assert meaning(read_config(NEXT | dense)) == meaning(read_config(NEXT))
     for change, message in (
-        ({"model_type": "gpt_oss"}, "model_type must be one of llama, mistral, .* got 'gpt_oss'"),
+        ({"model_type": "phi"}, "model_type must be one of llama, mistral, .* got 'phi'"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32},
+            "num_local_experts=32 makes the layers of gpt_oss mixtures of experts",
+        ),
         (
             {"hidden_act": "quick_gelu"},
             "hidden_act must be one of silu, gelu_pytorch_tanh, gelu, relu, got 'quick_gelu'",
@@ -480,6 +645,22 @@ def test_what_has_no_counterpart_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             read_config(LLAMA | change)
+    smol = {"model_type": "smollm3", **SMALL, "num_hidden_layers": 5}
+    for change, message in (
+        ({"no_rope_layers": [1]}, "no_rope_layers must have 5 numbers, got 1"),
+        (
+            {"no_rope_layers": [1, 0, 0, 1, 1]},
+            r"no_rope_layers \(with layer_types\) must be one kind and then the",
+        ),
+        ({"layer_types": ["sliding_attention"] * 5}, "sliding_window must be a number of tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(smol | change)
+    # A published form of no positions, and a field that transformers would not read.
+    published = {name: value for name, value in OLMO_HYBRID.items() if name != "rope_parameters"}
+    assert meaning(read_config(published | {"rope_theta": None})) == meaning(read_config(OLMO_HYBRID))
+    with pytest.raises(ValueError, match=r"clip_qkv=8\.0 is not supported for olmo2"):
+        read_config({"model_type": "olmo2", **SMALL, "clip_qkv": 8.0})
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
     with pytest.raises(ValueError, match="layer_types must be one kind and then the other, or repeat"):
         read_config({"model_type": "gemma2", **GEMMA, "layer_types": types})

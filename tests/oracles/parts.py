@@ -26,6 +26,13 @@ def norm(x, p, kind):
     return layer_norm(x, p) if kind == "layer" else rms_norm(x, p)
 
 
+def joint_norm(x, p, kind):
+    """Norm over as many last axes as the weights have."""
+    if p["scale"].ndim == 1:
+        return norm(x, p, kind)
+    return norm(x.reshape(len(x), -1), {"scale": p["scale"].reshape(-1)}, kind).reshape(x.shape)
+
+
 def feed_forward(x, p):
     return (relu(x @ p["gate"]["kernel"]) * (x @ p["up"]["kernel"])) @ p["down"]["kernel"]
 
@@ -86,10 +93,15 @@ def layers(params):
 
 
 def residual_network(mix):
-    """Pre-norm blocks around mix(normalised input (n, d), parameters, mechanism, dimensions) -> (n, d)."""
+    """Blocks around mix(input (n, d), parameters, mechanism, dimensions) -> (n, d), which normalise inputs, or outputs
+    with post_norm."""
 
     def network(params, mechanism, d, x):
         for p in layers(params):
+            if getattr(mechanism, "post_norm", False):
+                x = x + norm(mix(x, p["mixer"], mechanism, d), p["mixer_norm"], d.norm)
+                x = x + norm(feed_forward(x, p["feed_forward"]), p["feed_forward_norm"], d.norm)
+                continue
             x = x + mix(norm(x, p["mixer_norm"], d.norm), p["mixer"], mechanism, d)
             x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
         return norm(x, params["final_norm"], d.norm)
@@ -143,17 +155,15 @@ def turned(x):
 
 
 def softmax_attention(x, p, mask, d, cap=None, rotated=None):
-    """Multi-head attention with grouped heads under a mask (n, n). Uses p's norms of queries and keys, sinks and gate
-    if present, and rotates the first `rotated` features."""
+    """Multi-head attention with grouped heads under a mask (n, n). Uses p's norms of queries and keys (of all heads
+    together if a norm has a weight for each), sinks and gate if present, and rotates the first `rotated` features."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))
     if "query_norm" in p:
-        q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
-    q, k = (
-        np.concatenate([rotary(y[..., :rotated], positions), y[..., rotated or d.head_dim :]], -1)
-        for y in (q, k)
-    )
+        q, k = joint_norm(q, p["query_norm"], d.norm), joint_norm(k, p["key_norm"], d.norm)
+    rotated = d.head_dim if rotated is None else rotated
+    q, k = (np.concatenate([rotary(y[..., :rotated], positions), y[..., rotated:]], -1) for y in (q, k))
     group = d.num_heads // d.num_kv_heads
     heads = []
     for a in range(d.num_heads):

@@ -99,19 +99,20 @@ def step_decay(z, p):
     return np.exp(-np.exp(rate) * np.log(1 + np.exp(z + p["step_bias"])))
 
 
-def gated_norm(x, gate, p, opened):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"] * opened(gate)
+def gated_norm(x, gate, p, opened, epsilon=1e-5):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * p["scale"] * opened(gate)
 
 
 def gated_delta_mix(u, p, m, d):
     q, k, v = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("query", "key", "value"))
     q, k = unit(q) / np.sqrt(q.shape[-1]), unit(k)
     beta, decay = sigmoid(u @ p["beta"]["kernel"]), step_decay(u @ p["step"]["kernel"], p)
+    beta = 2 * beta if m.negative_eigenvalues else beta
     gate, group = project(u, p["gate"]), v.shape[1] // k.shape[1]
     heads = []
     for a in range(v.shape[1]):
         out = delta(q[:, a // group], k[:, a // group], v[:, a], beta[:, a], decay[:, a])
-        heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu))
+        heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu, m.norm_epsilon or 1e-5))
     return merge(heads, p)
 
 

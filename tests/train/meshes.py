@@ -15,10 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax.layers import MECHANISMS, BRLConfig
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, losses
+from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, huggingface, losses
 from brl_jax.models.networks import make_stack
-from brl_jax.sharding import MeshConfig, constrain, make_mesh
+from brl_jax.sharding import MeshConfig, constrain, make_mesh, parameter_shardings
 from tests.train.logs import metrics_lines
+from tests.train.pretrained import write_model
 from train.cli.options import parse
 from train.data.masking import mask_tokens
 from train.engine.batch import Batch
@@ -193,14 +194,16 @@ def run(workdir, mesh, steps, optimizer):
 
 
 def loss_in_pieces(mesh):
-    """The loss of a few rows in pieces of three tokens a device, and its gradient."""
+    """The weighted loss of a few rows, with z-loss, in pieces of three tokens a device, and its gradient."""
     rng = np.random.default_rng(3)
     hidden, table = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 40, 8), (16, 8)))
     targets = rng.integers(16, size=(2, 40)).astype(np.int32)
+    weights = rng.integers(3, size=(2, 40)).astype(np.float32)
 
     def loss(hidden, table):
         to_logits = lambda x: jnp.einsum("btd,vd->btv", x, table)  # noqa: E731
-        return losses.cross_entropy(constrain(hidden, TOKENS), to_logits, targets, vocab_size=16)[0]
+        hidden = constrain(hidden, TOKENS)
+        return losses.cross_entropy(hidden, to_logits, targets, weights, vocab_size=16, z_loss=0.1)[0]
 
     usual, losses._LOGITS = losses._LOGITS, 3 * 2 * 16
     with jax.set_mesh(mesh):
@@ -303,7 +306,23 @@ def kernels_on_a_mesh(is_causal):
     return failures
 
 
+def weights_read(mesh):
+    """The parameters of a folder of transformers on a mesh, against those that are read whole: whether they are equal,
+    and how many arrays are divided."""
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+        expected = write_model(Path(folder) / "model", None)
+        model = DecoderLM(huggingface.load_config(Path(folder) / "model"))
+        boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        shardings = parameter_shardings(mesh, boxed)
+        params = jax.tree.map(lambda x, to: jax.device_put(jnp.zeros_like(x), to), expected, shardings)
+        got = huggingface.load_onto(params, Path(folder) / "model")
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert jax.tree.map(lambda x: x.sharding, got) == shardings
+    return sum(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(got))
+
+
 PARTS = {
+    "weights": lambda: [weights_read(make_mesh(config)) for config in MESHES.values()],
     "decoders": lambda: kernels_on_a_mesh(True),
     "encoders": lambda: kernels_on_a_mesh(False),
     "one": lambda: looked_at(one_device()),

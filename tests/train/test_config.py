@@ -26,16 +26,16 @@ from train.tasks.task import read_config
 
 
 def _parse(line=""):
-    return parse(PRESETS, "small", line.split(), prog="python -m train.lm", about="About.")
+    return parse(PRESETS, LM.default_preset, line.split(), prog="python -m train.lm", about="About.")
 
 
-def test_no_arguments_mean_the_small_preset():
+def test_no_arguments_mean_the_default_preset():
     config = _parse()
-    assert config == PRESETS["small"]
-    assert config.loop.workdir == "runs/small"
+    assert config == PRESETS["stdlib"]
+    assert config.loop.workdir == "runs/stdlib"
     assert isinstance(config.model.mechanism, BRLConfig)
     assert config.data.data == "stdlib"
-    assert config.data.tokenizer == "bytes"
+    assert config.data.tokenizer == "bpe:2048"
 
 
 def test_every_part_is_reached():
@@ -62,12 +62,12 @@ def test_every_part_is_reached():
 def test_a_mechanism_is_swapped_whole(spelling):
     config = _parse(f"small {spelling} --mechanism.window 9")
     assert config.model.mechanism == LocalConfig(window=9)
-    assert _parse(f"--mechanism.window 9 {spelling}") == config
+    assert _parse(f"small --mechanism.window 9 {spelling}") == config
     assert _parse("--mechanism full").model.mechanism == FullConfig()
 
 
 def test_the_presets_own_mechanism_keeps_its_settings():
-    assert _parse("--mechanism brl").model.mechanism == PRESETS["small"].model.mechanism
+    assert _parse("--mechanism brl").model.mechanism == PRESETS["stdlib"].model.mechanism
 
 
 def test_an_unknown_mechanism_is_answered_with_all_of_them():
@@ -86,7 +86,7 @@ def test_the_list_of_presets_is_a_table():
 def test_a_late_mechanism():
     config = _parse("--late_mechanism local --late_mechanism.window 9 --schedule alternate")
     assert config.model.late_mechanism == LocalConfig(window=9)
-    assert config.model.mechanism == PRESETS["small"].model.mechanism
+    assert config.model.mechanism == PRESETS["stdlib"].model.mechanism
     assert _parse("--late-mechanism none").model.late_mechanism is None
 
 
@@ -103,7 +103,7 @@ def test_a_schedule():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("smal", r"PRESET: got 'smal'; did you mean small\? expected one of small, wikitext103-full, "),
+        ("smal", r"PRESET: got 'smal'; did you mean small\? expected one of stdlib, small, "),
         ("wikitext-brl", "did you mean wikitext103-brl"),
         (
             "--mechanism locl",
@@ -179,7 +179,7 @@ def test_help_shows_options_and_presets(capsys):
         "--mechanism.window INT",
         "--learning_rate FLOAT",
         "--data STR",
-        "which --presets lists; the default is small",
+        "which --presets lists; the default is stdlib",
         "full, local, brl",
         "Number of training steps.",
         "The highest learning rate",
@@ -253,23 +253,23 @@ def test_fields_a_file_lacks_have_their_defaults():
 
 
 def test_differences_that_matter():
-    small = _parse()
-    assert differences(to_json(small), to_json(small)) == []
+    base = _parse()
+    assert differences(to_json(base), to_json(base)) == []
     free = _parse(
         "--steps 9 --workdir x --eval_every 3 --eval_tokens 9 --full_eval False --checkpoint_every 3 "
         "--keep_checkpoints 9 --tensorboard False --sample_tokens 3 --sample_prompt x --cache_dir x"
     )
-    assert differences(to_json(small), to_json(free), LM.free_fields()) == []
+    assert differences(to_json(base), to_json(free), LM.free_fields()) == []
     other = _parse("--seed 5 --mechanism.window 9 --d_model 64 --beta1 0.5")
-    assert differences(to_json(small), to_json(other), LM.free_fields()) == [
+    assert differences(to_json(base), to_json(other), LM.free_fields()) == [
         "seed 0 -> 5",
-        f"d_model {small.model.d_model} -> 64",
-        f"mechanism.window {small.model.mechanism.window} -> 9",
+        f"d_model {base.model.d_model} -> 64",
+        f"mechanism.window {base.model.mechanism.window} -> 9",
         "beta1 0.9 -> 0.5",
     ]
-    swapped = differences(to_json(small), to_json(_parse("--mechanism full")))
+    swapped = differences(to_json(base), to_json(_parse("--mechanism full")))
     assert "mechanism.name brl -> full" in swapped
-    assert f"mechanism.window {small.model.mechanism.window} -> absent" in swapped
+    assert f"mechanism.window {base.model.mechanism.window} -> absent" in swapped
 
 
 def test_a_run_from_before_an_option_existed_is_resumed_with_its_default():
@@ -448,7 +448,7 @@ def test_mlrs_levels_follow_the_length_of_training():
     assert config.model.mechanism.context == 192
     assert config.model.mechanism.levels(32, 1000)["block_sizes"] == (None, 96, 48, 24, 12, 6)
     late = LM.sized(_parse("--late_mechanism mlr --length 64")).model
-    assert (late.late_mechanism.context, late.mechanism) == (64, PRESETS["small"].model.mechanism)
+    assert (late.late_mechanism.context, late.mechanism) == (64, PRESETS["stdlib"].model.mechanism)
     assert LM.sized(_parse("--mechanism mlr --mechanism.context 32")).model.mechanism.context == 32
 
 
@@ -456,7 +456,7 @@ def test_mlrs_levels_follow_the_length_of_training():
     "name",
     slow_unless(
         [
-            "small",
+            "stdlib",
             "wikitext103-transnormer-t1",
             "wikitext103-local",
             "openwebtext-brl",
@@ -466,7 +466,7 @@ def test_mlrs_levels_follow_the_length_of_training():
             "owt-chars-global-window-256",
             "openwebtext-brl-paper",
         ],
-        ("small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),
+        ("stdlib", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),
     ),
 )
 def test_presets_build(name):
@@ -586,7 +586,7 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     assert config.loop.steps != LM.presets["small"].loop.steps
     assert f"training steps ({config.loop.steps})" in out
     assert f"rows of a step ({config.loop.batch})" in out
-    assert "PRESET is small if none is named; the values below are from wikitext103-brl." in out
+    assert "PRESET is stdlib if none is named; the values below are from wikitext103-brl." in out
     with pytest.raises(UserError, match="did you mean small"):
         _parse("smal --help")
 

@@ -41,7 +41,8 @@ pytestmark = pytest.mark.xdist_group("train.lm")
 ROOT = Path(__file__).parents[2]
 TINY = (
     "--steps 8 --batch 4 --accumulation 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
-    "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5"
+    "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5 "
+    "--tokenizer bytes"
 )
 # The paper's beta adds one matrix that the default lacks.
 BRL = (

@@ -113,6 +113,12 @@ def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(result):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_a_folder_are_read_into_their_places(result):
+    pytest.importorskip("safetensors")
+    # Kernels and tables; norms are whole.
+    assert result("weights") == [8, 8, 8]
+
+
 @pytest.mark.slow
 def test_packed_rows_of_an_encoder_equal_one_devices(result):
     for expected, got in zip(*result("packed"), strict=True):

@@ -84,7 +84,9 @@ def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
         train.lm.main([*options, "--data", f"text:{tmp_path}/short/*.txt", "--tokenizer", "words:max=3"])
     assert (tmp_path / "run" / "data.json").exists()
     train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt"])
-    with pytest.raises(UserError, match=r"--tokenizer: the run in .* was started with 'bytes', got 'words'"):
+    with pytest.raises(
+        UserError, match=r"--tokenizer: the run in .* was started with 'bpe:2048', got 'words'"
+    ):
         train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt", "--tokenizer", "words"])
 
 

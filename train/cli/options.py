@@ -79,7 +79,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     )
     parsed = parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
     _check_effects(parsed, argv)  # `rest` lacks the mechanisms' names
-    return parsed
+    return parsed.resolved()
 
 
 def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:

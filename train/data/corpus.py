@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from etils import epath
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,7 +30,7 @@ from rich.progress import (
 
 from brl_jax.json_files import read_json
 from train.data.files import npy_header
-from train.data.splits import Split
+from train.data.splits import Part, Split
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.engine.errors import UserError
 from train.engine.storage import beside
@@ -46,8 +46,9 @@ class Corpus:
 
     tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, the bytes of text that a
     token encodes. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
-    digest: hash of the tokens. starts: (D,) int64, the positions at which documents start, ascending from 0; by default
-    all is one document.
+    digest: hash of the tokens and the weights. starts: (D,) int64, the positions at which documents start, ascending
+    from 0; by default all is one document. weights: (k, 2) float64, rows (position, how much tokens from there on count
+    in the loss), by position; before the first row tokens count 1.
     """
 
     tokens: Int[np.ndarray, " N"]
@@ -55,6 +56,25 @@ class Corpus:
     extra: Int[np.ndarray, "k 2"]
     digest: str
     starts: Int[np.ndarray, " D"] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    weights: Float[np.ndarray, "k 2"] = dataclasses.field(default_factory=lambda: np.zeros((0, 2)))
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some tokens count more in the loss than others."""
+        return len(self.weights) > 0
+
+    def weights_at(self, at: Int[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """The weights of the tokens at these positions, which wrap around at the end, in float32."""
+        rows = np.searchsorted(self.weights[:, 0], at % len(self.tokens), side="right")
+        return np.concatenate([[1.0], self.weights[:, 1]]).astype(np.float32)[rows]
+
+    def counted(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The parts of [start, stop) whose tokens have a weight above 0."""
+        inside = self.weights[(self.weights[:, 0] > start) & (self.weights[:, 0] < stop), 0].astype(np.int64)
+        ends = [start, *inside.tolist(), stop]
+        for low, high, weight in zip(ends, ends[1:], self.weights_at(np.array(ends[:-1]))):
+            if weight > 0:
+                yield low, high
 
     def segment_ids(self, at: Int[np.ndarray, " R"], length: int) -> Int[np.ndarray, "R T"]:
         """Which document of its row each token is of, from 0 on, for rows of `length` tokens from positions `at` in
@@ -116,8 +136,8 @@ def reading(title: str, split: Split, *, by_document: bool) -> Iterator[Iterator
 def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     """The tokens of `split` in folder/name.npy, which is made if it does not exist.
 
-    Making it takes the memory of a few pieces of text only. Each file (name.npy, name.extra.npy, name.starts.npy and,
-    last, name.json) is written under another name and renamed, so that a folder with name.json has all of the corpus.
+    Making it takes the memory of a few pieces of text only. Each file (`corpus_files`) is written under another name
+    and renamed, name.json last, so that a folder with it has all of the corpus.
 
     Raises:
       UserError: the text is empty or cannot be read as the tokenizer needs it.
@@ -136,29 +156,30 @@ def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus that `open_corpus` made, memory-mapped; None if it does not exist or is damaged."""
     try:
         summary = read_json(folder / f"{name}.json", {"tokens": int, "digest": str})
-        tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
-        extra = np.load(folder / f"{name}.extra.npy", mmap_mode="r").view(np.ndarray)
-        starts = np.load(folder / f"{name}.starts.npy", mmap_mode="r").view(np.ndarray)
+        tokens, extra, starts, weights = (
+            np.load(folder / file, mmap_mode="r").view(np.ndarray) for file in corpus_files(name)[:-1]
+        )
     except (OSError, ValueError, EOFError):
         return None
     if tokens.shape != (summary["tokens"],) or tokens.dtype != tokenizer.dtype:
         return None
-    return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"], starts)
+    return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"], starts, weights)
 
 
 def corpus_files(name: str) -> list[str]:
     """The names of a corpus's files, in the order in which they are written."""
-    return [f"{name}{end}" for end in (".npy", ".extra.npy", ".starts.npy", ".json")]
+    return [f"{name}{end}" for end in (".npy", ".extra.npy", ".starts.npy", ".weights.npy", ".json")]
 
 
 def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / file for file in corpus_files(name)]
     asides = {path: Path(beside(epath.Path(path))) for path in paths}
-    tokens_file, extra_file, starts_file, summary_file = asides.values()
+    tokens_file, extra_file, starts_file, weights_file, summary_file = asides.values()
     try:
         count, extra_count, starts_count, digest, int64 = 0, 0, 0, hashlib.sha256(), np.dtype(np.int64)
         is_start = True  # a document has started that has no tokens yet
+        weights: list[tuple[int, float]] = []
         with (
             open(tokens_file, "wb") as tokens,
             open(extra_file, "wb") as extras,
@@ -168,8 +189,11 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
             tokens.write(npy_header(tokenizer.dtype, (0,)))
             extras.write(npy_header(int64, (0, 2)))
             starts.write(npy_header(int64, (0,)))
-            for ids, extra, begins in tokenizer.encode_corpus(pieces):
-                is_start |= begins
+            for encoded in tokenizer.encode_corpus(pieces):
+                ids, extra, piece = encoded
+                is_start |= encoded.starts
+                if isinstance(piece, Part) and piece.weight != (weights[-1][1] if weights else 1.0):
+                    weights.append((count, piece.weight))
                 if is_start and len(ids):
                     starts.write(np.int64(count).tobytes())
                     starts_count += 1
@@ -186,6 +210,10 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
             extras.write(npy_header(int64, (extra_count, 2)))
             starts.seek(0)
             starts.write(npy_header(int64, (starts_count,)))
+        weighted = np.array(weights, np.float64).reshape(-1, 2)
+        with open(weights_file, "wb") as file:
+            np.save(file, weighted)
+        digest.update(weighted.tobytes())
         if not count:
             raise UserError(f"--data: the {name} text is empty")
         summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")

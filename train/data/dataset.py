@@ -31,7 +31,7 @@ from train.engine.fields import Free
 from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
-_FORMAT = 3
+_FORMAT = 4
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
 # Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {
@@ -50,6 +50,8 @@ class DataConfig(Checked):
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, also .gz, .bz2 or .xz, local
     or gs://...; names with the word train, valid, val, dev or test in them are those splits),
+    jsonl:GLOB (a document a line: {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}, with its
+    "weight" in the loss),
     tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training),
     tokens:DIR (see train.tokenize) or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
@@ -72,7 +74,7 @@ class DataConfig(Checked):
             check_address("cache_dir", self.cache_dir)
         check_documents(self.documents)
         kind = self.data.partition(":")[0]
-        if kind in ("tokens", "hf-stream") and self.documents != RECORDS:
+        if kind in ("tokens", "hf-stream", "jsonl") and self.documents != RECORDS:
             raise UserError(
                 f"--documents: expected {RECORDS} with {kind}:..., whose documents are known, got {self.documents!r}"
             )
@@ -154,7 +156,12 @@ def load(
             if len(kept) == len(wanted):
                 return tokenizer, _with_stream(config, splits, tokenizer) | kept
 
-    source = open_source(config.data, config.holdout, config.documents)
+    source = open_source(
+        config.data,
+        config.holdout,
+        config.documents,
+        template=lambda: None if tokenizer is None else tokenizer.chat_template,
+    )
     if manifest is None and "train" in splits and not is_part:
         check_holdout(config, source)
     wanted = _wanted(splits, source.splits, config.data)

@@ -36,6 +36,11 @@ class Mixture:
         return range(sum(len(corpus.tokens) for corpus in self.corpora))
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether some tokens count more in the loss than others."""
+        return any(corpus.is_weighted for corpus in self.corpora)
+
+    @property
     def starts(self) -> range:
         """As long as all corpora's documents; used for the length alone."""
         return range(sum(len(corpus.starts) for corpus in self.corpora))
@@ -121,6 +126,8 @@ class MixedStreams(RepeatedBatches):
             if segments:
                 ids = [corpus.segment_ids(np.array([start]), length) for corpus, start in rows]
                 arrays["segment_ids"] = np.concatenate(ids)
+            if mixture.is_weighted:
+                arrays["weights"] = np.stack([c.weights_at(start + window[1:]) for c, start in rows])
             return Batch(arrays, reset=np.bool_(index == 0))
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
@@ -146,7 +153,7 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
         for which, size in enumerate(sizes)
         for start in range(0, size, _BLOCK)
     )
-    tokens, extra, starts, count = [], [], [], 0
+    tokens, extra, starts, loss_weights, count = [], [], [], [], 0
     before = None
     for _, which, start, stop in blocks:
         corpus = corpora[which]
@@ -157,6 +164,9 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
             starts.append(np.array([count]))
         first, last = np.searchsorted(corpus.starts, (start, stop))
         starts.append(corpus.starts[first:last] + (count - start))
+        first, last = np.searchsorted(corpus.weights[:, 0], (start, stop - 1), side="right")
+        loss_weights.append(np.array([[count, corpus.weights_at(np.array(start))]]))
+        loss_weights.append(corpus.weights[first:last] + np.array([[count - start, 0]]))
         count += stop - start
         before = which, stop
     digest = hashlib.sha256(json.dumps([[c.digest for c in corpora], list(weights)]).encode()).hexdigest()
@@ -166,4 +176,5 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
         np.concatenate(extra),
         digest,
         np.unique(np.concatenate(starts)),
+        np.concatenate(loss_weights) if any(corpus.is_weighted for corpus in corpora) else np.zeros((0, 2)),
     )

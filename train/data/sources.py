@@ -15,6 +15,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import itertools
 import lzma
 import os
 import re
@@ -23,8 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from train.data.chat import ChatTemplate
 from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
+from train.data.json_lines import Line, documents
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
 from train.data.tokenizers.base import NotUtf8
@@ -32,8 +35,8 @@ from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.storage import as_os_errors, is_remote
 
 _EXPECTED = (
-    "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], tokens:DIR or "
-    "mix:WEIGHT*TEXT,WEIGHT*TEXT"
+    "stdlib, text:GLOB, jsonl:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], "
+    "tokens:DIR or mix:WEIGHT*TEXT,WEIGHT*TEXT"
 )
 _BLOCK = 1 << 20
 _OPENERS: dict[str, Callable[[str], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
@@ -130,20 +133,27 @@ class _Segment:
     stop: int | None = None
 
 
-def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
+def open_source(
+    spec: str,
+    holdout: float,
+    documents: str = RECORDS,
+    template: Callable[[], ChatTemplate | None] = lambda: None,
+) -> Source:
     """Opens the text that `spec` names.
 
     Args:
-      spec: stdlib, text:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or hf:FOLDER).
+      spec: stdlib, text:GLOB[,GLOB...], jsonl:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or
+        hf:FOLDER) or hf-stream:NAME[:CONFIG].
       holdout: share in (0, 1) of the text that becomes the valid split if the source has none.
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
+      template: returns how chats (jsonl:) become text; called where the text is read.
 
     Raises:
       UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
     first_line = check_documents(documents)
-    source = _open(spec, holdout)
+    source = _open(spec, holdout, template)
     if first_line is None:
         return source
     cut = functools.partial(
@@ -184,12 +194,13 @@ def _mapped(split: Split, change: Callable[[Iterator[bytes]], Iterator[bytes]]) 
     return change(split.blocks())
 
 
-def _open(spec: str, holdout: float) -> Source:
+def _open(spec: str, holdout: float, template: Callable[[], ChatTemplate | None]) -> Source:
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
     kind, _, rest = spec.partition(":")
-    openers = {
+    openers: dict[str, Callable[[str, float], Source]] = {
         "text": _open_text,
+        "jsonl": functools.partial(_open_json_lines, template=template),
         "tfds": open_tfds_text,
         "hf": open_hf_text,
         "hf-stream": open_stream_source,
@@ -310,14 +321,15 @@ def _place(file: _File) -> str:
     return file.address if is_remote(file.address) else os.path.realpath(file.address)
 
 
-def _open_text(pattern: str, holdout: float) -> Source:
+def _find(kind: str, pattern: str) -> tuple[list[_File], dict[str, list[_File]]]:
+    """The files that match, and by split those that are not empty."""
     every: list[_File] = []
     for part in filter(None, pattern.split(",")):
         found = _find_remote(part) if is_remote(part) else _find_local(part)
         if not found:
             if not is_remote(part) and Path(part).expanduser().is_dir():
                 raise UserError(
-                    f"--data: {part} is a folder; expected files, such as text:{part.rstrip('/')}/*"
+                    f"--data: {part} is a folder; expected files, such as {kind}:{part.rstrip('/')}/*"
                 )
             where = "" if is_remote(part) else f" (relative to {os.getcwd()})"
             raise UserError(f"--data: no file matches {part!r}{where}")
@@ -326,19 +338,61 @@ def _open_text(pattern: str, holdout: float) -> Source:
     every = list({_place(file): file for file in reversed(every)}.values())[::-1]
     files = [file for file in every if file.size]
     if not files:
-        raise UserError(f"--data: text:{pattern} matches empty files only ({len(every)})")
+        raise UserError(f"--data: {kind}:{pattern} matches empty files only ({len(every)})")
     by_split: dict[str, list[_File]] = {}
     for file in files:
         by_split.setdefault(_split_of_name(file.name), []).append(file)
+    return every, by_split
+
+
+def _open_text(pattern: str, holdout: float) -> Source:
+    every, by_split = _find("text", pattern)
     splits = {name: [_Segment(file) for file in found] for name, found in by_split.items()}
     if "train" in splits and "valid" not in splits:
         splits["train"], splits["valid"] = _hold_out(by_split["train"], holdout)
     return Source(
         digest("text", [dataclasses.astuple(file) for file in every], holdout),
         {name: _split_of_segments(splits[name]) for name in SPLITS if name in splits},
-        {file.address: file.open for file in files},
+        {file.address: file.open for found in by_split.values() for file in found},
         holds_out="valid" not in by_split,
     )
+
+
+def _open_json_lines(pattern: str, holdout: float, *, template: Callable[[], ChatTemplate | None]) -> Source:
+    """Without validation files, the last share of the training lines is held out."""
+    every, by_split = _find("jsonl", pattern)
+    parts: dict[str, tuple[list[_File], int, int | None]] = {
+        name: (files, 0, None) for name, files in by_split.items()
+    }
+    if "train" in parts and "valid" not in parts:
+        files = by_split["train"]
+        count = sum(1 for _ in _lines(files))
+        if count < 2:
+            raise UserError(
+                f"--data: {files[0].address} has {count} line, too few to train and hold out a share"
+            )
+        cut = count - min(max(round(count * holdout), 1), count - 1)
+        parts |= {"train": (files, 0, cut), "valid": (files, cut, None)}
+
+    def blocks(split: str) -> Iterator[bytes]:
+        files, start, stop = parts[split]
+        yield from documents(itertools.islice(_lines(files), start, stop), template)
+
+    return Source(
+        digest("jsonl", [dataclasses.astuple(file) for file in every], holdout),
+        {name: Split(functools.partial(blocks, name), None) for name in SPLITS if name in parts},
+        holds_out="valid" not in by_split,
+    )
+
+
+def _lines(files: Sequence[_File]) -> Iterator[Line]:
+    """The lines of the files, without those of blanks and without byte order marks."""
+    for file in files:
+        with _reading(file), file.open() as opened:
+            for number, text in enumerate(opened, 1):
+                text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+                if text.strip():
+                    yield Line(file.address, number, text)
 
 
 def _hold_out(files: Sequence[_File], holdout: float) -> tuple[list[_Segment], list[_Segment]]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 SPLITS = ("train", "valid", "test")
 # The words by which data sets and files name them.
@@ -21,8 +21,20 @@ SPLIT_NAMES = {
 }
 
 
-class DocumentStart(bytes):
-    """The first bytes of a document, in a text that comes in blocks; blocks that are plain bytes go on with it."""
+class Part(bytes):
+    """The first bytes of a part of a document, in a text that comes in blocks; blocks that are plain bytes go on with
+    it. No token has text of two parts. `weight` is how much a part's tokens count in the loss."""
+
+    weight: float
+
+    def __new__(cls, text: bytes = b"", weight: float = 1.0) -> Self:
+        part = super().__new__(cls, text)
+        part.weight = weight
+        return part
+
+
+class DocumentStart(Part):
+    """The first part of a document."""
 
 
 @dataclasses.dataclass(frozen=True)

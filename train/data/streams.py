@@ -40,7 +40,8 @@ class TokenStreams(RepeatedBatches):
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
     first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
     of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
-    With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on.
+    With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on; of a
+    corpus with weights it has the targets' "weights": (B, T) float32.
 
     Args:
       corpus: the text; at least batch * length + 1 tokens.
@@ -84,6 +85,8 @@ class TokenStreams(RepeatedBatches):
             batch = Batch({"tokens": window[:, :-1], "targets": window[:, 1:]}, reset=np.bool_(step == 0))
             if segments:
                 batch = batch.with_arrays(segment_ids=corpus.segment_ids(at[:, 0] % size, length))
+            if corpus.is_weighted:
+                batch = batch.with_arrays(weights=corpus.weights_at(at[:, 1:]))
             return batch
 
         identity = {
@@ -99,13 +102,13 @@ class TokenStreams(RepeatedBatches):
 
 
 class EvalStream:
-    """One pass over a text: every token but the first is a target once.
+    """One pass over a text: every token but the first is a target once, unless the corpus gives it the weight 0.
 
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
-    (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last
-    batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning. With `segments`
-    it has "segment_ids" too, as in `TokenStreams`.
+    (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last batch,
+    where tokens and targets are 0, and on targets whose weight in the corpus is 0, and 1 elsewhere. Iterating again
+    starts from the beginning. With `segments` it has "segment_ids" too, as in `TokenStreams`.
 
     Args:
       corpus: the text; at least 2 tokens.
@@ -138,22 +141,28 @@ class EvalStream:
         """Rows of a batch, of all processes together."""
         self.digest = corpus.digest
         """Hash of the whole text, even if only a part of it is used."""
-        self.num_targets = len(tokens) - 1
+        places, targets = np.arange(length), len(tokens) - 1
+        counted_parts = list(corpus.counted(1, len(tokens)))
+        self.num_targets = sum(high - low for low, high in counted_parts)
         """Targets of weight 1, over all processes."""
-        self.num_bytes = corpus.num_bytes(1, len(tokens))
+        self.num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted_parts)
         """Bytes of the original text that these targets encode."""
-        row = -(-self.num_targets // batch)
+        if not self.num_targets:
+            raise UserError(
+                "--data: every token of the held-out text has the weight 0; expected some to count"
+            )
+        row = -(-targets // batch)
         self._steps = -(-row // length)
-        places = np.arange(length)
 
         def make(step: int) -> Batch:
             within = places + step * length
             at = chosen_rows[:, None] * row + within
-            counted = (within < row) & (at < self.num_targets)
-            at = np.where(counted, at, 0)
+            inside = (within < row) & (at < targets)
+            at = np.where(inside, at, 0)
+            counted = inside & (corpus.weights_at(at + 1) > 0) if corpus.is_weighted else inside
             arrays = {
-                "tokens": np.where(counted, tokens[at], 0).astype(np.int32),
-                "targets": np.where(counted, tokens[at + 1], 0).astype(np.int32),
+                "tokens": np.where(inside, tokens[at], 0).astype(np.int32),
+                "targets": np.where(inside, tokens[at + 1], 0).astype(np.int32),
                 "weights": counted.astype(np.float32),
             }
             if segments:

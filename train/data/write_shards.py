@@ -23,7 +23,7 @@ from brl_jax.json_files import read_json
 from train.data.dataset import DataConfig, check_holdout, tokenizer_of
 from train.data.shards import MANIFEST, SHARD
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Source
+from train.data.splits import SPLITS, Part, Source
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
 from train.engine.errors import UserError
@@ -145,6 +145,8 @@ def _parts(blocks: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
     part: list[bytes] = []
     left = size
     for piece in text_pieces(blocks):
+        if isinstance(piece, Part) and piece.weight != 1:
+            raise UserError("--data: shards keep no weights of a text; expected to train on it directly")
         if part and len(piece) > left:
             yield part
             part, left = [], size

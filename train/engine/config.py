@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from brl_jax.fields import Checked, Count, Natural, Rows, Seed, Steps
 from brl_jax.models import StackConfig
@@ -19,7 +19,7 @@ from train.engine.storage import check_address
 class LoopConfig(Checked):
     """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
 
-    workdir: Free[str] = "runs/small"
+    workdir: Free[str] = "runs/stdlib"
     """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
     same command again resumes the run where it stopped."""
     steps: Free[Steps] = 1000
@@ -80,6 +80,10 @@ class RunConfig(Checked):
     """The devices."""
     hosts: Free[HostsConfig] = HostsConfig()
     """The processes."""
+
+    def resolved(self) -> Self:
+        """The configuration with the parts that a file decides. Raises UserError if it cannot be read."""
+        return self
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""

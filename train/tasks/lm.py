@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
-from brl_jax.models import DecoderLM
+from brl_jax.models import DecoderLM, huggingface
 from train.data import load
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
+from train.data.packed import PackedHeldOut, PackedStreams
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer, continuation
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.errors import UserError
+from train.engine.errors import UserError, one_line
 from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
 from train.engine.mesh import host_rows
@@ -49,19 +51,43 @@ class LmData(NamedTuple):
     prompt: Int[np.ndarray, " P"] | None
 
 
-def lm_objective(model: DecoderLM) -> Objective:
+def lm_objective(
+    model: DecoderLM, z_loss: float = 0.0, start: Callable[[Any], Any] = lambda params: params
+) -> Objective:
     """Next-token prediction on {"tokens", "targets": (B, T) int32} and, optionally, "weights": (B, T) float32,
-    "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32."""
+    "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32.
+
+    Args:
+      z_loss: see `brl_jax.models.losses.cross_entropy`; for training alone.
+      start: see `Objective`.
+    """
 
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        options = {"segment_ids": batch.get("segment_ids"), "positions": batch.get("positions")}
+        options = {
+            "segment_ids": batch.get("segment_ids"),
+            "positions": batch.get("positions"),
+            "z_loss": 0.0 if key is None else z_loss,
+        }
         inputs = batch["tokens"], batch["targets"], batch.get("weights")
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
-    return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
+    return Objective(init, loss, model.init_memory, rates=make_rates(model.config), start=start)
+
+
+def _weights_of(folder: str, params: Any) -> Any:
+    """The weights of a folder in the layout of transformers, in the place of a run's fresh parameters."""
+    try:
+        return huggingface.load_onto(params, folder)
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"--from_hf: {one_line(error)}") from error
+
+
+def keeps_documents(config: LmConfig) -> bool:
+    """Whether rows hold whole documents that do not see each other: those of JSON lines, if the layers can."""
+    return config.data.data.startswith("jsonl:") and all(each.packs for each in config.model.mechanisms)
 
 
 # The fewest batches of a pass over held-out text with the rows of a training batch.
@@ -120,12 +146,20 @@ class LmTask(Task[LmConfig, LmData]):
     about = "Trains a decoder language model on text."
     config_class = LmConfig
     presets = PRESETS
-    default_preset = "small"
+    default_preset = "stdlib"
     is_sized_by_data = True
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
-        """The tokenizer decides the size of the vocabulary, and the length of the rows what follows it."""
+        """The tokenizer decides the size of the vocabulary unless the weights do, and the length of the rows what
+        follows it."""
         size = vocabulary_of(config.data, data)
+        if config.pretrained is not None:
+            if size > config.model.vocab_size:
+                raise UserError(
+                    f"--from_hf: the tokenizer has {size} tokens, and the network's embedding has "
+                    f"{config.model.vocab_size}; expected a tokenizer that fits"
+                )
+            size = config.model.vocab_size
         model = dataclasses.replace(config.model.for_training(config.loop.length), vocab_size=size)
         return dataclasses.replace(config, model=model)
 
@@ -133,11 +167,16 @@ class LmTask(Task[LmConfig, LmData]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
-        return lm_objective(model)
+        if not config.from_hf:
+            return lm_objective(model, config.z_loss)
+        return lm_objective(model, config.z_loss, functools.partial(_weights_of, config.from_hf))
 
     def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
-        return {"tokens": tokens, "targets": tokens}
+        if not keeps_documents(config):
+            return {"tokens": tokens, "targets": tokens}
+        weights = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+        return {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "weights": weights}
 
     def row_length(self, config: LmConfig) -> int:
         return config.loop.length
@@ -149,7 +188,8 @@ class LmTask(Task[LmConfig, LmData]):
         return LmData(tokenizer, corpora, prompt)
 
     def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> Stream:
-        return training_batches(
+        batches = PackedStreams if keeps_documents(config) else training_batches
+        return batches(
             data.corpora["train"],
             batch=config.loop.batch,
             length=config.loop.length,
@@ -157,12 +197,19 @@ class LmTask(Task[LmConfig, LmData]):
             rows=host_rows(mesh, config.loop.batch),
         )
 
-    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> EvalStream:
-        return held_out_stream(data.corpora[split], config, 0, mesh)
+    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> HeldOut:
+        return self._pass(config, data.corpora[split], 0, mesh)
+
+    def _pass(self, config: LmConfig, corpus: Corpus, limit: int, mesh: Mesh | None) -> HeldOut:
+        if not keeps_documents(config):
+            return held_out_stream(corpus, config, limit, mesh)
+        rows = config.loop.microbatch
+        own = None if mesh is None else host_rows(mesh, rows)
+        return PackedHeldOut(corpus, batch=rows, length=config.loop.length, limit=limit or None, rows=own)
 
     def streams(self, config: LmConfig, data: LmData, mesh: Mesh) -> Streams:
         """Evaluations on the way may read a part of the held-out text only."""
-        held_out = held_out_stream(data.corpora["valid"], config, config.loop.eval_tokens, mesh)
+        held_out = self._pass(config, data.corpora["valid"], config.loop.eval_tokens, mesh)
         whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
         return Streams(self.training_stream(config, data, mesh), held_out, whole)
 

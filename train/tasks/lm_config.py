@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from brl_jax.fields import Length, Natural
+from brl_jax.fields import Length, Natural, NonNegative
 from brl_jax.layers import (
     BRLConfig,
     BSBRConfig,
@@ -27,10 +29,12 @@ from brl_jax.layers import (
     TLinFormerConfig,
 )
 from brl_jax.models import DecoderConfig
+from brl_jax.models.huggingface import load_config
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
 from train.data.dataset import DataConfig
 from train.engine.config import LoopConfig, RunConfig
+from train.engine.errors import UserError, one_line
 from train.engine.fields import Decided, Flat, Free
 from train.engine.optimizer import OptimizerConfig
 from train.tasks.decoder_flops import training_flops
@@ -74,6 +78,14 @@ class LmConfig(RunConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
+    z_loss: NonNegative = 0.0
+    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
+    uses 1e-4); evaluations leave it out."""
+    from_hf: Free[str] = ""
+    """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run has its network, its tokenizer
+    and its weights, and needs the folder no more once it has begun."""
+    pretrained: Decided[Mapping[str, Any] | None] = None
+    """What `eval.export` writes back of that folder, fields of `PretrainedConfig`."""
     sample_prompt: Free[str] = ""
     """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
     sample_tokens: Free[Natural] = 256
@@ -82,11 +94,67 @@ class LmConfig(RunConfig):
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
+        if self.from_hf:
+            decided = {field.name for field in dataclasses.fields(self.model)} - _OWN
+            unused |= {
+                f"model.{name}": "with from_hf, whose config.json describes the network" for name in decided
+            }
+            unused["data.tokenizer"] = "with from_hf, which has a tokenizer"
         return super().without_effect() | unused
+
+    def resolved(self) -> Self:
+        """With the network and the tokenizer of `from_hf`."""
+        if not self.from_hf:
+            return self
+        try:
+            found = load_config(self.from_hf)
+        except (ImportError, OSError, ValueError) as error:
+            raise UserError(f"--from_hf: {one_line(error)}") from error
+        values = {field.name: getattr(found, field.name) for field in dataclasses.fields(DecoderConfig)}
+        try:
+            model = LmModelConfig(**values | {name: getattr(self.model, name) for name in _OWN})
+        except ValueError as error:
+            raise UserError(f"--{error}") from error
+        data = self.data
+        if not data.data.startswith("tokens:"):
+            data = dataclasses.replace(data, tokenizer=_tokenizer_in(self.from_hf))
+        pretrained = {name: value for name, value in vars(found).items() if name not in values}
+        return dataclasses.replace(self, model=model, data=data, pretrained=pretrained)
+
+
+# Fields of a network read from a folder that training decides.
+_OWN = {"dropout", "remat", "dtype", "implementation"}
+
+
+def _tokenizer_in(folder: str) -> str:
+    """The file of a folder's tokenizer."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (Path(folder) / name).is_file():
+            return str(Path(folder) / name)
+    raise UserError(f"--from_hf: {folder} has no tokenizer.json and no tokenizer.model")
+
+
+def _stdlib() -> LmConfig:
+    """Two minutes on two CPU cores: the standard library's sources as byte pairs. A token holds some three bytes, so
+    the network reads more text in less time than `small`."""
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=150, batch=4, length=512, eval_every=75, checkpoint_every=75, eval_tokens=32_768
+        ),
+        data=DataConfig(tokenizer="bpe:2048"),
+        model=LmModelConfig(
+            num_layers=2,
+            d_model=128,
+            num_heads=4,
+            d_ff=256,
+            mechanism=BRLConfig(window=128, num_compressed=32, compressed_dim=32, history_size=128),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=50),
+    )
 
 
 def _small() -> LmConfig:
-    """Two CPU cores, under five minutes: the standard library's sources as bytes."""
+    """Ten minutes on two CPU cores: the standard library's sources as bytes."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=500, batch=8, length=512, eval_every=125, checkpoint_every=125, eval_tokens=65_536
@@ -365,6 +433,7 @@ def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: Any) -
 
 
 PRESETS: dict[str, LmConfig] = {
+    "stdlib": _stdlib(),
     "small": _small(),
     "wikitext103-full": _wikitext103(FullConfig()),
     "wikitext103-local": _wikitext103(LocalConfig(window=128)),

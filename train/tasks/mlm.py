@@ -274,6 +274,8 @@ class MlmTask(Task[MlmConfig, LmData]):
 
     def load(self, config: MlmConfig, splits: Sequence[str]) -> LmData:
         tokenizer, corpora = load(config.data, config.loop.workdir, splits)
+        if any(text.is_weighted for text in corpora.values()):
+            raise UserError("--data: a masked language model takes no weights of documents; expected none")
         return LmData(tokenizer, corpora, None)
 
     def _masking(self, config: MlmConfig, data: LmData) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.fields import Even, Positive
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer, Residual
 
 
 class AttentionLayer(MechanismLayer):
@@ -103,8 +103,9 @@ class SoftmaxConfig(Mechanism):
     """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
     scale: Positive | None = None
     """Factor on the scores; None for 1 / sqrt(head dimension)."""
-    qk_norm: bool = False
-    """Whether to normalise queries and keys in each head before they are rotated (Qwen 3, Gemma 3)."""
+    qk_norm: bool | Literal["merged"] = False
+    """Whether to normalise queries and keys before they are rotated: in each head (True; Qwen 3, Gemma 3) or over all
+    heads together ("merged"; OLMo 2, arXiv:2501.00656)."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases (Qwen 2); None follows the network's use_bias."""
     rope_theta: Positive | None = None
@@ -112,11 +113,15 @@ class SoftmaxConfig(Mechanism):
     positions."""
     rope_scaling: RopeScaling = RopeScaling()
     """How to change these layers' rotary frequencies for long sequences."""
-    rotary_dim: Even | None = None
-    """How many features of a head, from the first, are rotated; an even number (Qwen3-Next). None for all."""
+    rotary_dim: Even | Literal[0] | None = None
+    """How many features of a head, from the first, are rotated; an even number (Qwen3-Next), or 0 for layers without
+    positions (SmolLM3, arXiv:2501.18795). None for all."""
     output_gate: bool = False
     """Whether a sigmoid of the layer's input gates each feature of the heads' outputs (Qwen3-Next,
     arXiv:2505.06708)."""
+    post_norm: bool = False
+    """Whether blocks normalise the outputs of this layer and its feed-forward network instead of their inputs
+    (OLMo 2)."""
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)
@@ -128,6 +133,10 @@ class SoftmaxConfig(Mechanism):
     @property
     def any_head_dim(self) -> bool:
         return True
+
+    @property
+    def residual(self) -> Residual:
+        return "post" if self.post_norm else "pre"
 
 
 class SoftmaxLayer(AttentionLayer):

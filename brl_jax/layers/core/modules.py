@@ -125,13 +125,14 @@ def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
     return nn.LayerNorm(use_bias=False, **shared)
 
 
-def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
-    """Returns a norm over all heads and channels of (..., N, H) together, with a scale for each head and channel."""
+def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str, heads: str = "heads") -> nn.Module:
+    """Returns a norm over all heads and channels of (..., N, H) together, with a scale for each head and channel.
+    `heads` is the logical name of the axis of heads."""
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
-        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), (heads, "head_dim")),
         "reduction_axes": (-2, -1),
         "feature_axes": (-2, -1),
         "name": name,
@@ -205,7 +206,7 @@ def project_qkv(
     x: Float[Array, "B T D"],
     positions: Int[Array, "#B T"] | None,
     *,
-    qk_norm: bool = False,
+    qk_norm: bool | Literal["merged"] = False,
     root_scores: bool = True,
     qkv_bias: bool | None = None,
     rope_scaling: RopeScaling | None = None,
@@ -216,21 +217,25 @@ def project_qkv(
     Call it inside a compact module, which gets the parameters `query`, `key`, `value`, `query_norm` and `key_norm`.
 
     Args:
-      qk_norm: whether to normalise each head of queries and keys first, with one scale for all heads.
+      qk_norm: whether to normalise queries and keys first: each head, with one scale for all heads (True), or all heads
+        together, with a scale for each ("merged").
       root_scores: whether scores will be products over sqrt(head_dim). muP makes them smaller in wider heads, and this
         function applies its factor to the queries.
       qkv_bias: whether the three projections have biases; None follows the network's other projections.
       rope_scaling: changes the rotary frequencies.
-      rotary_dim: how many features of a head, from the first, are rotated; None for all.
+      rotary_dim: how many features of a head, from the first, are rotated; None for all, 0 for none.
     """
     d = dimensions if qkv_bias is None else dataclasses.replace(dimensions, use_bias=qkv_bias)
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
     key = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="key")(x)
     value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
-    if qk_norm:
+    if qk_norm == "merged":
+        query = merged_norm(d, d.norm, name="query_norm")(query)
+        key = merged_norm(d, d.norm, name="key_norm", heads="kv_heads")(key)
+    elif qk_norm:
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)
-    if d.rope_theta is not None and positions is not None:
+    if d.rope_theta is not None and positions is not None and rotary_dim != 0:
         place = (positions, d.rope_theta, rope_scaling, rotary_dim)
         query, key = rotate(query, *place), rotate(key, *place)
     if root_scores:

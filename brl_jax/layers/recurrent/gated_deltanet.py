@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
-from brl_jax.fields import Count
+from brl_jax.fields import Count, NonNegative
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
@@ -38,6 +38,11 @@ class GatedDeltaNetConfig(Mechanism):
     """Width of a query or key head; None for the network's."""
     value_dim: Count | None = None
     """Width of a value head; None for the network's."""
+    negative_eigenvalues: bool = False
+    """Whether beta reaches 2 instead of 1, so that a token can also reverse what the state stores for its key (Grazzi
+    et al. 2024, arXiv:2411.12537; OLMo Hybrid)."""
+    norm_epsilon: NonNegative | None = None
+    """Added to the mean square of a head's output; None for the network's."""
     conv_size: Count = 4
     """Width in tokens of the convolutions of queries, keys and values."""
     chunk_size: Count = 64
@@ -66,9 +71,10 @@ class GatedDeltaNetConfig(Mechanism):
 class GatedDeltaNet(ConvolvedLayer):
     """`gated_delta_rule` on convolved projections, followed by a gated norm of each head.
 
-    For each value head, beta = sigmoid(x W_b) and the log decay is -exp(rate) softplus(x W_a + step_bias). Queries and
-    keys are normalised, and queries divided by sqrt(key_dim). Consecutive groups of num_value_heads / num_key_heads
-    value heads share a key head. It uses no rotary positions: the recurrence already depends on the order.
+    For each value head, beta = sigmoid(x W_b), or twice that with negative_eigenvalues, and the log decay is -exp(rate)
+    softplus(x W_a + step_bias). Queries and keys are normalised, and queries divided by sqrt(key_dim). Consecutive
+    groups of num_value_heads / num_key_heads value heads share a key head. It uses no rotary positions: the recurrence
+    already depends on the order.
     """
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
@@ -98,6 +104,8 @@ class GatedDeltaNet(ConvolvedLayer):
         value = project("value", "heads", values, value_dim)
         query, key = (jnp.repeat(y, values // keys, axis=2) for y in (query, key))
         beta = jax.nn.sigmoid(dense(d, values, ("embed", "heads"), name="beta")(x))
+        if self.mechanism.negative_eigenvalues:
+            beta = 2 * beta
         steps = dense(d, values, ("embed", "heads"), name="step", use_bias=False)(x)
         function = functools.partial(
             gated_delta_rule,
@@ -113,7 +121,9 @@ class GatedDeltaNet(ConvolvedLayer):
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         d = self.dimensions
         gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
-        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))
+        epsilon = self.mechanism.norm_epsilon
+        normed = d if epsilon is None else dataclasses.replace(d, norm_epsilon=epsilon)
+        return merge_heads(d, GatedNorm(normed, name="head_norm")(attended, gate))
 
 
 def unit(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:

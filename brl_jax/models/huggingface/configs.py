@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.fields import Count, Fraction, Natural, NonNegative, Positive
 from brl_jax.layers.core.attention_layer import SoftmaxConfig
 from brl_jax.layers.core.protocol import Mechanism
@@ -56,7 +57,9 @@ FIELDS: Mapping[str, Any] = MappingProxyType({
     "sliding_window": Count | None, "use_sliding_window": bool | None, "max_window_layers": Natural,
     "sliding_window_pattern": Count, "full_attention_interval": Count, "layer_types": Sequence[str] | None,
     "partial_rotary_factor": Fraction | None, "num_experts": Natural | None, "decoder_sparse_step": Count,
-    "mlp_only_layers": Sequence[int] | None, **dict.fromkeys(LINEAR_SIZES, Count), **ROPE_FIELDS,
+    "mlp_only_layers": Sequence[int] | None, "no_rope_layers": Sequence[Natural] | None,
+    "no_rope_layer_interval": Count, "linear_allow_neg_eigval": bool, **dict.fromkeys(LINEAR_SIZES, Count),
+    **ROPE_FIELDS,
 })  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields for training, generation or storage, which do not affect what the network computes.
@@ -82,10 +85,14 @@ _IGNORED = frozenset([
 class PretrainedConfig(DecoderConfig):
     """A loaded decoder's configuration, and the settings with which transformers generates from it."""
 
+    model_type: str | None = dataclasses.field(default=None, compare=False)
+    """The architecture that config.json names."""
     token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     """The fields of `TOKEN_IDS` that config.json has: each an id, a list of ids or None."""
     generation: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     """The contents of generation_config.json; None if there is no such file."""
+    max_length: Count | None = dataclasses.field(default=None, compare=False)
+    """The value of max_position_embeddings; None if config.json has none."""
 
 
 def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -> DecoderConfig:
@@ -96,7 +103,10 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     """
     architecture = architecture_of(values)
     known = (*_REQUIRED, *architecture.defaults)
-    check_fields(FIELDS, {**dict.fromkeys(_REQUIRED), **values})
+    nullable = {name for name, default in architecture.defaults.items() if default is None}
+    nullable |= {"rope_theta"} if architecture.rope_optional else set()
+    given = {name: value for name, value in values.items() if value is not None or name not in nullable}
+    check_fields(FIELDS, {**dict.fromkeys(_REQUIRED), **given})
     for name, value in values.items():
         is_ignored = name in _IGNORED or name in architecture.ignored or name.startswith("_")
         if name not in known and not is_ignored and value not in (None, False):
@@ -111,31 +121,36 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     bias = bool(field.get("attention_bias"))
     if "num_experts" in field:
         _check_dense(values["num_hidden_layers"], field)
-    kinds = _layer_kinds(values, field)
+    rotates = _rotates(values["num_hidden_layers"], field)
+    kinds = _layer_kinds(values, architecture, field, rotates)
     shared: dict[str, Any] = {
         "qk_norm": architecture.qk_norm,
         "qkv_bias": True if architecture.qkv_bias else None,
         "logits_soft_cap": field.get("attn_logit_softcapping"),
         "output_gate": architecture.output_gate,
+        "post_norm": architecture.post_norm,
     }
     if "query_pre_attn_scalar" in field:
         shared["scale"] = float(field["query_pre_attn_scalar"]) ** -0.5
     if "partial_rotary_factor" in field:
         size = rotary_dim(values, field["head_dim"] or width // heads)
         shared["rotary_dim"] = size
-    rotations = {kind: layer_rotation(values, kind) for kind in ("full", "sliding")}
+    rotations = {kind: layer_rotation(values, architecture, kind) for kind in ("full", "sliding")}
     theta = rotations["sliding" if "sliding" in kinds and "full" not in kinds else "full"][0]
-    mechanisms: dict[str, Mechanism] = {}
-    for kind in set(kinds):
+
+    def mechanism(kind: str, is_rotated: bool) -> Mechanism:
         if kind == "linear":
-            mechanisms[kind] = _gated_deltanet(field)
-            continue
+            return _gated_deltanet(values, field, architecture)
         own, scaling = rotations[kind]
         options = shared | {"rope_theta": None if own == theta else own, "rope_scaling": scaling}
-        if kind == "full":
-            mechanisms[kind] = FullConfig(**options)
-        else:
-            mechanisms[kind] = LocalConfig(window=field["sliding_window"], **options)
+        if not is_rotated:
+            options |= {"rope_theta": None, "rope_scaling": RopeScaling(), "rotary_dim": 0}
+        return (
+            FullConfig(**options)
+            if kind == "full"
+            else LocalConfig(window=field["sliding_window"], **options)
+        )
+
     return DecoderConfig(
         num_layers=values["num_hidden_layers"],
         d_model=width,
@@ -155,15 +170,45 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
         tied_embeddings=bool(field["tie_word_embeddings"]),
         embedding_scale=None if architecture.scales_embedding else 1.0,
         final_soft_cap=field.get("final_logit_softcapping"),
-        **_schedule(kinds, mechanisms),
+        **_schedule([mechanism(*layer) for layer in zip(kinds, rotates)], field),
     )
 
 
-def _gated_deltanet(field: Mapping[str, Any]) -> GatedDeltaNetConfig:
-    """The linear attention layers of Qwen3-Next."""
+def _gated_deltanet(
+    values: Mapping[str, Any], field: Mapping[str, Any], architecture: Architecture
+) -> GatedDeltaNetConfig:
+    """The linear attention layers."""
     if field["attention_bias"]:
         raise ValueError("config.json: attention_bias must be false with linear_attention layers, got true")
-    return GatedDeltaNetConfig(**{ours: field[theirs] for theirs, ours in LINEAR_SIZES.items()})
+    # transformers applies the same activation to their convolutions.
+    if (activation := field[architecture.activation]) != "silu":
+        raise ValueError(
+            f"config.json: {architecture.activation} must be silu with linear_attention layers, got {activation!r}"
+        )
+    assert architecture.linear is not None  # else it would not have such layers
+    sizes = {ours: field[theirs] for theirs, ours in LINEAR_SIZES.items()}
+    for number in ("num_key_heads", "num_value_heads"):
+        sizes[number] = sizes[number] or values["num_attention_heads"]
+    # OLMo Hybrid's defaults; the others have fixed ones.
+    sizes["key_dim"] = sizes["key_dim"] or int(0.75 * values["hidden_size"] / sizes["num_key_heads"])
+    sizes["value_dim"] = sizes["value_dim"] or 2 * sizes["key_dim"]
+    return GatedDeltaNetConfig(
+        **sizes,
+        negative_eigenvalues=field.get("linear_allow_neg_eigval", False),
+        norm_epsilon=architecture.linear.norm_epsilon,
+    )
+
+
+def _rotates(layers: int, field: Mapping[str, Any]) -> list[bool]:
+    """Returns whether each layer has rotary positions."""
+    if "no_rope_layers" not in field:
+        return [True] * layers
+    marks = field["no_rope_layers"]
+    if marks is None:
+        return [(i + 1) % field["no_rope_layer_interval"] != 0 for i in range(layers)]
+    if len(marks) < layers:
+        raise ValueError(f"config.json: no_rope_layers must have {layers} numbers, got {len(marks)}")
+    return [bool(mark) for mark in marks[:layers]]
 
 
 def _check_dense(layers: int, field: Mapping[str, Any]) -> None:
@@ -187,31 +232,27 @@ def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activat
     return ACTIVATIONS[activation]
 
 
-def _layer_kinds(values: Mapping[str, Any], field: Mapping[str, Any]) -> list[str]:
+def _layer_kinds(
+    values: Mapping[str, Any], architecture: Architecture, field: Mapping[str, Any], rotates: Sequence[bool]
+) -> list[str]:
     """Returns "full", "sliding" or "linear" for each layer."""
-    layers, kind = values["num_hidden_layers"], values["model_type"]
-    types = field.get("layer_types")
-    if "full_attention_interval" in field:
-        interval = field["full_attention_interval"]
-        kinds = ["linear" if (i + 1) % interval else "full" for i in range(layers)]
-        return kinds if types is None else _named_kinds(types, layers, ("full", "linear"))
-    if "sliding_window" not in field:
+    layers, other = values["num_hidden_layers"], architecture.other_layers
+    if other is None:
         return ["full"] * layers
-    window = field["sliding_window"]
-    if kind.startswith("qwen") and not field["use_sliding_window"]:
-        window = None
-    if types is not None:
-        kinds = _named_kinds(types, layers, ("full", "sliding"))
-    elif kind == "mistral":
-        kinds = ["full" if window is None else "sliding"] * layers
-    elif kind.startswith("qwen"):
-        kinds = [
-            "sliding" if window is not None and i >= field["max_window_layers"] else "full"
-            for i in range(layers)
-        ]
+    window = field.get("sliding_window") if field.get("use_sliding_window", True) else None
+    periods = (field.get("full_attention_interval"), field.get("sliding_window_pattern"), architecture.period)
+    period = next((each for each in periods if each is not None), None)
+    if field.get("layer_types") is not None:
+        kinds = _named_kinds(field["layer_types"], layers, ("full", other))
+    elif period is not None:
+        kinds = [other if (i + 1) % period else "full" for i in range(layers)]
+    elif window is None:
+        kinds = ["full"] * layers
+    elif "no_rope_layers" in field:
+        kinds = ["full" if is_rotated else other for is_rotated in rotates]
     else:
-        period = field.get("sliding_window_pattern", 2)
-        kinds = ["sliding" if (i + 1) % period else "full" for i in range(layers)]
+        first = field.get("max_window_layers", 0)
+        kinds = [other if i >= first else "full" for i in range(layers)]
     if "sliding" in kinds and (not isinstance(window, int) or window < 1):
         raise ValueError(
             f"config.json: sliding_window must be a number of tokens for sliding_attention, got {window!r}"
@@ -230,26 +271,29 @@ def _named_kinds(types: Sequence[str], layers: int, known: Sequence[str]) -> lis
     return [names[name] for name in types]
 
 
-def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict[str, Any]:
+def _schedule(mechanisms: Sequence[Mechanism], field: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `StackConfig` that give each layer its mechanism."""
-    layers, first = len(kinds), kinds[0]
-    if len(mechanisms) == 1:
-        return {"mechanism": mechanisms[first]}
-    second = next(kind for kind in kinds if kind != first)
-    run = list(kinds).index(second)
-    fields = {"mechanism": mechanisms[first], "late_mechanism": mechanisms[second], "early_layers": run}
-    if list(kinds) == [first] * run + [second] * (layers - run):
+    layers, first = len(mechanisms), mechanisms[0]
+    second = next((each for each in mechanisms if each != first), None)
+    if second is None:
+        return {"mechanism": first}
+    run = list(mechanisms).index(second)
+    fields = {"mechanism": first, "late_mechanism": second, "early_layers": run}
+    if list(mechanisms) == [first] * run + [second] * (layers - run):
         return fields | {"schedule": "split"}
-    if list(kinds) == [second if i % (run + 1) == run else first for i in range(layers)]:
+    if list(mechanisms) == [second if i % (run + 1) == run else first for i in range(layers)]:
         return fields | {"schedule": "alternate"}
+    name = "layer_types" if field.get("no_rope_layers") is None else "no_rope_layers (with layer_types)"
+    number = {mechanism: str(i) for i, mechanism in enumerate(dict.fromkeys(mechanisms))}
     raise ValueError(
-        "config.json: layer_types must be one kind and then the other, or repeat a number of layers of one kind and "
-        f"one of the other, got {', '.join(kinds)}"
+        f"config.json: {name} must be one kind and then the other, or repeat a number of layers of one kind and one of "
+        f"the other, got the kinds {', '.join(number[each] for each in mechanisms)}"
     )
 
 
 def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, dict[str, Any]]:
-    """Returns the `model_type` and the config.json of the architecture that computes the same as the decoder.
+    """Returns the `model_type` and the config.json of an architecture that computes the same as the decoder, if
+    possible of the one that it was read from.
 
     Raises:
       ValueError: no architecture does; the message names the nearest one and how it differs.
@@ -257,7 +301,8 @@ def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, di
     differing: list[
         tuple[bool, list[str], str]
     ] = []  # first, whether it has layers that the architecture lacks
-    for kind, architecture in ARCHITECTURES.items():
+    own = config.model_type if isinstance(config, PretrainedConfig) else None
+    for kind, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[0] != own):
         values = _describe(kind, architecture, config, max_length)
         try:
             described = meaning(read_config(values))
@@ -284,15 +329,20 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
     def resolved(mechanism: Any) -> Any:
         if isinstance(mechanism, GatedDeltaNetConfig):
             names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
-            return dataclasses.replace(mechanism, chunk_size=1, **dict(zip(names, mechanism.sizes(d))))
+            epsilon = d.norm_epsilon if mechanism.norm_epsilon is None else mechanism.norm_epsilon
+            sizes = dict(zip(names, mechanism.sizes(d)))
+            return dataclasses.replace(mechanism, chunk_size=1, norm_epsilon=_rounded(epsilon), **sizes)
         if not isinstance(mechanism, SoftmaxConfig):
             return mechanism
+        rotated = d.head_dim if mechanism.rotary_dim is None else mechanism.rotary_dim
+        positions: dict[str, Any] = {"rotary_dim": 0, "rope_theta": None, "rope_scaling": RopeScaling()}
+        if d.rope_theta is not None and rotated:
+            positions = {"rotary_dim": rotated, "rope_theta": _rounded(mechanism.rope_theta or d.rope_theta)}
         return dataclasses.replace(
             mechanism,
             scale=_rounded(d.head_dim**-0.5 if mechanism.scale is None else mechanism.scale),
             qkv_bias=d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias,
-            rope_theta=_rounded(mechanism.rope_theta or d.rope_theta),
-            rotary_dim=mechanism.rotary_dim or d.head_dim,
+            **positions,
         )
 
     scale = math.sqrt(d.d_model) if config.embedding_scale is None else config.embedding_scale
@@ -304,7 +354,6 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": d.head_dim,
         "d_ff": d.d_ff,
         "ffn": d.ffn,
-        "rope_theta": d.rope_theta is None,  # the mechanisms hold its value
         "norm": d.norm,
         "norm_epsilon": _rounded(d.norm_epsilon),
         "output_norms": d.output_norms,
@@ -331,8 +380,11 @@ def _describe(
 ) -> dict[str, Any]:
     """Returns the config.json of an architecture with the decoder's sizes, and with its options where they exist."""
     d, mechanisms = config.dimensions, config.mechanisms
-    full = next((m for m in mechanisms if isinstance(m, FullConfig)), None)
-    local = next((m for m in mechanisms if isinstance(m, LocalConfig)), None)
+    rotates = [not isinstance(m, SoftmaxConfig) or m.rotary_dim != 0 for m in mechanisms]
+    # Layers with positions first: they give the rotary fields.
+    ordered = sorted(mechanisms, key=lambda m: isinstance(m, SoftmaxConfig) and m.rotary_dim == 0)
+    full = next((m for m in ordered if isinstance(m, FullConfig)), None)
+    local = next((m for m in ordered if isinstance(m, LocalConfig)), None)
     linear = next((m for m in mechanisms if isinstance(m, GatedDeltaNetConfig)), GatedDeltaNetConfig())
     either = full or local or FullConfig()
     types = [
@@ -356,6 +408,8 @@ def _describe(
         "max_window_layers": types.count("full_attention"),
         "layer_types": types,
         "partial_rotary_factor": rotary_factor(either.rotary_dim or d.head_dim, d.head_dim),
+        "no_rope_layers": [int(is_rotated) for is_rotated in rotates],
+        "linear_allow_neg_eigval": linear.negative_eigenvalues,
         **sizes,
         **EXPERTS,
         "num_experts": 0,
@@ -373,5 +427,5 @@ def _describe(
         "num_attention_heads": d.num_heads,
         "max_position_embeddings": longest(either) if max_length is None else max_length,
         **{name: value for name, value in options.items() if name in architecture.defaults},
-        **rotation_fields(kind, d.rope_theta or 1e4, full, local),
+        **rotation_fields(architecture, d.rope_theta, full, local),
     }

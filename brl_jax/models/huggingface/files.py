@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -55,6 +54,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no {path.name} in {path.parent}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -63,9 +64,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.ndarray]]]:
-    """Yields the names of a folder's tensors, from one file or from the shards of an index, and a function that reads
-    one of them.
+def open_tensors(folder: Path) -> Iterator[tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]]:
+    """Yields the shapes of a folder's tensors by name, from one file or from the shards of an index, and a function
+    that reads one of them.
 
     Raises:
       FileNotFoundError: the folder has neither file, or a shard is missing.
@@ -85,13 +86,14 @@ def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.n
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from error
 
-        def read_tensor(file: Any, name: str) -> np.ndarray:
+        def shape_of(file: Any, name: str) -> tuple[int, ...]:
             try:
-                if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+                stored = file.get_slice(name)
+                if (dtype := stored.get_dtype()) not in _DTYPES:
                     raise ValueError(
                         f"{name} is stored as {dtype}; weights must be of {', '.join(sorted(_DTYPES))}"
                     )
-                return file.get_tensor(name)
+                return tuple(stored.get_shape())
             except SafetensorError as error:
                 raise ValueError(
                     f"{folder / INDEX} names another file for {name} than holds it: {error}"
@@ -99,7 +101,8 @@ def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.n
 
         if (folder / WEIGHTS).is_file():
             file = open_file(WEIGHTS)
-            yield list(file.keys()), functools.partial(read_tensor, file)
+            names = file.keys()
+            yield {name: shape_of(file, name) for name in names}, file.get_tensor
             return
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}")
@@ -110,7 +113,10 @@ def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.n
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{folder / INDEX} must name files beside it, got {name!r}")
         shards = {name: open_file(name) for name in sorted(set(shard_of.values()))}
-        yield list(shard_of), lambda name: read_tensor(shards[shard_of[name]], name)
+        yield (
+            {name: shape_of(shards[shard], name) for name, shard in shard_of.items()},
+            lambda name: shards[shard_of[name]].get_tensor(name),
+        )
 
 
 def metadata(folder: Path) -> dict[str, str]:

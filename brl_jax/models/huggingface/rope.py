@@ -10,6 +10,7 @@ from typing import Any
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.fields import Count, Positive, check_value
 from brl_jax.layers.core.attention_layer import SoftmaxConfig
+from brl_jax.models.huggingface.architectures import Architecture
 
 ROPE_FIELDS: Mapping[str, Any] = MappingProxyType(
     {
@@ -55,28 +56,33 @@ def check_fields(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         check_value(f"config.json: {name}", value, fields.get(name, Any))
 
 
-def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeScaling]:
-    """Returns the base of the frequencies and their scaling in layers of a kind, "full" or "sliding".
+def layer_rotation(
+    values: Mapping[str, Any], architecture: Architecture, kind: str
+) -> tuple[float | None, RopeScaling]:
+    """Returns the base of the frequencies and their scaling in layers of a kind, "full" or "sliding". A base of None
+    means no positions.
 
     Raises:
       ValueError: the scaling has no equivalent here.
     """
-    two_bases = values["model_type"] == "gemma3_text"
     parameters = values.get("rope_parameters") or {}
+    if architecture.rope_optional and parameters.get("rope_theta", values.get("rope_theta", 0)) is None:
+        return None, RopeScaling()
     check_fields(_SCALING_FIELDS, parameters)
     by_layer = parameters.get(f"{kind}_attention")
     if isinstance(by_layer, Mapping) or "full_attention" in parameters:
         parameters = by_layer or {}
     old_scaling = values.get("rope_scaling") or {}
-    if two_bases and kind == "sliding":
+    theta = values.get("rope_theta", architecture.rope_theta)
+    if architecture.rope_by_layer and kind == "sliding":
         old_scaling = {}
-        theta = values.get("rope_local_base_freq", 1e4)
-    else:
-        theta = values.get("rope_theta", 1e6 if two_bases else 1e4)
+        theta = values.get("rope_local_base_freq", architecture.defaults.get("rope_local_base_freq", theta))
     parameters = {**parameters, **old_scaling}
     check_fields(_SCALING_FIELDS, parameters)
-    if values["model_type"] == "qwen3_next":
-        parameters.pop("partial_rotary_factor", None)  # see `rotary_dim`
+    if "partial_rotary_factor" in architecture.defaults:
+        # See `rotary_dim`. Text has the same position on each of the axes that mrope tells apart.
+        for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+            parameters.pop(name, None)
     return float(parameters.pop("rope_theta", theta)), _scaling(
         parameters, values.get("max_position_embeddings")
     )
@@ -155,26 +161,41 @@ def longest(mechanism: SoftmaxConfig) -> int:
 
 
 def rotation_fields(
-    model_type: str, theta: float, full: SoftmaxConfig | None, local: SoftmaxConfig | None
+    architecture: Architecture, theta: float | None, full: SoftmaxConfig | None, local: SoftmaxConfig | None
 ) -> dict[str, Any]:
     """Returns the rotary fields of config.json from a layer of each kind, or None for a kind that the network lacks.
     They have the form of transformers 4, which transformers 5 also reads."""
-    main = full or local
-    fields: dict[str, Any] = {"rope_theta": theta if main is None else main.rope_theta or theta}
-    if model_type == "gemma3_text" and local is not None:
-        fields["rope_local_base_freq"] = local.rope_theta or theta
-    scaling = RopeScaling() if main is None else main.rope_scaling
-    if scaling.kind == "none":
-        return fields
-    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind != "linear":
-        values["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind == "llama3":
-        values |= {"low_freq_factor": scaling.slow_turns, "high_freq_factor": scaling.fast_turns}
-    if scaling.kind == "yarn":
-        values |= {
-            "beta_slow": scaling.slow_turns,
-            "beta_fast": scaling.fast_turns,
-            "attention_factor": scaling.query_key_factor,
-        } | ({} if scaling.truncate else {"truncate": False})
-    return fields | {"rope_scaling": values}
+    main = full or local or SoftmaxConfig()
+    if architecture.rope_optional and (theta is None or main.rotary_dim == 0):
+        return {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+    theta = theta or 1e4
+
+    def scaled(mechanism: SoftmaxConfig) -> dict[str, Any]:
+        scaling = mechanism.rope_scaling
+        if scaling.kind == "none":
+            return {}
+        values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            values["original_max_position_embeddings"] = scaling.original_length
+        if scaling.kind == "llama3":
+            values |= {"low_freq_factor": scaling.slow_turns, "high_freq_factor": scaling.fast_turns}
+        if scaling.kind == "yarn":
+            values |= {
+                "beta_slow": scaling.slow_turns,
+                "beta_fast": scaling.fast_turns,
+                "attention_factor": scaling.query_key_factor,
+            } | ({} if scaling.truncate else {"truncate": False})
+        return values
+
+    fields: dict[str, Any] = {"rope_theta": main.rope_theta or theta}
+    if scaled(main):
+        fields["rope_scaling"] = scaled(main)
+    if "rope_local_base_freq" in architecture.defaults:
+        return fields if local is None else fields | {"rope_local_base_freq": local.rope_theta or theta}
+    if architecture.rope_by_layer:  # transformers 5 would give sliding layers the architecture's base
+        kinds = {"full_attention": full or main, "sliding_attention": local or main}
+        fields["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": m.rope_theta or theta, **scaled(m)}
+            for kind, m in kinds.items()
+        }
+    return fields

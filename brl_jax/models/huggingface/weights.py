@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Int
 
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.models.decoder import DecoderConfig
-from brl_jax.models.huggingface.architectures import Architecture
+from brl_jax.models.huggingface.architectures import Architecture, LinearTensors
 from brl_jax.models.stack import group_layers
 
 Path = tuple[str, ...]
@@ -25,6 +26,8 @@ class _Entry(NamedTuple):
       paths: the parameters that it holds.
       repeat: its layer's index in the stacked parameters; None if they are not stacked.
       to_ours, to_theirs: convert its value to the parameters' values, and back.
+      pieces: names and rows of the tensors in which files hold it; it is one tensor if there are none. Some files cut
+        it after other rows.
     """
 
     name: str
@@ -33,6 +36,7 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     to_ours: Callable[[np.ndarray], Sequence[np.ndarray]]
     to_theirs: Callable[..., np.ndarray]
+    pieces: tuple[tuple[str, int], ...] = ()
 
 
 class _Layer(NamedTuple):
@@ -63,16 +67,16 @@ def _linear(
         yield _plain(f"{name}.bias", (*path, "bias"), repeat, (outputs,))
 
 
-def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, " H"]) -> _Entry:
+def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, "*H"]) -> _Entry:
     """A norm's weights. Ours are theirs at these places, plus the offset."""
-    back = np.argsort(places)
+    back = np.argsort(places, axis=None)
     return _Entry(
         f"{name}.weight",
         ((*path, "scale"),),
         repeat,
-        places.shape,
+        (places.size,),
         lambda a: (a[places] + offset,),
-        lambda a: (a - offset)[back],
+        lambda a: (a - offset).ravel()[back],
     )
 
 
@@ -95,7 +99,10 @@ def _softmax(
     d, name, path = config.dimensions, f"{at.prefix}.self_attn", (*at.block, "mixer")
     head, width = d.head_dim, d.d_model
     bias = d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias
-    plain, rotated = np.arange(head), _pairs(head, mechanism.rotary_dim or head)
+    plain, rotated = (
+        np.arange(head),
+        _pairs(head, head if mechanism.rotary_dim is None else mechanism.rotary_dim),
+    )
 
     def heads(theirs: str, number: int, **parts: Int[np.ndarray, " H"]) -> Iterator[_Entry]:
         """Yields the projections in `parts`, which are consecutive in each of their heads; ours are at these places."""
@@ -129,62 +136,67 @@ def _softmax(
     yield _heads_out(f"{name}.o_proj", (*path, "out"), at.repeat, d.num_heads, head, width)
     if d.use_bias:
         yield _plain(f"{name}.o_proj.bias", (*path, "out", "bias"), at.repeat, (width,))
-    if architecture.qk_norm:
-        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
-            yield _scale(f"{name}.{theirs}", (*path, ours), at.repeat, architecture.norm_offset, rotated)
+    if mechanism.qk_norm:
+        for part, number in (("query", d.num_heads), ("key", d.num_kv_heads)):
+            merged = np.arange(number)[:, None] * head + rotated
+            places = merged if mechanism.qk_norm == "merged" else rotated
+            own = (*path, f"{part}_norm")
+            yield _scale(f"{name}.{part[0]}_norm", own, at.repeat, architecture.norm_offset, places)
 
 
-def _gated_deltanet(config: DecoderConfig, mechanism: GatedDeltaNetConfig, at: _Layer) -> Iterator[_Entry]:
-    """Yields the tensors of a linear attention layer of Qwen3-Next. It groups the projections of each key head and its
-    value heads, and has one convolution over the channels of queries, keys and values."""
+def _gated_deltanet(
+    config: DecoderConfig, mechanism: GatedDeltaNetConfig, tensors: LinearTensors, at: _Layer
+) -> Iterator[_Entry]:
+    """Yields the tensors of a linear attention layer."""
     d, name, path = config.dimensions, f"{at.prefix}.linear_attn", (*at.block, "mixer")
     keys, values, key_dim, value_dim = mechanism.sizes(d)
-    width, each = d.d_model, values // keys
+    width, size = d.d_model, mechanism.conv_size
+    per_key, per_value = (keys, key_dim), (values, value_dim)
+    sizes: dict[str, tuple[int, ...]] = {
+        "query": per_key,
+        "key": per_key,
+        "value": per_value,
+        "gate": per_value,
+    }
+    sizes |= {"beta": (values,), "step": (values,)}
 
-    def grouped(theirs: str, sizes: dict[str, tuple[int, ...]]) -> _Entry:
-        """Groups projections by key head; `sizes` gives the shape of each, (heads per key head, features)."""
-        lengths = [math.prod(size) for size in sizes.values()]
+    def split(a: np.ndarray, parts: Sequence[str], groups: int) -> list[np.ndarray]:
+        """Splits the rows of a (outputs, inputs), each group of which holds a share of every part."""
+        lengths = [math.prod(sizes[part]) // groups for part in parts]
+        pieces = np.split(a.reshape(groups, -1, a.shape[1]), np.cumsum(lengths)[:-1], axis=1)
+        return [
+            piece.reshape(-1, a.shape[1]).T.reshape(-1, *sizes[part]) for part, piece in zip(parts, pieces)
+        ]
 
-        def split(a: np.ndarray) -> list[np.ndarray]:
-            parts = np.split(a.reshape(keys, -1, width), np.cumsum(lengths)[:-1], axis=1)
-            shapes = [(width, keys * size[0], *size[1:]) for size in sizes.values()]
-            return [part.reshape(-1, width).T.reshape(shape) for part, shape in zip(parts, shapes)]
+    def join(ours: Sequence[np.ndarray], groups: int) -> np.ndarray:
+        return np.concatenate([a.reshape(len(a), groups, -1) for a in ours], 2).reshape(len(ours[0]), -1).T
 
-        def join(*ours: np.ndarray) -> np.ndarray:
-            return np.concatenate([a.reshape(width, keys, -1) for a in ours], 2).reshape(width, -1).T
-
-        paths = tuple((*path, part, "kernel") for part in sizes)
-        shape = (keys * sum(lengths), width)
-        return _Entry(f"{name}.{theirs}.weight", paths, at.repeat, shape, split, join)
-
-    yield grouped(
-        "in_proj_qkvz",
-        {
-            "query": (1, key_dim),
-            "key": (1, key_dim),
-            "value": (each, value_dim),
-            "gate": (each, value_dim),
-        },
-    )
-    yield grouped("in_proj_ba", {"beta": (each,), "step": (each,)})
-    channels = {"query": (keys, key_dim), "key": (keys, key_dim), "value": (values, value_dim)}
-    ends = np.cumsum([math.prod(shape) for shape in channels.values()])
-    size = mechanism.conv_size
+    for theirs, parts in tensors.projections.items():
+        groups = keys if tensors.by_key_head else 1
+        yield _Entry(
+            f"{name}.{theirs}.weight",
+            tuple((*path, part, "kernel") for part in parts),
+            at.repeat,
+            (sum(math.prod(sizes[part]) for part in parts), width),
+            lambda a, parts=parts, groups=groups: split(a, parts, groups),
+            lambda *ours, groups=groups: join(ours, groups),
+        )
+    convolved = ("query", "key", "value")
+    rows = [math.prod(sizes[part]) for part in convolved]
+    pieces = [(f"{name}.{theirs}.weight", number) for theirs, number in zip(tensors.convolutions, rows)]
     yield _Entry(
         f"{name}.conv1d.weight",
-        tuple((*path, f"{part}_conv", "kernel") for part in channels),
+        tuple((*path, f"{part}_conv", "kernel") for part in convolved),
         at.repeat,
-        (int(ends[-1]), 1, size),
-        lambda a: [
-            part.T.reshape(size, *shape)
-            for part, shape in zip(np.split(a[:, 0], ends[:-1]), channels.values())
-        ],
-        lambda *ours: np.concatenate([a.reshape(size, -1) for a in ours], 1).T[:, None],
+        (sum(rows), 1, size),
+        lambda a: split(a[:, 0], convolved, 1),
+        lambda *ours: join(ours, 1)[:, None],
+        tuple(pieces) if len(tensors.convolutions) > 1 else (),
     )
     yield _plain(f"{name}.A_log", (*path, "rate"), at.repeat, (values,))
     yield _plain(f"{name}.dt_bias", (*path, "step_bias"), at.repeat, (values,))
-    yield _scale(f"{name}.norm", (*path, "head_norm"), at.repeat, 0.0, np.arange(value_dim))
-    yield _heads_out(f"{name}.out_proj", (*path, "out"), at.repeat, values, value_dim, width)
+    yield _scale(f"{name}.{tensors.norm}", (*path, "head_norm"), at.repeat, 0.0, np.arange(value_dim))
+    yield _heads_out(f"{name}.{tensors.out}", (*path, "out"), at.repeat, values, value_dim, width)
 
 
 def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Entry]:
@@ -202,7 +214,8 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                 at = _Layer(f"model.layers.{number}", ("stack", f"layers_{group}", f"block_{i}"), repeat)
                 number += 1
                 if isinstance(mechanism, GatedDeltaNetConfig):
-                    yield from _gated_deltanet(config, mechanism, at)
+                    assert architecture.linear is not None  # else it would not have such layers
+                    yield from _gated_deltanet(config, mechanism, architecture.linear, at)
                 else:
                     yield from _softmax(config, architecture, mechanism, at)
                 layer, ffn = at.prefix, (*at.block, "feed_forward")
@@ -213,7 +226,12 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                 yield from _linear(
                     f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias
                 )
-                norms = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
+                norms = dict(zip(architecture.norms, ("mixer_norm", "feed_forward_norm")))
+                if mechanism.residual == "post":
+                    norms = {
+                        "post_attention_layernorm": "mixer_norm",
+                        "post_feedforward_layernorm": "feed_forward_norm",
+                    }
                 if d.output_norms:
                     norms = {
                         "input_layernorm": "mixer_norm",
@@ -225,50 +243,90 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                     yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
 
 
-def has_own_head(config: DecoderConfig, names: Any, read: Callable[[str], np.ndarray]) -> bool:
+def _stored(name: str, architecture: Architecture, names: Container[str]) -> str:
+    """Returns the name under which a file holds a tensor."""
+    others = (name.replace(ours, theirs, 1) for ours, theirs in architecture.aliases if ours in name)
+    return name if name in names else next((other for other in others if other in names), name)
+
+
+def has_own_head(
+    config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
+) -> bool:
     """Returns whether a file has a separate output table although config.json ties the tables. transformers then uses
     both tables. Some files store the same table twice."""
-    if not config.tied_embeddings or not {_HEAD, _TABLE} <= set(names):
+    table = _stored(_TABLE, architecture, names)
+    if not config.tied_embeddings or not {_HEAD, table} <= set(names):
         return False
-    return not np.array_equal(read(_HEAD), read(_TABLE))
+    return not np.array_equal(read(_HEAD), read(table))
 
 
-def to_parameters(
-    config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
-) -> dict[str, Any]:
-    """Returns our parameters in float32, from the tensors that `read` returns for their names.
+def check_tensors(
+    config: DecoderConfig,
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> Callable[[str], np.ndarray]:
+    """Checks the names and the shapes of a folder's tensors, and returns `read` for the names that the architecture
+    gives them.
 
     Raises:
       ValueError: a tensor is missing, unexpected, or has the wrong shape; the message names it.
     """
-    left = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    left = {
+        name
+        for name in shapes
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(architecture.unread)
+    }
     if config.tied_embeddings:
         left.discard(_HEAD)  # see `has_own_head`
-    leaves: dict[Path, Any] = {}
+    stored = {}
     for entry in _entries(config, architecture):
-        if entry.name not in left:
-            raise ValueError(f"the weights lack {entry.name}, which config.json requires")
-        left.discard(entry.name)
-        tensor = read(entry.name)
-        if tensor.shape != entry.shape:
-            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {tensor.shape}")
-        for path, ours in zip(entry.paths, entry.to_ours(tensor.astype(np.float32)), strict=True):
-            own = np.ascontiguousarray(ours)
-            if entry.repeat is None:
-                leaves[path] = own
-            else:
-                leaves.setdefault(path, []).append(own)
+        pieces = [name for name, _ in entry.pieces] or [_stored(entry.name, architecture, left)]
+        stored[entry.name] = pieces
+        for name in pieces:
+            if name not in left:
+                raise ValueError(f"the weights lack {name}, which config.json requires")
+            left.discard(name)
+        shape = shapes[pieces[0]]
+        if entry.pieces and len({shapes[name][1:] for name in pieces}) == 1:
+            shape = (sum(sum(shapes[name][:1]) for name in pieces), *shape[1:])
+        if shape != entry.shape:
+            raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {shape}")
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = np.stack(leaf) if isinstance(leaf, list) else leaf
-    return tree
+
+    def read_whole(name: str) -> np.ndarray:
+        tensors = [read(piece) for piece in stored[name]]
+        return np.concatenate(tensors) if tensors[1:] else tensors[0]
+
+    return read_whole
+
+
+def parts(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> Iterator[tuple[Path, int | None, np.ndarray]]:
+    """Yields our parameters in float32, one tensor that `read` returns at a time: the path of a parameter, the place in
+    its stack of layers (None if it is not stacked), and what belongs there."""
+    for entry in _entries(config, architecture):
+        tensor = read(entry.name).astype(np.float32)
+        for path, ours in zip(entry.paths, entry.to_ours(tensor), strict=True):
+            yield path, entry.repeat, np.ascontiguousarray(ours)
+
+
+def to_parameters(
+    config: DecoderConfig, architecture: Architecture, read: Callable[[str], np.ndarray]
+) -> dict[str, Any]:
+    """Returns our parameters in float32, from the tensors that `read` returns for their names."""
+    leaves: dict[Path, Any] = {}
+    for path, repeat, part in parts(config, architecture, read):
+        if repeat is None:
+            leaves[path] = part
+        else:
+            leaves.setdefault(path, []).append(part)
+    whole = {path: np.stack(leaf) if isinstance(leaf, list) else leaf for path, leaf in leaves.items()}
+    return traverse_util.unflatten_dict(whole)
 
 
 def to_tensors(
@@ -289,7 +347,11 @@ def to_tensors(
         if theirs is None or theirs.shape != entry.shape:
             names = ", ".join("/".join(path) for path in entry.paths)
             raise ValueError(f"params: the shape of {names} does not match the configuration")
-        tensors[entry.name] = theirs
+        if entry.pieces:
+            ends = np.cumsum([rows for _, rows in entry.pieces])[:-1]
+            tensors |= {name: part for (name, _), part in zip(entry.pieces, np.split(theirs, ends))}
+        else:
+            tensors[entry.name] = theirs
     return tensors
 
 

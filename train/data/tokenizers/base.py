@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.splits import DocumentStart
+from train.data.chat import ChatTemplate
+from train.data.splits import DocumentStart, Part
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
+CONFIG = "tokenizer_config.json"
 PIECE = 1 << 20
 _SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096
 NO_EXTRA = np.zeros((0, 2), np.int64)
@@ -26,12 +29,17 @@ class Encoded(NamedTuple):
     """Tokens of a piece of text, and the places where a token encodes another number of bytes than `token_bytes` says.
 
     ids: (n,) integers. extra: (k, 2) int64, rows (index in ids, bytes of the text beyond token_bytes[id]).
-    starts: whether a document starts with this piece.
+    piece: the text, see `text_pieces`.
     """
 
     ids: np.ndarray
     extra: np.ndarray
-    starts: bool
+    piece: bytes
+
+    @property
+    def starts(self) -> bool:
+        """Whether a document starts with this piece."""
+        return isinstance(self.piece, DocumentStart)
 
 
 class Tokenizer(abc.ABC):
@@ -53,6 +61,11 @@ class Tokenizer(abc.ABC):
     def description(self) -> str:
         """Its name, and which names in a text it reads as special tokens."""
         return self.spec
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """How its model writes chats, if it has a way."""
+        return None
 
     @property
     def dtype(self) -> np.dtype:
@@ -83,13 +96,13 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too. No token has
-        text of two documents.
+        text of two parts or documents.
 
         Raises UserError if the text is not UTF-8 (bytes: never).
         """
 
     def _payload(self) -> dict[str, str]:
-        """Files, by name, that `load_tokenizer` needs in addition to the spec."""
+        """Files, by name, that `load_tokenizer` needs in addition to the spec. Of `CONFIG` they are more fields."""
         return {}
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -101,9 +114,10 @@ class Tokenizer(abc.ABC):
         """
         folder = epath.Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
-        files = self._payload() | {"tokenizer_config.json": json.dumps(config) + "\n"}
-        for name, text in files.items():
+        files = self._payload()
+        config = json.loads(files.pop(CONFIG, "{}"))
+        config |= {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
+        for name, text in (*files.items(), (CONFIG, json.dumps(config) + "\n")):
             write_whole(folder / name, text)
 
 
@@ -143,13 +157,14 @@ def continuation(tokenizer: Tokenizer, prompt: Int[np.ndarray, " P"], tokens: In
 
 def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
     """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
-    after a character, and where a document ends. The first piece of a document is a `DocumentStart`."""
-    pending, kind = bytearray(), bytes
+    after a character, and where a part ends. The first piece of a part is a `Part` with its weight."""
+    pending = bytearray()
+    kind: Callable[[bytearray], bytes] = bytes
     for block in blocks:
-        if isinstance(block, DocumentStart):
+        if isinstance(block, Part):
             if pending:
                 yield kind(pending)
-            pending, kind = bytearray(), DocumentStart
+            pending, kind = bytearray(), functools.partial(type(block), weight=block.weight)
         pending += block
         start = 0
         while len(pending) - start > size:

@@ -15,7 +15,6 @@ from jaxtyping import Int
 
 from brl_jax.fields import MOST
 from brl_jax.json_files import read_json
-from train.data.splits import DocumentStart
 from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
 from train.data.tokenizers.vocabularies import CharactersTokenizer, WordsTokenizer
@@ -47,7 +46,7 @@ class BytesTokenizer(Tokenizer):
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         for piece in pieces:
-            yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA, isinstance(piece, DocumentStart))
+            yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA, piece)
 
 
 class BPETokenizer(Tokenizer):
@@ -87,7 +86,7 @@ class BPETokenizer(Tokenizer):
             encodings = self._model.encode_batch_fast([decode_piece(piece) for piece in batch])
             for piece, encoding in zip(batch, encodings, strict=True):
                 ids = np.array(encoding.ids, self.dtype)
-                yield Encoded(ids, NO_EXTRA, isinstance(piece, DocumentStart))
+                yield Encoded(ids, NO_EXTRA, piece)
 
     def _payload(self) -> dict[str, str]:
         return {"tokenizer.json": self._model.to_str()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,13 +14,23 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from brl_jax.json_files import check_regular
-from train.data.splits import DocumentStart
-from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
+from brl_jax.json_files import check_regular, read_json
+from train.data.chat import ChatTemplate, template_of
+from train.data.tokenizers.base import (
+    CONFIG,
+    NO_EXTRA,
+    Encoded,
+    Tokenizer,
+    check_utf8,
+    decode_piece,
+    piece_batches,
+)
 from train.engine.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
 _MOST_TOKENS = 1 << 24
+# The fields of tokenizer_config.json that `Tokenizer.save` writes.
+_OURS = {"tokenizer", "digest", "vocab_size"}
 
 # Before the name of a tokenizer.json: names of special tokens in a text are text.
 _PLAIN = "plain:"
@@ -54,6 +65,19 @@ def _token_sizes(vocabulary: Mapping[str, int], description: Any) -> list[int]:
     for token, number in vocabulary.items():
         sizes[number] = len(token) if is_byte_level else _piece_size(token.removeprefix(prefix))
     return sizes
+
+
+def _config_in(folder: epath.Path) -> dict[str, str]:
+    """What transformers keeps of a tokenizer next to its vocabulary, as a payload: the names of special tokens and the
+    template of chats."""
+    values: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", CONFIG):
+        if (folder / name).exists():
+            values |= read_json(folder / name, dict)
+    if (folder / "chat_template.jinja").exists():
+        values["chat_template"] = (folder / "chat_template.jinja").read_bytes().decode()
+    values = {name: value for name, value in values.items() if name not in _OURS}
+    return {CONFIG: json.dumps(values, sort_keys=True)} if values else {}
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -102,10 +126,11 @@ class PretrainedTokenizer(Tokenizer):
 
                 return cls(spec, {_JSON: tokenizers.Tokenizer.from_pretrained(name[3:]).to_str()})
             check_regular(Path(name).expanduser())
-            content = epath.Path(name).expanduser().read_bytes()
+            path = epath.Path(name).expanduser()
+            content, config = path.read_bytes(), _config_in(path.parent)
             if name.endswith(".json"):
-                return cls(spec, {_JSON: content.decode()})
-            return cls(spec, {_SENTENCEPIECE: base64.b64encode(content).decode()})
+                return cls(spec, {_JSON: content.decode()} | config)
+            return cls(spec, {_SENTENCEPIECE: base64.b64encode(content).decode()} | config)
         except ModuleNotFoundError as error:
             raise UserError(f"--tokenizer {spec}: needs {error.name}: pip install -e '.[data]'") from error
         except Exception as error:  # the libraries raise all kinds of errors about the hub, files and formats
@@ -125,11 +150,15 @@ class PretrainedTokenizer(Tokenizer):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{self.spec} (special tokens in the text: {', '.join(names[:3])}{more})"
 
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:  # type: ignore[override]
+        return template_of(json.loads(self._files.get(CONFIG, "{}")))
+
     @classmethod
     def load(cls, spec: str, folder: epath.Path) -> PretrainedTokenizer:
         """Reads what `save` wrote."""
         name = _JSON if (folder / _JSON).exists() else _SENTENCEPIECE
-        return cls(spec, {name: (folder / name).read_bytes().decode()})
+        return cls(spec, {name: (folder / name).read_bytes().decode()} | _config_in(folder))
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         check_utf8(text)
@@ -149,7 +178,7 @@ class PretrainedTokenizer(Tokenizer):
                 left += len(piece) - int(self.token_bytes[tokens].sum())
                 if left and len(tokens):
                     extra, left = np.array([[len(tokens) - 1, left]], np.int64), 0
-                yield Encoded(tokens, extra, isinstance(piece, DocumentStart))
+                yield Encoded(tokens, extra, piece)
 
     def _encode(self, texts: list[str]) -> list[Sequence[int]]:
         if _JSON in self._files:
@@ -158,4 +187,4 @@ class PretrainedTokenizer(Tokenizer):
         return self._model.encode(texts)
 
     def _payload(self) -> dict[str, str]:
-        return self._files
+        return dict(self._files)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from train.data.splits import DocumentStart
 from train.data.tokenizers.base import Encoded, Tokenizer, decode_piece
 from train.engine.errors import UserError
 
@@ -74,7 +73,7 @@ class CharactersTokenizer(Tokenizer):
             unknown = np.flatnonzero(~known)
             sizes = np.array([len(text[i].encode()) for i in unknown], np.int64)
             extra = np.stack([unknown, sizes - self.token_bytes[self._unknown]], 1)
-            yield Encoded(ids.astype(self.dtype), extra, isinstance(piece, DocumentStart))
+            yield Encoded(ids.astype(self.dtype), extra, piece)
 
     def _payload(self) -> dict[str, str]:
         return {"characters.json": json.dumps(self._characters) + "\n"}
@@ -147,7 +146,7 @@ class WordsTokenizer(Tokenizer):
             open_line += len(piece) - int(sizes.sum())
             changed = np.flatnonzero(sizes != self.token_bytes[ids])
             extra = np.stack([changed, (sizes - self.token_bytes[ids])[changed]], 1)
-            yield Encoded(ids.astype(self.dtype), extra, isinstance(piece, DocumentStart))
+            yield Encoded(ids.astype(self.dtype), extra, piece)
 
     def _payload(self) -> dict[str, str]:
         return {"vocab.txt": "".join(w + "\n" for w in self._words)}

@@ -1,0 +1,248 @@
+"""Training from weights in the layout of transformers: --from_hf."""
+
+import json
+import math
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eval.tasks.export
+import eval.tasks.generate
+import eval.tasks.lm
+import train.lm
+from brl_jax.models import DecoderLM, huggingface
+from eval.harness.runs import open_run
+from tests.support.command_lines import last_wins
+from tests.train.logs import metrics_lines
+from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_tokenizer
+from train.cli.command import command
+from train.engine.mesh import open_mesh
+from train.tasks.lm import LM
+
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.xdist_group("train.from_hf")
+
+SHORT = "--steps 80 --batch 4 --length 32 --eval_every 40 --checkpoint_every 40 --warmup_steps 4 --sample_tokens 4"
+RATE = "--learning_rate 1e-2 --eval_tokens 0 --z_loss 1e-4"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a small random decoder."""
+    place = tmp_path_factory.mktemp("hf")
+    write_tokenizer(place / "tokenizer")
+    write_model(place / "model", place / "tokenizer")
+    return place / "model"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    place = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 60), ("valid", 6)):
+        (place / f"{split}.txt").write_text(
+            "the colour of the sky is blue\nthe colour of grass is green\n" * count
+        )
+    return f"text:{place}/*.txt"
+
+
+def words(text, workdir, *more):
+    return last_wins(f"--workdir {workdir} --data {text} {SHORT} {RATE} {' '.join(more)}")
+
+
+@pytest.fixture(scope="module")
+def run(folder, text, tmp_path_factory):
+    """A finished run, whose folder of weights is no longer there."""
+    workdir, copy = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("copy") / "model"
+    shutil.copytree(folder, copy)
+    train.lm.main(words(text, workdir, "--from_hf", str(copy)))
+    shutil.rmtree(copy)
+    return workdir
+
+
+def test_a_run_starts_from_the_weights_and_learns(run, folder):
+    lines = metrics_lines(run)
+    config, params = huggingface.load(folder)
+    assert lines[-1]["step"] == 80
+    assert lines[-1]["val_loss"] < 0.5 < 4 < lines[0]["loss"]
+    opened = open_run([LM], str(run), "last")
+    mesh = open_mesh(opened.config.mesh, opened.config.loop, opened.config.model)
+    data = LM.load(opened.config, ("train", "valid"))
+    batch = next(iter(LM.training_stream(opened.config, data, mesh)))
+    total, weight, _ = DecoderLM(config).apply(
+        {"params": params}, batch["tokens"], batch["targets"], z_loss=1e-4, method="loss"
+    )
+    np.testing.assert_allclose(lines[0]["loss"], total / weight, rtol=1e-5)
+    assert opened.config.model.vocab_size == config.vocab_size == 304
+
+
+def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
+    """It is resumed, measured, continued and exported without; the export is read back."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    before = metrics_lines(run)[-1]["val_loss"]
+    capsys.readouterr()
+    train.lm.main(["--workdir", str(copied)])
+    assert "nothing is left to train: the run is at step 80" in capsys.readouterr().err
+    eval.tasks.lm.main(["--workdir", str(copied), "--checkpoint", "last"])
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["loss"] == pytest.approx(before, rel=1e-5)
+    eval.tasks.generate.main(
+        ["--workdir", str(copied), "--prompt", "the colour of the", "--tokens", "4", "--temperature", "0"]
+    )
+    assert capsys.readouterr().out.startswith("the colour of the")
+    eval.tasks.export.main(
+        [
+            "--workdir",
+            str(copied),
+            "--out",
+            str(tmp_path / "out"),
+            "--layout",
+            "huggingface",
+            "--checkpoint",
+            "last",
+        ]
+    )
+    out = tmp_path / "out"
+    params = huggingface.load(out)[1]
+    opened = open_run([LM], str(run), "last")
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(jnp.asarray, opened.params))
+    values = json.loads((out / "config.json").read_text())
+    assert values["max_position_embeddings"] == 77
+    assert values["eos_token_id"] == 2
+    assert json.loads((out / "generation_config.json").read_text()) == GENERATION
+    assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "Qwen2TokenizerFast"
+    # And an export can be trained on.
+    capsys.readouterr()
+    more = ["--from_hf", str(out), "--steps", "1", "--warmup_steps", "0"]
+    train.lm.main(last_wins([*words(opened.config.data.data, tmp_path / "next"), *more]))
+    assert metrics_lines(tmp_path / "next")[0]["loss"] < 0.6
+
+
+def test_a_stopped_run_goes_on(folder, text, tmp_path):
+    line = words(text, tmp_path / "a", "--from_hf", str(folder), "--steps", "6", "--decay", "constant")
+    train.lm.main(line)
+    train.lm.main(last_wins([*line, "--steps", "12"]))
+    whole = words(text, tmp_path / "b", "--from_hf", str(folder), "--steps", "12", "--decay", "constant")
+    train.lm.main(whole)
+    lost = [[each["loss"] for each in metrics_lines(tmp_path / name)] for name in "ab"]
+    assert lost[0] == lost[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            "--mechanism local",
+            "--mechanism has no effect with from_hf, whose config.json describes the network",
+        ),
+        ("--d_model 64", "--d_model has no effect with from_hf, whose config.json describes the network"),
+        ("--tokenizer bytes", "--tokenizer has no effect with from_hf, which has a tokenizer"),
+        ("--from_hf {new}", "--from_hf: path must be a folder on this machine"),
+        ("--from_hf {empty}", "--from_hf: [Errno 2] No such file or directory: '{empty}/config.json'"),
+        (
+            "--from_hf {shards}",
+            "--from_hf: {shards}/model.safetensors.index.json names a.safetensors, which is missing",
+        ),
+        (
+            "--from_hf {outside}",
+            "model.safetensors.index.json must name files beside it, got '../model.safetensors'",
+        ),
+        ("--from_hf {mute}", "--from_hf: {mute} has no tokenizer.json and no tokenizer.model"),
+        ("--from_hf {small}", "--from_hf: the tokenizer has 287 tokens, and the network's embedding has 100"),
+        ("--from_hf {moe}", "config.json: model_type must be one of"),
+    ],
+)
+def test_bad_input_is_a_line_and_status_2(folder, text, tmp_path, monkeypatch, capsys, more, expected):
+    places = {name: tmp_path / name for name in ("new", "empty", "shards", "outside", "mute", "small", "moe")}
+    for name in ("shards", "outside", "mute", "moe"):
+        shutil.copytree(folder, places[name])
+    places["empty"].mkdir()
+    for name, shard in (("shards", "a.safetensors"), ("outside", "../model.safetensors")):
+        (places[name] / "model.safetensors").unlink()
+        index = {"weight_map": {"model.norm.weight": shard}}
+        (places[name] / "model.safetensors.index.json").write_text(json.dumps(index))
+    (places["mute"] / "tokenizer.json").unlink()
+    (places["moe"] / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    write_model(places["small"], folder, vocab_size=100)
+    line = words(text, tmp_path / "run", "--from_hf", str(folder), *more.format(**places).split())
+    monkeypatch.setattr(sys, "argv", ["name", *line])
+    assert command(train.lm.main, "name") == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1, err
+    assert expected.format(**places) in err
+    assert out == ""
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_weights_go_where_the_parameters_are(folder):
+    config, expected = huggingface.load(folder)
+    assert huggingface.load_config(folder) == config
+    fresh = jax.tree.map(lambda x: jnp.full_like(x, math.nan), expected)
+    got = huggingface.load_onto(fresh, folder)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    with pytest.raises(ValueError, match="params must be of the network that"):
+        huggingface.load_onto({"embedding": expected["embedding"]}, folder)
+
+
+COLOURS = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}
+
+
+def chats(place, **changes):
+    """Questions and answers, a quarter of them held out."""
+    lines = [
+        {"messages": [{"role": "user", "content": thing}, {"role": "assistant", "content": colour}]}
+        for thing, colour in COLOURS.items()
+    ]
+    lines += [{"prompt": thing, "completion": colour} for thing, colour in COLOURS.items()] * 2
+    lines[2] |= changes
+    place.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"jsonl:{place}"
+
+
+def test_a_small_set_of_chats_is_learnt(folder, tmp_path, capsys):
+    """Its questions get the answers, and the template goes with the export."""
+    workdir = tmp_path / "run"
+    train.lm.main(
+        words(chats(tmp_path / "chats.jsonl"), workdir, "--from_hf", str(folder), "--holdout", "0.34")
+    )
+    lines = metrics_lines(workdir)
+    assert lines[-1]["val_loss"] < 0.1 < 3 < lines[0]["loss"]
+    capsys.readouterr()
+    ask = ["--tokens", "8", "--temperature", "0", "--stop", "<|im_end|>"]
+    for thing, colour in COLOURS.items():
+        prompt = f"<|im_start|>user\n{thing}<|im_end|>\n<|im_start|>assistant\n"
+        eval.tasks.generate.main(["--workdir", str(workdir), "--prompt", prompt, *ask])
+        assert capsys.readouterr().out == f"{prompt}{colour}<|im_end|>\n"
+    eval.tasks.lm.main(["--workdir", str(workdir)])
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["bits_per_byte"] < 0.2
+    eval.tasks.export.main(["--workdir", str(workdir), "--out", str(tmp_path / "out")])
+    stored = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert stored["chat_template"] == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "expected"),
+    [
+        ({"messages": [{"role": "robot", "content": "a"}]}, True, "line 3: messages[0]: role must be one of"),
+        ({"messages": 1}, True, "line 3: messages must be a list, got 1"),
+        ({}, False, "line 1: a chat needs a tokenizer with a chat template"),
+    ],
+)
+def test_a_bad_chat_is_a_line_and_status_2(
+    folder, tmp_path, monkeypatch, capsys, changes, template, expected
+):
+    if not template:
+        shutil.copytree(folder, tmp_path / "mute")
+        (tmp_path / "mute" / "tokenizer_config.json").unlink()
+        folder = tmp_path / "mute"
+    data = chats(tmp_path / "chats.jsonl", **changes)
+    monkeypatch.setattr(sys, "argv", ["name", *words(data, tmp_path / "run", "--from_hf", str(folder))])
+    assert command(train.lm.main, "name") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"name: --data: {tmp_path}/chats.jsonl, {expected}")
+    assert err.count("\n") == 1, err
