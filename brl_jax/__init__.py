@@ -13,8 +13,9 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   state. state_functions returns init, extend and step of a mechanism under the same three names, and for some of them
   summarize, whose Summary lets a caller divide sequences over devices.
 Networks (Flax Linen):
-  DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
-  stream yields the tokens as they come, and generate_requests decodes requests of any length together.
+  DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts
+  (a Draft is a small model that drafts tokens for it), stream yields the tokens as they come, and generate_requests
+  decodes requests of any length together.
   Encoder (with an EncoderConfig) returns an output for each token or feature vector; Classifier, PairClassifier and
   TokenClassifier classify sequences, pairs and tokens; NodeClassifier classifies the nodes of a graph; Regressor maps
   vectors to vectors.

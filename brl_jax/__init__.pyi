@@ -124,6 +124,7 @@ from brl_jax.models import (
     TokenClassifier,
     transnormer,
 )
+from brl_jax.speculation import Draft
 from brl_jax.states import StateFunctions, state_functions
 
 __version__: str
@@ -152,6 +153,7 @@ __all__ = [
     "Dilated",
     "Dimensions",
     "DistanceBias",
+    "Draft",
     "Encoder",
     "EncoderConfig",
     "EncoderDecoder",

@@ -23,9 +23,9 @@ from brl_jax.decoding import (
     is_greedy,
     is_int,
     prefill,
-    sample,
 )
 from brl_jax.fields import Count, Fraction, NonNegative, declared
+from brl_jax.sampling import sample
 
 
 class Request(NamedTuple):

@@ -10,10 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import require
 from brl_jax.fields import Count, Fraction, NonNegative, declared
+from brl_jax.sampling import sample
+from brl_jax.speculation import Draft, check_draft, speculate
 
 # Prompts are read in pieces of this many tokens, so a long prompt needs no more memory than one piece.
 PREFILL = 2048
@@ -34,6 +36,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     source: Int[Array, "B S"] | np.ndarray | None = None,
     source_lengths: Int[Array, "B"] | np.ndarray | None = None,
+    draft: Draft | None = None,
 ) -> Int[Array, "B P+L"]:
     """Continues prompts by sampling from a decoder::
 
@@ -53,18 +56,32 @@ def generate(
       stop_tokens: a row ends with the first of these that it generates; the call ends when all rows have ended.
       source: (B, S) ints, the input of an encoder-decoder (`EncoderDecoder`), whose encoder runs once.
       source_lengths: (B,) ints from 1 to S, the sources' lengths; by default S.
+      draft: a small model that drafts several tokens for each call of this one (`Draft`; speculative decoding). The
+        tokens of temperature 0 stay the same up to rounding, and so does the distribution of sampled ones.
 
     Returns:
       (B, P + max_new_tokens) int32: each row's prompt, its continuation including a stop token, then zeros.
 
     Raises:
       ValueError: a prompt is empty, a token is outside the vocabulary, a setting is out of range, the variables have no
-        parameters, the model is not a decoder, or an encoder-decoder has no source.
+        parameters, the model is not a decoder, or an encoder-decoder has no source. With a draft, its vocabulary
+        differs, or a mechanism of one of the models cannot go back.
 
     Prompts are read in large pieces up to the end of the shortest one. The rest of longer prompts is then read token by
     token, while shorter rows already generate, so that all rows are at the same position, as every mechanism's cache
     requires. `stream` yields the same tokens as they come.
     """
+    if draft is not None:
+        require(
+            source is None and source_lengths is None, "source and source_lengths must be None with a draft"
+        )
+        check_model(draft.model, draft.variables)
+        check_draft(model, draft)
+        prefix, settings, choice = _prepare(
+            model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+        )
+        tokens, _ = speculate(model, draft, variables, prefix, settings, PREFILL, **choice)
+        return jnp.concatenate([prefix, tokens], axis=1)
     run = _Run.start(
         model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens, source,
         source_lengths,
@@ -166,29 +183,21 @@ class _Run(NamedTuple):
         source_lengths: Any,
     ) -> _Run:
         """Checks all arguments and reads the source and the prompts."""
-        check_model(model, variables)
-        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-        prompts, lengths = check_rows("prompts", prompts, lengths, vocabulary)
-        check_sampled(rng, temperature)
-        stops = check_stop_tokens(stop_tokens, vocabulary)
-        rng = jax.random.key(0) if rng is None else rng
-
-        batch, width = prompts.shape
-        common = int(lengths.min())
-        total = width + max_new_tokens
-        steps = total - common
-        prompts = jnp.asarray(prompts, jnp.int32)
+        prefix, settings, choice = _prepare(
+            model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+        )
+        batch, common = prefix.shape
+        steps = settings.forced.shape[1]
         encoded = _read_source(model, variables, source, source_lengths, batch)
         room = {} if encoded is None else {"source_length": encoded.outputs.shape[1]}
-        cache = model.init_cache(batch, total, **room)
+        cache = model.init_cache(batch, common + steps, **room)
         absorbed = model.absorbable(common)
         for start in range(0, absorbed, PREFILL):
-            piece = prompts[:, start : min(start + PREFILL, absorbed)]
+            piece = prefix[:, start : min(start + PREFILL, absorbed)]
             cache = absorb(model, variables, piece, cache)
         for start in range(absorbed, common, PREFILL):
-            logits, cache = prefill(
-                model, variables, prompts[:, start : min(start + PREFILL, common)], cache, encoded
-            )
+            piece = prefix[:, start : min(start + PREFILL, common)]
+            logits, cache = prefill(model, variables, piece, cache, encoded)
             encoded = None  # the cache keeps what the decoder needs
         state = _State(
             index=jnp.zeros((), jnp.int32),
@@ -197,16 +206,7 @@ class _Run(NamedTuple):
             tokens=jnp.zeros((batch, steps), jnp.int32),
             ended=jnp.zeros((batch,), bool),
         )
-        settings = _Settings(
-            forced=jnp.pad(prompts[:, common:], ((0, 0), (0, max_new_tokens))),
-            num_forced=jnp.asarray(lengths - common, jnp.int32),
-            max_new_tokens=jnp.int32(max_new_tokens),
-            keys=jax.random.split(rng, steps),
-            temperature=jnp.float32(temperature),
-            stop_tokens=jnp.asarray(stops, jnp.int32),
-        )
-        choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
-        return cls(model, variables, prompts[:, :common], steps, state, settings, choice)
+        return cls(model, variables, prefix, steps, state, settings, choice)
 
     def advance(self, state: _State, until: int) -> _State:
         """Runs until `until` columns are done or all rows have ended; donates the given state."""
@@ -221,6 +221,40 @@ class _Run(NamedTuple):
                 yield np.asarray(state.tokens[:, start:end])
             if bool(state.ended.all()):
                 return
+
+
+def _prepare(
+    model: Any,
+    variables: Any,
+    prompts: Any,
+    max_new_tokens: Any,
+    lengths: Any,
+    rng: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    stop_tokens: Any,
+) -> tuple[Int[Array, "B P"], _Settings, dict[str, Any]]:
+    """Checks the arguments, and returns the prompts up to the end of the shortest, the settings and the choice."""
+    check_model(model, variables)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    prompts, lengths = check_rows("prompts", prompts, lengths, vocabulary)
+    check_sampled(rng, temperature)
+    stops = check_stop_tokens(stop_tokens, vocabulary)
+    rng = jax.random.key(0) if rng is None else rng
+    prompts = jnp.asarray(prompts, jnp.int32)
+    common = int(lengths.min())
+    forced = jnp.pad(prompts[:, common:], ((0, 0), (0, max_new_tokens)))
+    settings = _Settings(
+        forced=forced,
+        num_forced=jnp.asarray(lengths - common, jnp.int32),
+        max_new_tokens=jnp.int32(max_new_tokens),
+        keys=jax.random.split(rng, forced.shape[1]),
+        temperature=jnp.float32(temperature),
+        stop_tokens=jnp.asarray(stops, jnp.int32),
+    )
+    choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
+    return prompts[:, :common], settings, choice
 
 
 def is_int(value: Any) -> bool:
@@ -358,31 +392,3 @@ def _advance(model, variables, state, settings, until, *, greedy, top_k, top_p):
         return _State(index + 1, cache, logits[:, 0], tokens, state.ended | stops | full)
 
     return jax.lax.while_loop(goes_on, step, state)
-
-
-def sample(
-    key: Array, logits: Float[Array, "B V"], *, top_k: int | None = None, top_p: float | None = None
-) -> Int[Array, "B"]:
-    """Draws a token for each row from softmax(logits), cut to the top_k most likely tokens and then to their top_p
-    share.
-
-    Args:
-      key: random key.
-      logits: (B, V) floats.
-      top_k: how many of the most likely tokens to keep, including ties with the last; None for all.
-      top_p: keeps the most likely tokens until their probabilities reach this sum, including ties with the last; None
-        for all.
-
-    Returns:
-      (B,) int32.
-    """
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p is not None and top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
-        # The last token to keep is the one at which the sum reaches top_p.
-        least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from brl_jax import DecoderConfig, DecoderLM, LocalConfig, generate, stream
-from brl_jax.decoding import sample
+from brl_jax.sampling import sample
 
 SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
 MODEL = DecoderLM(DecoderConfig(mechanism=LocalConfig(window=4), **SIZES))

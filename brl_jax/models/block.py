@@ -83,19 +83,24 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Returns the mechanism's contribution to the residual stream, the new carry and the new cache."""
         residual = self.residual
-        kept = isinstance(cache, BlockCache)
-        mixed, carry, mixer_cache = self.mixer(
-            self.mixer_norm(x) if residual in ("pre", "mixer") else x,
-            carry=carry,
-            cache=cache.mixer if kept else cache,
-            deterministic=deterministic,
+        crossed = isinstance(cache, BlockCache)
+        read = self.mixer_norm(x) if residual in ("pre", "mixer") else x
+        options = {
+            "carry": carry,
+            "cache": cache.mixer if crossed else cache,
+            "deterministic": deterministic,
             **call,
-        )
+        }
+        kept = options.pop("kept", None)
+        mixed, carry, mixer_cache = self.mixer(read, **options)
+        if kept is not None:
+            # The compiler merges what the two calls share and drops the second one's output.
+            _, _, mixer_cache = self.mixer(read, **{**options, "count": kept})
         if residual == "post":
             mixed = self.mixer_norm(mixed)
         if self.dimensions.output_norms:
             mixed = self.mixer_output_norm(mixed)
-        cache = BlockCache(mixer_cache, cache.cross) if kept else mixer_cache
+        cache = BlockCache(mixer_cache, cache.cross) if crossed else mixer_cache
         return self.dropout(mixed, deterministic=deterministic), carry, cache
 
     def attend(

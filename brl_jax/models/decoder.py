@@ -17,7 +17,7 @@ from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.inputs import Inputs, Positions, check_ints
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
-from brl_jax.models.stack import Stack
+from brl_jax.models.stack import Stack, check_goes_back
 from brl_jax.models.stack_call import Recall, StackCache
 from brl_jax.sharding import constrain, gather_parameter
 
@@ -126,6 +126,10 @@ class DecoderLM(nn.Module):
         """Returns the memory at the start of `batch` streams, or None if the mechanisms carry nothing."""
         return self._unbound_stack().init_memory(batch)
 
+    def check_keeps(self) -> None:
+        """Raises ValueError if calls cannot keep only the first of their tokens in the cache; see `hidden`."""
+        check_goes_back(self.config.mechanisms)
+
     def absorbable(self, length: int) -> int:
         """Returns how many of a sequence's first `length` tokens `absorb` may take when only the last output matters;
         0 for most mechanisms."""
@@ -145,6 +149,7 @@ class DecoderLM(nn.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         encoded: Encoded | None = None,
+        kept: Any = None,
         deterministic: bool = True,
     ):
         """Returns the last hidden states (B, T, D), normalised, and the new memory or cache.
@@ -157,6 +162,7 @@ class DecoderLM(nn.Module):
           segment_ids: (B, T) ints for rows that pack several sequences: equal within a sequence, different between
             neighbours. Only for mechanisms that pack, and not with a cache.
           encoded: an encoder's outputs; only with cross-attention, see `Stack`.
+          kept: how many of the tokens, from the first, the decoding cache keeps, as for `Stack`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
@@ -184,6 +190,7 @@ class DecoderLM(nn.Module):
             segment_ids=segment_ids,
             encoded=encoded,
             recall=None if cache is None else Recall(tokens, self.inputs.embed),
+            kept=kept,
             deterministic=deterministic,
         )
 

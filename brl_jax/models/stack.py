@@ -251,6 +251,7 @@ class Stack(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         encoded: Encoded | None = None,
         recall: Recall | None = None,
+        kept: Any = None,
         deterministic: bool = True,
     ):
         """Returns the normalised outputs (B, T, D) and the new cache or memory, of the type given.
@@ -265,10 +266,13 @@ class Stack(nn.Module):
           encoded: an encoder's outputs, required in every call with `cross_attention` unless the decoding cache keeps
             their keys and values.
           recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
+          kept: how many of the new tokens, from the first, the decoding cache keeps (traced); None for all. The outputs
+            cover all tokens, so that a caller can look at tokens that it may refuse. See `brl_jax.speculation`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: positions or segment_ids come with a sequence that has to be cut into segments; segment_ids come
+          ValueError: kept comes without a decoding cache, or with a mechanism that cuts a sequence into segments;
+            positions or segment_ids come with a sequence that has to be cut into segments; segment_ids come
             with a decoding cache; `encoded` is missing or unexpected; or the cache is too small for the tokens. A
             traced number of tokens cannot be checked: those that do not fit are lost or overwrite others.
         """
@@ -281,7 +285,12 @@ class Stack(nn.Module):
             raise ValueError(
                 "segment_ids must be None with a decoding cache, which has one sequence in each row"
             )
-        call = StackCall(positions, lengths, segment_ids, encoded, recall)
+        call = StackCall(positions, lengths, segment_ids, encoded, recall, kept=kept)
+        if kept is not None:
+            check_goes_back(self.mechanisms)
+            if not isinstance(cache, StackCache):
+                raise ValueError("kept needs a decoding cache, from init_cache")
+            return self._run(x, cache, call, deterministic)
         if not isinstance(cache, StackCache):
             return self._in_segments(x, cache, call, deterministic)
         check_room(x.shape[1], cache.length, cache.room)
@@ -343,11 +352,11 @@ class Stack(nn.Module):
         if cache is None:
             return y, None
         carriers = {
-            key: carrier.close(y, caches.get(key), call.count) for key, carrier in self.carriers.items()
+            key: carrier.close(y, caches.get(key), call.enter) for key, carrier in self.carriers.items()
         }
         new = cache._replace(carriers=carriers, layers=layers)
         if isinstance(new, DecodingCache):
-            count = x.shape[1] if call.count is None else call.count
+            count = x.shape[1] if call.enter is None else call.enter
             new = new._replace(length=new.length + count)
         return y, new
 
@@ -450,6 +459,16 @@ class Stack(nn.Module):
         start = (cache, jnp.zeros_like(x), jnp.zeros((), jnp.int32))
         (cache, y, _), _ = scan(self, start, None)
         return y[:, :length], cache
+
+
+def check_goes_back(mechanisms: Sequence[Mechanism]) -> None:
+    """Raises ValueError if a network of these layers cannot keep only the first of several tokens in its cache."""
+    for mechanism in mechanisms:
+        if mechanism.segment is not None:
+            raise ValueError(
+                f"mechanism {type(mechanism).__name__} cannot go back: it reads a sequence in segments of "
+                f"{mechanism.segment} tokens, and the outputs for a segment need the cache after the one before"
+            )
 
 
 def _keeps_cross(cache: Any) -> bool:

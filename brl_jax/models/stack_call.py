@@ -30,6 +30,7 @@ class StackCall(NamedTuple):
 
     Attributes:
       count: how many of the new tokens, from the first, are valid (traced); None for all.
+      kept: how many of them, from the first, the decoding cache keeps, though all are valid (traced); None for all.
     """
 
     positions: Any = None
@@ -38,15 +39,22 @@ class StackCall(NamedTuple):
     encoded: Encoded | None = None
     recall: Recall | None = None
     count: Any = None
+    kept: Any = None
+
+    @property
+    def enter(self) -> Any:
+        """How many of the new tokens enter the cache; None for all."""
+        return self.count if self.kept is None else self.kept
 
     @property
     def of_layers(self) -> dict[str, Any]:
-        """The keyword arguments of each layer."""
+        """The keyword arguments of each block."""
         return {
             "positions": self.positions,
             "lengths": self.lengths,
             "segment_ids": self.segment_ids,
             "count": self.count,
+            "kept": self.kept,
         }
 
 
