@@ -105,6 +105,7 @@ OPERATIONS = (
     "sum_feature_decay",
     "delta",
     "delta_decay",
+    "delta_feature_decay",
 )
 
 #: The most launches of our kernels for an operation, forward and with the backward pass, and the most bytes of its
@@ -121,6 +122,7 @@ MOST = {
     "sum_feature_decay": (3, 9, 3.0),
     "delta": (4, 10, 5.0),
     "delta_decay": (4, 10, 5.0),
+    "delta_feature_decay": (3, 9, 3.0),
 }
 
 
@@ -133,7 +135,7 @@ class CostOptions(Checked):
     operations: tuple[str, ...] = OPERATIONS
     """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
     squared_relu (of gated attention units: one head, a bias), and the recurrences: sum (with the sum of the weights),
-    sum_decay, sum_feature_decay, delta, delta_decay."""
+    sum_decay, sum_feature_decay, delta, delta_decay, delta_feature_decay."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     training: tuple[str, ...] = gpu_training.NAMES
@@ -228,7 +230,7 @@ def programs(
     number = jax.ShapeDtypeStruct((1, length, options.heads), jnp.float32)
     sums = jax.ShapeDtypeStruct(state.shape[:3], jnp.float32)
     for name, extra in _RECURRENCES.items():
-        log = jax.ShapeDtypeStruct(many.shape, jnp.float32) if name == "sum_feature_decay" else number
+        log = jax.ShapeDtypeStruct(many.shape, jnp.float32) if "feature" in name else number
         shapes_of = {"key_sum": sums, "log_decay": log}
         numbers = [shapes_of.get(each, number) for each in extra]
         functions[name] = (functools.partial(_recur, extra), (many, many, many, state, *numbers))
@@ -262,6 +264,7 @@ _RECURRENCES = {
     "sum_feature_decay": ("log_decay",),
     "delta": ("beta",),
     "delta_decay": ("log_decay", "beta"),
+    "delta_feature_decay": ("log_decay", "beta"),
 }
 
 

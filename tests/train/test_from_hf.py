@@ -18,7 +18,7 @@ from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import GENERATION, write_model, write_tokenizer
+from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_tokenizer
 from train.cli.command import command
 from train.engine.mesh import open_mesh
 from train.tasks.lm import LM
@@ -186,3 +186,63 @@ def test_weights_go_where_the_parameters_are(folder):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     with pytest.raises(ValueError, match="params must be of the network that"):
         huggingface.load_onto({"embedding": expected["embedding"]}, folder)
+
+
+COLOURS = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}
+
+
+def chats(place, **changes):
+    """Questions and answers, a quarter of them held out."""
+    lines = [
+        {"messages": [{"role": "user", "content": thing}, {"role": "assistant", "content": colour}]}
+        for thing, colour in COLOURS.items()
+    ]
+    lines += [{"prompt": thing, "completion": colour} for thing, colour in COLOURS.items()] * 2
+    lines[2] |= changes
+    place.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"jsonl:{place}"
+
+
+def test_a_small_set_of_chats_is_learnt(folder, tmp_path, capsys):
+    """Its questions get the answers, and the template goes with the export."""
+    workdir = tmp_path / "run"
+    train.lm.main(
+        words(chats(tmp_path / "chats.jsonl"), workdir, "--from_hf", str(folder), "--holdout", "0.34")
+    )
+    lines = metrics_lines(workdir)
+    assert lines[-1]["val_loss"] < 0.1 < 3 < lines[0]["loss"]
+    capsys.readouterr()
+    ask = ["--tokens", "8", "--temperature", "0", "--stop", "<|im_end|>"]
+    for thing, colour in COLOURS.items():
+        prompt = f"<|im_start|>user\n{thing}<|im_end|>\n<|im_start|>assistant\n"
+        eval.tasks.generate.main(["--workdir", str(workdir), "--prompt", prompt, *ask])
+        assert capsys.readouterr().out == f"{prompt}{colour}<|im_end|>\n"
+    eval.tasks.lm.main(["--workdir", str(workdir)])
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["bits_per_byte"] < 0.2
+    eval.tasks.export.main(["--workdir", str(workdir), "--out", str(tmp_path / "out")])
+    stored = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert stored["chat_template"] == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "expected"),
+    [
+        ({"messages": [{"role": "robot", "content": "a"}]}, True, "line 3: messages[0]: role must be one of"),
+        ({"messages": 1}, True, "line 3: messages must be a list, got 1"),
+        ({}, False, "line 1: a chat needs a tokenizer with a chat template"),
+    ],
+)
+def test_a_bad_chat_is_a_line_and_status_2(
+    folder, tmp_path, monkeypatch, capsys, changes, template, expected
+):
+    if not template:
+        shutil.copytree(folder, tmp_path / "mute")
+        (tmp_path / "mute" / "tokenizer_config.json").unlink()
+        folder = tmp_path / "mute"
+    data = chats(tmp_path / "chats.jsonl", **changes)
+    monkeypatch.setattr(sys, "argv", ["name", *words(data, tmp_path / "run", "--from_hf", str(folder))])
+    assert command(train.lm.main, "name") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"name: --data: {tmp_path}/chats.jsonl, {expected}")
+    assert err.count("\n") == 1, err

@@ -50,7 +50,8 @@ class DataConfig(Checked):
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, also .gz, .bz2 or .xz, local
     or gs://...; names with the word train, valid, val, dev or test in them are those splits),
-    jsonl:GLOB (a document a line, {"text": ..., "weight": ...}; a weight in the loss, 1 by default),
+    jsonl:GLOB (a document a line: {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}, with its
+    "weight" in the loss),
     tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training),
     tokens:DIR (see train.tokenize) or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
@@ -155,7 +156,12 @@ def load(
             if len(kept) == len(wanted):
                 return tokenizer, _with_stream(config, splits, tokenizer) | kept
 
-    source = open_source(config.data, config.holdout, config.documents)
+    source = open_source(
+        config.data,
+        config.holdout,
+        config.documents,
+        template=lambda: None if tokenizer is None else tokenizer.chat_template,
+    )
     if manifest is None and "train" in splits and not is_part:
         check_holdout(config, source)
     wanted = _wanted(splits, source.splits, config.data)

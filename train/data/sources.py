@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from train.data.chat import ChatTemplate
 from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.json_lines import Line, documents
@@ -132,7 +133,12 @@ class _Segment:
     stop: int | None = None
 
 
-def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
+def open_source(
+    spec: str,
+    holdout: float,
+    documents: str = RECORDS,
+    template: Callable[[], ChatTemplate | None] = lambda: None,
+) -> Source:
     """Opens the text that `spec` names.
 
     Args:
@@ -141,12 +147,13 @@ def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
       holdout: share in (0, 1) of the text that becomes the valid split if the source has none.
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
+      template: returns how chats (jsonl:) become text; called where the text is read.
 
     Raises:
       UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
     first_line = check_documents(documents)
-    source = _open(spec, holdout)
+    source = _open(spec, holdout, template)
     if first_line is None:
         return source
     cut = functools.partial(
@@ -187,13 +194,13 @@ def _mapped(split: Split, change: Callable[[Iterator[bytes]], Iterator[bytes]]) 
     return change(split.blocks())
 
 
-def _open(spec: str, holdout: float) -> Source:
+def _open(spec: str, holdout: float, template: Callable[[], ChatTemplate | None]) -> Source:
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
     kind, _, rest = spec.partition(":")
-    openers = {
+    openers: dict[str, Callable[[str, float], Source]] = {
         "text": _open_text,
-        "jsonl": _open_json_lines,
+        "jsonl": functools.partial(_open_json_lines, template=template),
         "tfds": open_tfds_text,
         "hf": open_hf_text,
         "hf-stream": open_stream_source,
@@ -351,7 +358,7 @@ def _open_text(pattern: str, holdout: float) -> Source:
     )
 
 
-def _open_json_lines(pattern: str, holdout: float) -> Source:
+def _open_json_lines(pattern: str, holdout: float, *, template: Callable[[], ChatTemplate | None]) -> Source:
     """Without validation files, the last share of the training lines is held out."""
     every, by_split = _find("jsonl", pattern)
     parts: dict[str, tuple[list[_File], int, int | None]] = {
@@ -369,7 +376,7 @@ def _open_json_lines(pattern: str, holdout: float) -> Source:
 
     def blocks(split: str) -> Iterator[bytes]:
         files, start, stop = parts[split]
-        yield from documents(itertools.islice(_lines(files), start, stop))
+        yield from documents(itertools.islice(_lines(files), start, stop), template)
 
     return Source(
         digest("jsonl", [dataclasses.astuple(file) for file in every], holdout),

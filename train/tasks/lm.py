@@ -21,6 +21,7 @@ from train.data import load
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig
+from train.data.packed import PackedHeldOut, PackedStreams
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer, continuation
 from train.data.tokenizers.named import load_tokenizer
@@ -82,6 +83,11 @@ def _weights_of(folder: str, params: Any) -> Any:
         return huggingface.load_onto(params, folder)
     except (ImportError, OSError, ValueError) as error:
         raise UserError(f"--from_hf: {one_line(error)}") from error
+
+
+def keeps_documents(config: LmConfig) -> bool:
+    """Whether rows hold whole documents that do not see each other: those of JSON lines, if the layers can."""
+    return config.data.data.startswith("jsonl:") and all(each.packs for each in config.model.mechanisms)
 
 
 # The fewest batches of a pass over held-out text with the rows of a training batch.
@@ -167,7 +173,10 @@ class LmTask(Task[LmConfig, LmData]):
 
     def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
-        return {"tokens": tokens, "targets": tokens}
+        if not keeps_documents(config):
+            return {"tokens": tokens, "targets": tokens}
+        weights = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+        return {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "weights": weights}
 
     def row_length(self, config: LmConfig) -> int:
         return config.loop.length
@@ -179,7 +188,8 @@ class LmTask(Task[LmConfig, LmData]):
         return LmData(tokenizer, corpora, prompt)
 
     def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> Stream:
-        return training_batches(
+        batches = PackedStreams if keeps_documents(config) else training_batches
+        return batches(
             data.corpora["train"],
             batch=config.loop.batch,
             length=config.loop.length,
@@ -187,12 +197,19 @@ class LmTask(Task[LmConfig, LmData]):
             rows=host_rows(mesh, config.loop.batch),
         )
 
-    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> EvalStream:
-        return held_out_stream(data.corpora[split], config, 0, mesh)
+    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> HeldOut:
+        return self._pass(config, data.corpora[split], 0, mesh)
+
+    def _pass(self, config: LmConfig, corpus: Corpus, limit: int, mesh: Mesh | None) -> HeldOut:
+        if not keeps_documents(config):
+            return held_out_stream(corpus, config, limit, mesh)
+        rows = config.loop.microbatch
+        own = None if mesh is None else host_rows(mesh, rows)
+        return PackedHeldOut(corpus, batch=rows, length=config.loop.length, limit=limit or None, rows=own)
 
     def streams(self, config: LmConfig, data: LmData, mesh: Mesh) -> Streams:
         """Evaluations on the way may read a part of the held-out text only."""
-        held_out = held_out_stream(data.corpora["valid"], config, config.loop.eval_tokens, mesh)
+        held_out = self._pass(config, data.corpora["valid"], config.loop.eval_tokens, mesh)
         whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
         return Streams(self.training_stream(config, data, mesh), held_out, whole)
 

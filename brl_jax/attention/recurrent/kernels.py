@@ -1,7 +1,7 @@
 """The recurrence on TPUs and GPUs: a Pallas or Triton kernel walks the chunks of a row.
 
 The TPU kernel knows neither decay nor segments; both become factors of tokens and of the state. A decay by feature
-stays with XLA there, and with the delta rule on GPUs too.
+stays with XLA there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def recurrence_backends(
     def gpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
-        return refused if by_feature and delta else triton.recurrence_unsupported(*shapes)
+        return triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None

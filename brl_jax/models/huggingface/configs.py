@@ -330,7 +330,7 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         if isinstance(mechanism, GatedDeltaNetConfig):
             names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
             epsilon = d.norm_epsilon if mechanism.norm_epsilon is None else mechanism.norm_epsilon
-            sizes = dict(zip(names, mechanism.sizes(d)))
+            sizes: dict[str, Any] = dict(zip(names, mechanism.sizes(d)))
             return dataclasses.replace(mechanism, chunk_size=1, norm_epsilon=_rounded(epsilon), **sizes)
         if not isinstance(mechanism, SoftmaxConfig):
             return mechanism

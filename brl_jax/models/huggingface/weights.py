@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ def _gated_deltanet(
     }
     sizes |= {"beta": (values,), "step": (values,)}
 
-    def split(a: np.ndarray, parts: Sequence[str], groups: int) -> list[np.ndarray]:
+    def split(parts: Sequence[str], groups: int, a: np.ndarray) -> list[np.ndarray]:
         """Splits the rows of a (outputs, inputs), each group of which holds a share of every part."""
         lengths = [math.prod(sizes[part]) // groups for part in parts]
         pieces = np.split(a.reshape(groups, -1, a.shape[1]), np.cumsum(lengths)[:-1], axis=1)
@@ -168,7 +169,7 @@ def _gated_deltanet(
             piece.reshape(-1, a.shape[1]).T.reshape(-1, *sizes[part]) for part, piece in zip(parts, pieces)
         ]
 
-    def join(ours: Sequence[np.ndarray], groups: int) -> np.ndarray:
+    def join(groups: int, *ours: np.ndarray) -> np.ndarray:
         return np.concatenate([a.reshape(len(a), groups, -1) for a in ours], 2).reshape(len(ours[0]), -1).T
 
     for theirs, parts in tensors.projections.items():
@@ -178,8 +179,8 @@ def _gated_deltanet(
             tuple((*path, part, "kernel") for part in parts),
             at.repeat,
             (sum(math.prod(sizes[part]) for part in parts), width),
-            lambda a, parts=parts, groups=groups: split(a, parts, groups),
-            lambda *ours, groups=groups: join(ours, groups),
+            functools.partial(split, parts, groups),
+            functools.partial(join, groups),
         )
     convolved = ("query", "key", "value")
     rows = [math.prod(sizes[part]) for part in convolved]
@@ -189,8 +190,8 @@ def _gated_deltanet(
         tuple((*path, f"{part}_conv", "kernel") for part in convolved),
         at.repeat,
         (sum(rows), 1, size),
-        lambda a: split(a[:, 0], convolved, 1),
-        lambda *ours: join(ours, 1)[:, None],
+        lambda a: split(convolved, 1, a[:, 0]),
+        lambda *ours: join(1, *ours)[:, None],
         tuple(pieces) if len(tensors.convolutions) > 1 else (),
     )
     yield _plain(f"{name}.A_log", (*path, "rate"), at.repeat, (values,))
@@ -337,7 +338,7 @@ def to_tensors(
     Raises:
       ValueError: the parameters do not fit the configuration.
     """
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for entry in _entries(config, architecture):
         ours = [_leaf(params, path, entry.repeat) for path in entry.paths]
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,8 +93,8 @@ def recurrence(operands: Operands, *, out_dtype: Any = jnp.float32) -> Sums:
         z      = factor z + (e K)^T 1
 
     U is V; with beta it is (I + A)^-1 diag(beta) (V - a K S), A the strictly lower part of diag(beta) (K K^T * D)
-    (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3). Three launches forward, with or without
-    beta. Every run gives the same bits.
+    (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3; by feature arXiv:2510.26692). Three or
+    four launches forward. Every run gives the same bits.
 
     Args:
       operands: query, key and value of one dtype, float32, bfloat16 or float16. Products take this dtype and are
@@ -167,18 +168,22 @@ def _run_backward(call: Call) -> Callable[..., tuple[Array, ...]]:
 
 def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
-    return ("states", "corrected", "inverse", "w", "maps") if call.has("beta") else ("states",)
+    if not call.has("beta"):
+        return ("states",)
+    if call.by_feature:
+        return ("states", "corrected", "queries", "weights", "reads", "writes", "factors", "maps")
+    return ("states", "corrected", "inverse", "w", "maps")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     """The results by name, and what the backward pass reads by `kept_names`; without `keep` nothing."""
-    run = _feature_forward if call.by_feature else _delta_forward if call.has("beta") else _sum_forward
+    run = _FORWARD[call.by_feature, call.has("beta")]
     return run(arrays, call, keep)
 
 
 def backward(arrays: Named, call: Call) -> Named:
     """The gradients by operand. arrays: operands, what was kept, and the gradients of the results as d_total, ..."""
-    run = _feature_backward if call.by_feature else _delta_backward if call.has("beta") else _sum_backward
+    run = _BACKWARD[call.by_feature, call.has("beta")]
     return run(arrays, call)
 
 
@@ -515,32 +520,50 @@ class _Delta(NamedTuple):
     arrays: Named
     call: Call
     shape: _Shape
-    sizes: plan.DeltaSizes
+    sizes: Any
 
     @classmethod
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
-        return cls(arrays, call, shape, plan.delta_sizes(shape.features, shape.dtype))
+        sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
+        return cls(dict(arrays), call, shape, sizes(shape.features, shape.dtype))
 
     @property
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
 
-    def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
-                 grouped: bool, **more: Any) -> Any:  # fmt: skip
-        """Starts a program for each chunk, head and, where tiled, tile of the values."""
+    @property
+    def values(self) -> jax.ShapeDtypeStruct:
+        """A number for each token and feature of the values."""
+        return self.keys(self.shape.values)
+
+    def keys(self, size: int) -> jax.ShapeDtypeStruct:
+        """`size` numbers for each token and head of the keys."""
+        return self.shape.tokens(self.shape.kv_heads, size, dtype=self.shape.dtype)
+
+    def queries(self, size: int) -> jax.ShapeDtypeStruct:
+        """The same for heads of the queries."""
+        return self.shape.tokens(self.shape.heads, size, dtype=self.shape.dtype)
+
+    @property
+    def states(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The states of all chunks, and one."""
         shape = self.shape
-        grid = (self.chunks, heads * (shape.value_tiles(launch) if tiled else 1), shape.batch)
-        return self._start(kernel, launch, names, results, grid, grouped, more)
+        sizes = shape.features, shape.values
+        return shape.state(self.chunks, *sizes, dtype=shape.dtype), shape.state(*sizes)
+
+    def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, programs: int,
+                 **more: Any) -> Any:  # fmt: skip
+        """Starts some programs for each chunk."""
+        return self._start(kernel, launch, names, results, (self.chunks, programs, self.shape.batch), more)
 
     def by_span(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int | None = None,
-                grouped: bool, **more: Any) -> Any:  # fmt: skip
+                **more: Any) -> Any:  # fmt: skip
         """Starts a program for each tile of the values, head and span, which walks the span's chunks."""
         spans, chunks = self.spans
         tiles = self.shape.value_tiles(launch) if tiles is None else tiles
         grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
-        more |= {"SPAN": chunks, "SPANS": spans}
-        return self._start(kernel, launch, names, results, grid, grouped, more)
+        return self._start(kernel, launch, names, results, grid, more | {"SPAN": chunks, "SPANS": spans})
 
     @property
     def spans(self) -> tuple[int, int]:
@@ -551,50 +574,64 @@ class _Delta(NamedTuple):
         span = -(-self.chunks // max(1, spans))
         return -(-self.chunks // span), span
 
-    def _start(self, kernel, launch, names, results, grid, grouped, more):
+    def maps(self, names: str) -> Array:
+        """The maps of all spans; with one span an array that is not read."""
+        from pallas_kernels.triton.recurrent import delta_forward as kernels
+
+        shape, launch = self.shape, self.sizes.states
+        if self.spans[0] == 1:
+            return self.arrays["key_value"]
+        tiles = -(-shape.features // shape.value_tile(launch)) + shape.value_tiles(launch)
+        result = shape.state(self.spans[0], shape.features, shape.features + shape.values)
+        (found,) = self.by_span(kernels.delta_maps, launch, names, (result,), tiles=tiles)
+        return found
+
+    def state_gradients(self, names: str) -> Any:
+        """The gradients of the states after all chunks, and of the first.
+
+        names: in `gradient_before`, of q, k, w, log, segments, beta, factors, d_out and d_corrected.
+        """
+        from pallas_kernels.triton.recurrent import delta_backward as kernels
+
+        shape, launch = self.shape, self.sizes.state_gradient
+        if self.spans[0] > 1:
+            added = shape.state(self.spans[0], shape.features, shape.values)
+            (self.arrays["added"],) = self.by_span(kernels.delta_gradient_maps, launch, names, (added,))
+        names += " d_key_value maps added"
+        return self.by_span(kernels.delta_state_gradient, launch, names, self.states)
+
+    def _start(self, kernel, launch, names, results, grid, more):
+        """Tells a kernel those constants that it names."""
         shape = self.shape
-        heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads} if grouped else {"K": shape.kv_heads}
-        constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **more)
+        heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
+        more |= heads | {"BY_FEATURE": self.call.by_feature}
+        constants = shape.constants(self.call, launch, self.sizes.chunk, **more)
+        named = inspect.signature(kernel).parameters
+        constants = {name: x for name, x in constants.items() if name in named}
         return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
 
 
 def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     from pallas_kernels.triton.recurrent import delta_forward as kernels
 
-    arrays = dict(arrays)
     delta = _Delta.of(arrays, call)
-    shape, sizes, kv_heads = delta.shape, delta.sizes, delta.shape.kv_heads
-    values = shape.tokens(kv_heads, shape.values, dtype=shape.dtype)
+    arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
     arrays["inverse"], arrays["w"], arrays["u"] = delta.by_chunk(
         kernels.delta_chunks, sizes.chunks, "key value beta log_decay segments",
-        (
-            shape.tokens(kv_heads, sizes.chunk, dtype=shape.dtype),
-            shape.tokens(kv_heads, shape.features, dtype=shape.dtype),
-            values,
-        ),
-        heads=kv_heads, tiled=False, grouped=False, INVERSE_PRECISION=call.precision,
+        (delta.keys(sizes.chunk), delta.keys(shape.features), delta.values),
+        programs=shape.kv_heads, INVERSE_PRECISION=call.precision,
     )  # fmt: skip
-    spans, _ = delta.spans
-    arrays["maps"] = arrays["key_value"]
-    if spans > 1:
-        features = -(-shape.features // shape.value_tile(sizes.states))
-        (arrays["maps"],) = delta.by_span(
-            kernels.delta_maps, sizes.states, "key w u log_decay segments",
-            (shape.state(spans, shape.features, shape.features + shape.values),),
-            tiles=features + shape.value_tiles(sizes.states), grouped=False,
-        )  # fmt: skip
+    arrays["maps"] = delta.maps("key w u log_decay segments none none")
     arrays["states"], last = delta.by_span(
-        kernels.delta_states, sizes.states, "key w u log_decay segments key_value maps",
-        (
-            shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
-            shape.state(shape.features, shape.values),
-        ),
-        grouped=False,
-    )  # fmt: skip
+        kernels.delta_states, sizes.states, "key w u log_decay segments key_value maps", delta.states
+    )
     total, arrays["corrected"] = delta.by_chunk(
         kernels.delta_outputs, sizes.outputs, "query key w u log_decay segments states",
-        (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype), values if keep else shape.none),
-        heads=shape.heads, tiled=True, grouped=True, KEEP=keep,
+        (
+            shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
+            delta.values if keep else shape.none,
+        ),
+        programs=shape.heads * shape.value_tiles(sizes.outputs), KEEP=keep,
     )  # fmt: skip
     kept = {name: arrays[name] for name in kept_names(call)} if keep else {}
     return {"total": total, "key_value": last}, kept
@@ -603,55 +640,113 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
 def _delta_backward(arrays: Named, call: Call) -> Named:
     from pallas_kernels.triton.recurrent import delta_backward as kernels
 
-    arrays = dict(arrays)
     delta = _Delta.of(arrays, call)
-    shape, sizes, kv_heads = delta.shape, delta.sizes, delta.shape.kv_heads
-    values = shape.tokens(kv_heads, shape.values, dtype=shape.dtype)
+    arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
     numbers = shape.tokens(kv_heads)
     decay = call.has("log_decay")
     found = {}
     (arrays["d_corrected"],) = delta.by_chunk(
-        kernels.delta_local_gradient, sizes.local_gradient, "query key log_decay segments d_total", (values,),
-        heads=kv_heads, tiled=True, grouped=True,
+        kernels.delta_local_gradient, sizes.local_gradient, "query key log_decay segments d_total",
+        (delta.values,), programs=kv_heads * shape.value_tiles(sizes.local_gradient),
     )  # fmt: skip
-    spans, _ = delta.spans
-    if spans > 1:
-        (arrays["added"],) = delta.by_span(
-            kernels.delta_gradient_maps, sizes.state_gradient,
-            "query key w log_decay segments d_total d_corrected",
-            (shape.state(spans, shape.features, shape.values),), grouped=True,
-        )  # fmt: skip
-    arrays["d_states"], found["key_value"] = delta.by_span(
-        kernels.delta_state_gradient, sizes.state_gradient,
-        "query key w log_decay segments d_total d_corrected d_key_value maps added",
-        (
-            shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
-            shape.state(shape.features, shape.values),
-        ),
-        grouped=True,
-    )  # fmt: skip
+    arrays["d_states"], found["key_value"] = delta.state_gradients(
+        "query key w log_decay segments none none d_total d_corrected"
+    )
     found["value"], arrays["z"] = delta.by_chunk(
         kernels.delta_value_gradient, sizes.value_gradient,
-        "key beta log_decay segments inverse d_corrected d_states", (values, values),
-        heads=kv_heads, tiled=True, grouped=False,
+        "key beta log_decay segments inverse d_corrected d_states", (delta.values, delta.values),
+        programs=kv_heads * shape.value_tiles(sizes.value_gradient),
     )  # fmt: skip
     found["query"], arrays["flow"] = delta.by_chunk(
         kernels.delta_query_gradient, sizes.query_gradient,
         "query key log_decay segments states corrected d_total",
-        (
-            shape.tokens(shape.heads, shape.features, dtype=shape.dtype),
-            shape.tokens(shape.heads) if decay else shape.none,
-        ),
-        heads=shape.heads, tiled=False, grouped=True,
+        (delta.queries(shape.features), shape.tokens(shape.heads) if decay else shape.none),
+        programs=shape.heads,
     )  # fmt: skip
     found["key"], found["beta"], found["log_decay"] = delta.by_chunk(
         kernels.delta_key_gradient, sizes.key_gradient,
         "query key value beta log_decay segments states corrected d_total d_states z flow",
-        (
-            shape.tokens(kv_heads, shape.features, dtype=shape.dtype),
-            numbers,
-            numbers if decay else shape.none,
-        ),
-        heads=kv_heads, tiled=False, grouped=True,
+        (delta.keys(shape.features), numbers, numbers if decay else shape.none), programs=kv_heads,
     )  # fmt: skip
     return found
+
+
+def _feature_delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
+    from pallas_kernels.triton.recurrent import delta_by_feature as kernels
+
+    delta = _Delta.of(arrays, call)
+    arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
+    names = "queries weights reads writes factors inverse"
+    results = (
+        delta.queries(shape.features), delta.queries(sizes.chunk), delta.keys(shape.features),
+        delta.keys(shape.features), shape.state(delta.chunks, shape.features),
+        delta.keys(sizes.chunk),
+    )  # fmt: skip
+    found = delta.by_chunk(
+        kernels.feature_delta_chunks, sizes.chunks, "query key beta log_decay segments", results,
+        programs=shape.heads, FB=min(sizes.features, padded(shape.features)),
+    )  # fmt: skip
+    arrays |= dict(zip(names.split(), found))
+    arrays["maps"] = delta.maps("writes reads value none none beta factors")
+    states, last = delta.states
+    total, last, arrays["states"], arrays["corrected"] = delta.by_span(
+        kernels.feature_delta_outputs, sizes.states,
+        "queries weights reads writes value beta factors inverse key_value maps",
+        (
+            shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
+            last,
+            *((states, delta.values) if keep else 2 * (shape.none,)),
+        ),
+        KEEP=keep,
+    )  # fmt: skip
+    kept = {name: arrays[name] for name in kept_names(call)} if keep else {}
+    return {"total": total, "key_value": last}, kept
+
+
+def _feature_delta_backward(arrays: Named, call: Call) -> Named:
+    from pallas_kernels.triton.recurrent import delta_by_feature as kernels
+
+    delta = _Delta.of(arrays, call)
+    arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
+    found = {}
+    arrays["d_states"], found["key_value"] = delta.state_gradients(
+        "queries writes reads none none beta factors d_total weights"
+    )
+    arrays["z"], found["value"], strength, arrays["d_p"], arrays["d_a"] = delta.by_chunk(
+        kernels.feature_delta_pair_gradients, sizes.pair_gradient,
+        "weights writes value beta segments corrected d_total d_states",
+        (
+            delta.values, delta.values, shape.tokens(kv_heads), delta.queries(sizes.chunk),
+            delta.keys(sizes.chunk),
+        ),
+        programs=kv_heads,
+    )  # fmt: skip
+    tile = min(sizes.gradient_features, padded(shape.features))
+    tiles = -(-shape.features // tile)
+    found["query"], found["key"], strengths, found["log_decay"] = delta.by_chunk(
+        kernels.feature_delta_gradients, sizes.gradient,
+        "query key beta log_decay segments states corrected d_total d_states z d_p d_a factors",
+        (
+            delta.queries(shape.features), delta.keys(shape.features),
+            jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, kv_heads), jnp.float32),
+            shape.tokens(kv_heads, shape.features),
+        ),
+        programs=kv_heads * tiles, FB=tile,
+    )  # fmt: skip
+    found["beta"] = strength + strengths.sum(1)
+    return found
+
+
+# By whether each feature has its own decay, and whether the delta rule corrects the values.
+_FORWARD = {
+    (False, False): _sum_forward,
+    (True, False): _feature_forward,
+    (False, True): _delta_forward,
+    (True, True): _feature_delta_forward,
+}
+_BACKWARD = {
+    (False, False): _sum_backward,
+    (True, False): _feature_backward,
+    (False, True): _delta_backward,
+    (True, True): _feature_delta_backward,
+}

@@ -19,6 +19,7 @@ import triton.language as tl
 from pallas_kernels.triton.recurrent.delta_forward import end_factors, pair_factors, start_factors
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
+    chunk_factors,
     features_by_tokens,
     log_decays,
     logs_between_transposed,
@@ -69,36 +70,49 @@ def delta_local_gradient(
 
 @triton.jit
 def gradient_before(
-    state, q, k, w, log, segments, d_out, d_corrected, b, c, head, r, f, e,
+    state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, c, head, r, f, e,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carries the gradient of a state from after a chunk to before it."""
+    """Carries the gradient of a state from after a chunk to before it.
+
+    BY_FEATURE, q, k, w and d_corrected are the queries, writes, reads and weights of `delta_by_feature`.
+    """
     K: tl.constexpr = N // G
     first = c * CHUNK
     key = tokens_by_features(k, b, first, r, head, f, T, K, F)
     reading = features_by_tokens(w, b, first, r, head, f, T, K, F)
-    grad = tokens_by_features(d_corrected, b, first, r, head, e, T, K, V)
     through = tl.dot(key, state.to(key.dtype), input_precision=PRECISION)
-    if DECAY or SEGMENTS:
+    if BY_FEATURE:
+        grad = tl.zeros_like(through)
+        state *= chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
+    else:
+        grad = tokens_by_features(d_corrected, b, first, r, head, e, T, K, V)
+    if (DECAY or SEGMENTS) and not BY_FEATURE:
         through *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
         start = start_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
         state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
     for g in range(G):
         query = features_by_tokens(q, b, first, r, head * G + g, f, T, N, F)
         above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
-        if DECAY or SEGMENTS:
+        if BY_FEATURE:
+            weight = features_by_tokens(d_corrected, b, first, r, head * G + g, r, T, N, CHUNK)
+            grad = tl.dot(weight, above, grad, input_precision=PRECISION)
+        elif DECAY or SEGMENTS:
             above = (above * start[:, None]).to(above.dtype)
         state = tl.dot(query, above, state, input_precision=PRECISION)
-    negative = (-(grad + through)).to(reading.dtype)
+    negative = -(grad + through)
+    if BY_FEATURE:
+        negative *= token_numbers(beta, b, first, r, head, T, K)[:, None]
+    negative = negative.to(reading.dtype)
     return tl.dot(reading, negative, state, input_precision=PRECISION)
 
 
 def delta_gradient_maps(
-    q, k, w, log, segments, d_out, d_corrected, added,
+    q, k, w, log, segments, beta, factors, d_out, d_corrected, added,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """added (B, K, SPANS, F, V): a span maps the gradient G of its last state to A^T G + added."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
@@ -109,18 +123,18 @@ def delta_gradient_maps(
     stop = tl.minimum((span + 1) * SPAN, CHUNKS)
     for step in range(stop - span * SPAN):
         state = gradient_before(
-            state, q, k, w, log, segments, d_out, d_corrected, b, stop - 1 - step, kh, r, f, e, T, N, G, F, V, CHUNK,
-            DECAY, SEGMENTS, PRECISION,
+            state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, stop - 1 - step, kh, r, f, e, T, N,
+            G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     out = added + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * V)
     tl.store(out + f[:, None] * V + e[None, :], state, mask=(f < F)[:, None] & (e < V)[None, :])
 
 
 def delta_state_gradient(
-    q, k, w, log, segments, d_out, d_corrected, d_last, maps, added, d_states, d_first,
+    q, k, w, log, segments, beta, factors, d_out, d_corrected, d_last, maps, added, d_states, d_first,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_states (B, K, chunks, F, V) and d_first (B, K, F, V): gradients of the states after chunks and of the first."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
@@ -145,8 +159,8 @@ def delta_state_gradient(
             d_states + (row * CHUNKS + c) * (F * V) + at, state.to(d_states.dtype.element_ty), mask=there
         )
         state = gradient_before(
-            state, q, k, w, log, segments, d_out, d_corrected, b, c, kh, r, f, e, T, N, G, F, V, CHUNK, DECAY,
-            SEGMENTS, PRECISION,
+            state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, c, kh, r, f, e, T, N, G, F, V,
+            CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     if span == 0:
         tl.store(d_first + row * (F * V) + at, state, mask=there)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
+    chunk_factors,
     features_by_tokens,
     log_decays,
     logs_after,
@@ -77,14 +78,16 @@ def pair_factors(
 
 
 @triton.jit
-def unit_lower_inverse(lower, rows, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower matrix, from the inverses of blocks of doubling size."""
+def unit_triangular_inverse(triangle, rows, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + triangle)^-1 of a strictly lower or upper matrix, from the inverses of blocks of doubling size."""
     i, j = rows[:, None], rows[None, :]
     # Two tokens of a pair of blocks of one token each.
-    found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -lower, 0.0))
+    found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -triangle, 0.0))
     for level in tl.static_range(1, 8):
         if (2 << level) <= CHUNK:
-            corner = tl.where((i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1)), lower, 0.0)
+            corner = tl.where(
+                (i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1)), triangle, 0.0
+            )
             corner = tl.dot(corner, found, input_precision=PRECISION)
             found -= tl.dot(found, corner, input_precision=PRECISION)
     return found
@@ -104,7 +107,7 @@ def delta_chunks(
     lower = tl.dot(key, tl.trans(key), input_precision=PRECISION) * strength[:, None]
     lower *= pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     lower = tl.where(r[:, None] > r[None, :], lower, 0.0)
-    found = unit_lower_inverse(lower, r, CHUNK, INVERSE_PRECISION).to(key.dtype)
+    found = unit_triangular_inverse(lower, r, CHUNK, INVERSE_PRECISION).to(key.dtype)
     store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     reads = strength * start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     reading = tl.dot(found, (key * reads[:, None]).to(key.dtype), input_precision=PRECISION)
@@ -118,24 +121,31 @@ def delta_chunks(
 
 @triton.jit
 def state_after(
-    state, value, k, w, log, segments, b, c, head, r, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
-    CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    state, value, k, w, log, segments, beta, factors, b, c, head, r, f,
+    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after a chunk; value is its tile of u."""
+    """The state after a chunk; value is its tile of u.
+
+    BY_FEATURE, k, w and u are what `delta_by_feature` writes, what reads the state, and the values.
+    """
     reading = tokens_by_features(w, b, c * CHUNK, r, head, f, T, K, F)
     writing = features_by_tokens(k, b, c * CHUNK, r, head, f, T, K, F)
     corrected = value - tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
-    if DECAY or SEGMENTS:
+    if BY_FEATURE:
+        corrected *= token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
+        state *= chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
+    elif DECAY or SEGMENTS:
         corrected *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
         state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
     return tl.dot(writing, corrected.to(writing.dtype), state, input_precision=PRECISION)
 
 
 def delta_maps(
-    k, w, u, log, segments, maps,
+    k, w, u, log, segments, beta, factors, maps,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """maps (B, K, SPANS, F, F + V): a span of SPAN chunks turns the state S into A S + B, and the map is [A B].
 
@@ -157,10 +167,28 @@ def delta_maps(
         value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
         value = tl.where(is_map, 0.0, value)
         state = state_after(
-            state, value, k, w, log, segments, b, c, kh, r, f, T, K, F, CHUNK, DECAY, SEGMENTS, PRECISION
-        )
+            state, value, k, w, log, segments, beta, factors, b, c, kh, r, f, T, K, F, CHUNK, DECAY, BY_FEATURE,
+            SEGMENTS, PRECISION,
+        )  # fmt: skip
     out = maps + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * (F + V)) + tl.where(is_map, 0, F)
     tl.store(out + f[:, None] * (F + V) + e[None, :], state, mask=(f < F)[:, None] & (e < size)[None, :])
+
+
+@triton.jit
+def first_of_span(
+    first_state, maps, row, span, f, e, F: tl.constexpr, V: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Columns of the state before a span, to which the maps of the earlier spans lead from the row's first."""
+    there = (f < F)[:, None] & (e < V)[None, :]
+    state = tl.load(first_state + row * (F * V) + f[:, None] * V + e[None, :], mask=there, other=0.0)
+    if SPANS > 1:
+        square = (f < F)[:, None] & (f < F)[None, :]
+        for earlier in tl.range(0, span, num_stages=1):
+            begin = maps + (row * SPANS + earlier) * (F * (F + V))
+            change = tl.load(begin + f[:, None] * (F + V) + f[None, :], mask=square, other=0.0)
+            added = tl.load(begin + F + f[:, None] * (F + V) + e[None, :], mask=there, other=0.0)
+            state = tl.dot(change, state, added, input_precision=PRECISION)
+    return state
 
 
 def delta_states(
@@ -169,29 +197,20 @@ def delta_states(
     CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """states (B, K, chunks, F, V), those before each chunk, and the last: one program some columns of a span's states.
-
-    The maps of the earlier spans lead to a span's first state.
-    """
+    """states (B, K, chunks, F, V), those before each chunk, and the last: one program some columns of a span."""
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), tl.program_id(0) * VB + tl.arange(0, VB)
     at, there = f[:, None] * V + e[None, :], (f < F)[:, None] & (e < V)[None, :]
     row = b.to(tl.int64) * K + kh
-    state = tl.load(first_state + row * (F * V) + at, mask=there, other=0.0)
-    if SPANS > 1:
-        square = (f < F)[:, None] & (f < F)[None, :]
-        for earlier in tl.range(0, span, num_stages=1):
-            begin = maps + (row * SPANS + earlier) * (F * (F + V))
-            change = tl.load(begin + f[:, None] * (F + V) + f[None, :], mask=square, other=0.0)
-            added = tl.load(begin + F + f[:, None] * (F + V) + e[None, :], mask=there, other=0.0)
-            state = tl.dot(change, state, added, input_precision=PRECISION)
+    state = first_of_span(first_state, maps, row, span, f, e, F, V, SPANS, PRECISION)
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
         tl.store(states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there)
         value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
         state = state_after(
-            state, value, k, w, log, segments, b, c, kh, r, f, T, K, F, CHUNK, DECAY, SEGMENTS, PRECISION
-        )
+            state, value, k, w, log, segments, log, log, b, c, kh, r, f, T, K, F, CHUNK, DECAY, False, SEGMENTS,
+            PRECISION,
+        )  # fmt: skip
     if span == SPANS - 1:
         tl.store(last_state + row * (F * V) + at, state, mask=there)
 

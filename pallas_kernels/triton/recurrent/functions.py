@@ -159,3 +159,12 @@ def chunk_factor(
         kept = (after < 0) | (after == segment_before(segments, b, chunk, LENGTH, CHUNK))
         factor = tl.where(kept, factor, 0.0)
     return factor
+
+
+@triton.jit
+def chunk_factors(
+    factors, b, chunk, head, f, LENGTH: tl.constexpr, HEADS: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The same by feature, from an array (B, HEADS, chunks, F)."""
+    at = (b.to(tl.int64) * HEADS + head) * ((LENGTH + CHUNK - 1) // CHUNK) + chunk
+    return tl.load(factors + at * F + f, mask=f < F, other=0.0)

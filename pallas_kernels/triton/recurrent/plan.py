@@ -86,6 +86,27 @@ class DeltaSizes(NamedTuple):
     key_gradient: Launch
 
 
+class FeatureDeltaSizes(NamedTuple):
+    """Sizes of the delta rule with a decay by feature.
+
+    Attributes:
+      chunk, spans, least_span: as for `DeltaSizes`.
+      features, gradient_features: features of queries and keys that a program of a chunk's products holds at once, and
+        one of their gradients.
+    """
+
+    chunk: int
+    spans: int
+    least_span: int
+    features: int
+    gradient_features: int
+    chunks: Launch
+    states: Launch
+    state_gradient: Launch
+    pair_gradient: Launch
+    gradient: Launch
+
+
 # By the least compute capability and the most padded features of a query that they are for. Chosen so that no kernel
 # spills registers (`python -m eval.gpu_costs`; docs/gpu.md names those that do), and for 90 by times on an H200 too.
 _SUMS = {
@@ -135,24 +156,41 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    100: FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
-    90: FeatureSizes(
+    (100, 128): FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    (90, 128): FeatureSizes(
         256, 64, 16, 32, 512, 4, Launch(128, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(128, 8, 1),
         Launch(64, 8, 1),
     ),
-    80: FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+    (80, 128): FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+}  # fmt: skip
+_BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
+_DELTAS_BY_FEATURE = {
+    (90, 128): FeatureDeltaSizes(
+        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+    ),
+    (90, 256): FeatureDeltaSizes(
+        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
+    ),
+    (80, 128): FeatureDeltaSizes(
+        32, 16, 16, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+    ),
+    (80, 256): FeatureDeltaSizes(
+        32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+    ),
 }  # fmt: skip
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
+    FeatureDeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
     FeatureSizes(64, 32, 16, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
+    FeatureDeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
 )
 
 
@@ -175,7 +213,7 @@ def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
         return _INTERPRETED[1]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[1]
-    return _BY_FEATURE[bridge.tuned_for(_BY_FEATURE)]
+    return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
 
 
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
@@ -185,6 +223,16 @@ def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[2]
     return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
+
+
+def feature_delta_sizes(features: int, dtype: Any) -> FeatureDeltaSizes:
+    """The same for the delta rule with a decay by feature."""
+    if bridge.interprets():
+        return _INTERPRETED[3]
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[3]
+    capability = bridge.tuned_for(c for c, _ in _DELTAS_BY_FEATURE)
+    return _DELTAS_BY_FEATURE[capability, max(128, padded(features))]
 
 
 def recurrence_unsupported(query: Any, key: Any, value: Any) -> str | None:

@@ -529,6 +529,10 @@ CASES = {
     "sum-feature-decay-packed": lambda: recurrence(
         "sum-feature-decay", ids=[37, 60, 1, 22], length=120, heads=(2, 1)
     ),
+    "delta-feature-decay": lambda: recurrence("delta-feature-decay", heads=(4, 2), values=40),
+    "delta-feature-decay-packed": lambda: recurrence(
+        "delta-feature-decay", ids=[37, 70, 1, 42], heads=(2, 1)
+    ),
     "sum-packed": lambda: recurrence("sum-weights", ids=[37, 60, 1, 22], length=120),
     "sum-decay-packed": lambda: recurrence("sum-decay", ids=[37, 60, 1, 22], length=120),
     **{
@@ -550,6 +554,7 @@ CASES = {
             ("sum-feature-decay", 90),
             ("delta", 130),
             ("delta-decay", 130),
+            ("delta-feature-decay", 130),
         )
         for dtype in ("float32", "float16")
     },

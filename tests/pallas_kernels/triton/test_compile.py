@@ -92,6 +92,9 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
     ),
     "delta": recurrence("beta", "segments"),
     "delta_decay": recurrence("log_decay", "beta", "segments"),
+    "delta_feature_decay": recurrence(
+        "log_decay", "beta", "segments", log_decay=jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.float32)
+    ),
 }
 
 
@@ -165,6 +168,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         "sum_feature_decay": 9,
         "delta": 10,
         "delta_decay": 10,
+        "delta_feature_decay": 7,
     }
     assert len(found) == expected[operation]
     for number, (arrays, launch) in enumerate(found):

@@ -56,6 +56,7 @@ LAWS = (
     "law_3_oracle[gla-causal]",
     "law_3_oracle[deltanet-causal]",
     "law_3_oracle[gated_deltanet-causal]",
+    "law_3_oracle[kda-causal]",
     "law_3_oracle[brl-output-bidirectional]",
     "law_3_oracle[brl-output-causal]",
     "law_4_packing[local-sinks]",

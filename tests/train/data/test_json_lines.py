@@ -2,12 +2,16 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from tests.train.pretrained import TEMPLATE, write_tokenizer
 from train.data import DataConfig, load
+from train.data.chat import ChatTemplate, template_of
 from train.data.corpus import Corpus
 from train.data.mixture import MixedStreams, Mixture, joined
+from train.data.packed import PackedHeldOut, PackedStreams, fill_rows
 from train.data.streams import EvalStream, TokenStreams
 from train.engine.errors import UserError
 
@@ -96,12 +100,28 @@ def test_the_last_lines_are_held_out(tmp_path):
     [
         ("{\n", "line 2 is not JSON: "),
         ("[1]\n", r"line 2 must be an object, got \[1\]"),
-        ({"txt": "a"}, "line 2: text is missing"),
+        ({"txt": "a"}, "line 2: expected text, messages, or prompt and completion, got txt"),
+        (
+            {"text": "a", "messages": []},
+            "line 2: expected text, messages, or prompt and completion, got text, mes",
+        ),
+        ({"prompt": "a"}, "line 2: completion is missing"),
+        ({"messages": "a"}, 'line 2: messages must be a list, got "a"'),
+        ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]: content is missing"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            r"line 2: messages\[0\]: role must be one of system, .*'robot'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ""}]},
+            "line 2: messages must have one of the role assistant",
+        ),
+        ({"prompt": "a", "completion": "b"}, "line 2: a chat needs a tokenizer with a chat template"),
         ({"text": 3}, "line 2: text must be a string, got 3"),
         ({"text": "a", "weight": -1}, "line 2: weight must be at least 0, got -1"),
         ({"text": "a", "weight": True}, "line 2: weight must be a number, got true"),
         ('{"text": "a", "weight": NaN}\n', "line 2 is not JSON: NaN is not a finite number"),
-        ('{"text": "\\ud800"}\n', "line 2: text is not UTF-8"),
+        ('{"text": "\\ud800"}\n', "line 2: not UTF-8"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
@@ -114,3 +134,152 @@ def test_a_text_without_counted_tokens(tmp_path):
     data = written(tmp_path / "none.jsonl", {"text": "a"}, {"text": "b", "weight": 0})
     with pytest.raises(UserError, match="--data: every token of the held-out text has the weight 0"):
         EvalStream(corpora(data, tmp_path / "run")["valid"], batch=1, length=2)
+
+
+QUESTION, ANSWER = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+
+
+def answers(source, messages):
+    parts = list(ChatTemplate(source, {"eos_token": "</s>"}).parts(messages))
+    return "".join(text for text, _ in parts), [text for text, is_answer in parts if is_answer and text]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_answers_of_a_chat(marked):
+    source = TEMPLATE
+    if marked:
+        said = "{{ message.content + '<|im_end|>\n' }}"
+        source = (
+            "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+            "{% if message.role == 'assistant' %}"
+            f"{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}{{% endfor %}}"
+        )
+    text, found = answers(source, [QUESTION, ANSWER, QUESTION, ANSWER | {"content": "four"}])
+    turn = "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{turn}4<|im_end|>\n{turn}four<|im_end|>\n"
+    assert found == ["4<|im_end|>\n", "four<|im_end|>\n"]
+
+
+def test_what_a_template_may_do():
+    spelled = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% if loop.last and m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    assert answers(spelled, [QUESTION, ANSWER]) == ("2 + 24</s>", ["4</s>"])
+    with pytest.raises(
+        ValueError, match="the chat template writes message 2 in another way if it is the last"
+    ):
+        answers(spelled, [QUESTION, ANSWER, QUESTION])
+    with pytest.raises(ValueError, match="the chat template refuses the messages: no system"):
+        answers(spelled, [QUESTION | {"role": "system"}, ANSWER])
+    with pytest.raises(ValueError, match=r"the chat template refuses the messages: .*unsafe"):
+        answers("{{ messages.__class__.__mro__ }}", [QUESTION, ANSWER])
+    with pytest.raises(UserError, match="--tokenizer: its chat template cannot be read"):
+        answers("{% for %}", [QUESTION, ANSWER])
+
+
+def test_templates_of_a_tokenizer():
+    several = [
+        {"name": "rag", "template": "a"},
+        {"name": "default", "template": "{{ bos_token }}{{ eos_token }}"},
+    ]
+    config = {
+        "chat_template": several,
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "pad_token": None,
+    }
+    assert list(template_of({**config}).parts([])) == [("<s></s>", False)]
+    assert template_of({"eos_token": "</s>"}) is None
+    assert template_of({"chat_template": several[:1]}) is None
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """The tokenizer and the tokens of two chats and a text, of which one is held out."""
+    write_tokenizer(tmp_path)
+    lines = [
+        {"messages": [QUESTION, ANSWER], "weight": 3},
+        {"prompt": "sky", "completion": "blue"},
+        {"text": "grass is green"},
+    ]
+    data = written(tmp_path / "all.jsonl", *lines)
+    config = DataConfig(data=data, tokenizer=str(tmp_path / "tokenizer.json"))
+    tokenizer, read = load(config, tmp_path / "run", ("train", "valid"))
+    again, _ = load(config, tmp_path / "run", ("valid",))
+    assert again.digest == tokenizer.digest
+    assert again.chat_template is not None
+    return tokenizer, read
+
+
+def test_only_answers_count(chats):
+    tokenizer, read = chats
+    corpus = read["train"]
+    text = tokenizer.decode(corpus.tokens)
+    assert text == (
+        "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nsky<|im_end|>\n<|im_start|>assistant\nblue<|im_end|>\n"
+    )
+    weights = corpus.weights_at(np.arange(len(corpus.tokens)))
+    assert tokenizer.decode(corpus.tokens[weights == 3]) == "4<|im_end|>\n"
+    assert tokenizer.decode(corpus.tokens[weights == 1]) == "blue<|im_end|>\n"
+    assert set(weights) == {0, 1, 3}
+    assert corpus.tokens[0] == tokenizer.encode("<|im_start|>").item()
+    assert set(read["valid"].weights_at(np.arange(4))) == {1}
+
+
+def rows_by_hand(batch):
+    """(tokens of a document in a row, the weights of its targets) of a batch."""
+    for tokens, targets, ids, weights in zip(
+        *(batch[n] for n in ("tokens", "targets", "segment_ids", "weights"))
+    ):
+        for number in np.unique(ids):
+            places = np.flatnonzero(ids == number)
+            yield bytes([*tokens[places], targets[places[-1]]]), weights[places]
+
+
+def documents_of(*texts):
+    tokens = np.frombuffer("".join(texts).encode(), np.uint8)
+    starts = np.cumsum([0, *map(len, texts)])[:-1]
+    return Corpus(tokens, np.ones(256, np.int64), np.zeros((0, 2), np.int64), "x", starts)
+
+
+def test_rows_of_whole_documents():
+    texts = ["ab", "cdef", "g", "hij", "klmnopqrstuv", "wx"]
+    corpus = documents_of(*texts)
+    assert len(fill_rows(corpus, range(6), 6, 24)) == 5
+    stream = PackedStreams(corpus, batch=1, length=6, seed=3)
+    for _ in range(3):
+        seen = []
+        for _ in range(stream.steps_per_pass):
+            batch = next(stream)
+            assert batch.reset
+            for text, weights in rows_by_hand(batch):
+                seen += [(text[i : i + 1], text[i + 1 : i + 2]) for i in np.flatnonzero(weights)]
+        pairs = [(t[i : i + 1].encode(), t[i + 1 : i + 2].encode()) for t in texts for i in range(len(t) - 1)]
+        assert sorted(seen) == sorted(pairs)
+
+
+def test_rows_of_processes_and_a_saved_position():
+    corpus = documents_of(*("abcdefgh"[: 2 + i % 7] for i in range(40)))
+    whole = PackedStreams(corpus, batch=4, length=9, seed=1)
+    part = PackedStreams(corpus, batch=4, length=9, seed=1, rows=[1, 3])
+    for _ in range(7):
+        np.testing.assert_array_equal(next(whole)["tokens"][[1, 3]], next(part)["tokens"])
+    again = PackedStreams(corpus, batch=4, length=9, seed=1)
+    again.set_state(whole.get_state())
+    jax.tree.map(np.testing.assert_array_equal, next(again), next(whole))
+
+
+def test_held_out_documents_in_rows():
+    texts = ["ab", "cdef", "g", "hij", "klmnopqrstuv", "wx"]
+    corpus = documents_of(*texts)
+    held_out = PackedHeldOut(corpus, batch=3, length=6)
+    batches = list(held_out)
+    assert len(batches) == len(held_out) == 2
+    assert sum(batch["weights"].sum() for batch in batches) == held_out.num_bytes == 24 - 6
+    assert sum(b["weights"].sum() for b in PackedHeldOut(corpus, batch=1, length=6, limit=8)) == 1 + 3 + 0 + 0
+    own = list(PackedHeldOut(corpus, batch=3, length=6, rows=np.array([2])))
+    np.testing.assert_array_equal(own[0]["tokens"][0], batches[0]["tokens"][2])
+    with pytest.raises(UserError, match="no document of the held-out text has two tokens"):
+        PackedHeldOut(documents_of("a", "b"), batch=1, length=4)

@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from train.data.chat import ChatTemplate
 from train.data.splits import DocumentStart, Part
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
@@ -60,6 +61,11 @@ class Tokenizer(abc.ABC):
     def description(self) -> str:
         """Its name, and which names in a text it reads as special tokens."""
         return self.spec
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """How its model writes chats, if it has a way."""
+        return None
 
     @property
     def dtype(self) -> np.dtype:

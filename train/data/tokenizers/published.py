@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from etils import epath
 from jaxtyping import Int
 
 from brl_jax.json_files import check_regular, read_json
+from train.data.chat import ChatTemplate, template_of
 from train.data.tokenizers.base import (
     CONFIG,
     NO_EXTRA,
@@ -147,6 +149,10 @@ class PretrainedTokenizer(Tokenizer):
             return self.spec
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{self.spec} (special tokens in the text: {', '.join(names[:3])}{more})"
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:  # type: ignore[override]
+        return template_of(json.loads(self._files.get(CONFIG, "{}")))
 
     @classmethod
     def load(cls, spec: str, folder: epath.Path) -> PretrainedTokenizer:
