@@ -139,7 +139,7 @@ def _stdlib() -> LmConfig:
     the network reads more text in less time than `small`."""
     return LmConfig(
         loop=LmLoopConfig(
-            steps=150, batch=4, length=512, eval_every=75, checkpoint_every=75, eval_tokens=32_768
+            steps=125, batch=4, length=512, eval_every=125, checkpoint_every=125, eval_tokens=32_768
         ),
         data=DataConfig(tokenizer="bpe:2048"),
         model=LmModelConfig(
