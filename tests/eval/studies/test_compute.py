@@ -12,7 +12,7 @@ from train.engine.errors import UserError
 
 TINY = (
     "--steps 4 --batch 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --ffn relu --eval_every 2 "
-    "--eval_tokens 40 --warmup_steps 1 --sample_tokens 0 --tensorboard False"
+    "--eval_tokens 40 --warmup_steps 1 --sample_tokens 0 --tensorboard False --tokenizer bytes"
 )
 
 

@@ -204,7 +204,8 @@ def test_command(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a word follows another word and so on\n" * 20)
     small = (
         f"--data text:{tmp_path}/text.txt --steps 2 --batch 2 --length 16 --num_layers 2 --d_model 16 --num_heads 2 "
-        "--d_ff 16 --eval_tokens 64 --warmup_steps 1 --sample_tokens 0 --tensorboard False --rope_theta None"
+        "--d_ff 16 --eval_tokens 64 --warmup_steps 1 --sample_tokens 0 --tensorboard False --rope_theta None "
+        "--tokenizer bytes"
     )
     folders = []
     for name, options in {
