@@ -77,16 +77,15 @@ def generate(
         )
         check_model(draft.model, draft.variables)
         check_draft(model, draft)
-        prefix, settings, choice = _prepare(
-            model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
-        )
+    prefix, settings, choice = _prepare(
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+    )
+    if draft is not None:
         tokens, _ = speculate(model, draft, variables, prefix, settings, PREFILL, **choice)
-        return jnp.concatenate([prefix, tokens], axis=1)
-    run = _Run.start(
-        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens, source,
-        source_lengths,
-    )  # fmt: skip
-    return jnp.concatenate([run.prefix, run.advance(run.state, run.steps).tokens], axis=1)
+    else:
+        run = _Run.start(model, variables, prefix, settings, choice, source, source_lengths)
+        tokens = run.advance(run.state, run.steps).tokens
+    return jnp.concatenate([prefix, tokens], axis=1)
 
 
 @declared
@@ -122,11 +121,10 @@ def stream(
     Raises:
       ValueError: as `generate`, or if `every` is below 1; raised at the call.
     """
-    run = _Run.start(
-        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens, source,
-        source_lengths,
-    )  # fmt: skip
-    return run.pieces(every)
+    prepared = _prepare(
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+    )
+    return _Run.start(model, variables, *prepared, source, source_lengths).pieces(every)
 
 
 class _State(NamedTuple):
@@ -160,7 +158,6 @@ class _Run(NamedTuple):
 
     model: Any
     variables: Any
-    prefix: Any
     steps: int
     state: _State
     settings: _Settings
@@ -171,21 +168,13 @@ class _Run(NamedTuple):
         cls,
         model: Any,
         variables: Any,
-        prompts: Any,
-        max_new_tokens: Any,
-        lengths: Any,
-        rng: Any,
-        temperature: Any,
-        top_k: Any,
-        top_p: Any,
-        stop_tokens: Any,
+        prefix: Int[Array, "B P"],
+        settings: _Settings,
+        choice: dict[str, Any],
         source: Any,
         source_lengths: Any,
     ) -> _Run:
-        """Checks all arguments and reads the source and the prompts."""
-        prefix, settings, choice = _prepare(
-            model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
-        )
+        """Reads the source and the prompts. `prefix`, `settings` and `choice` come from `_prepare`."""
         batch, common = prefix.shape
         steps = settings.forced.shape[1]
         encoded = _read_source(model, variables, source, source_lengths, batch)
@@ -206,7 +195,7 @@ class _Run(NamedTuple):
             tokens=jnp.zeros((batch, steps), jnp.int32),
             ended=jnp.zeros((batch,), bool),
         )
-        return cls(model, variables, prefix, steps, state, settings, choice)
+        return cls(model, variables, steps, state, settings, choice)
 
     def advance(self, state: _State, until: int) -> _State:
         """Runs until `until` columns are done or all rows have ended; donates the given state."""

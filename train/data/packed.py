@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import READ_AHEAD, RepeatedBatches
+from train.data.repeated import OnePass, RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -108,7 +107,7 @@ class PackedStreams(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class PackedHeldOut:
+class PackedHeldOut(OnePass):
     """One pass over the documents of a text, in rows as `PackedStreams` has them: every token but the first of each
     document is a target once, unless its weight in the corpus is 0.
 
@@ -132,30 +131,16 @@ class PackedHeldOut:
         within = int(np.searchsorted(corpus.starts, stop))
         filled = fill_rows(corpus, range(within), length, stop)
         _check_any(filled, "held-out")
-        counted = [part for pieces in filled for a, b in pieces for part in corpus.counted(a + 1, b)]
-        if not counted:
-            raise UserError(
-                "--data: every token of the held-out text has the weight 0; expected some to count"
-            )
-        self.batch, self.digest = batch, corpus.digest
-        self.num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted)
-        """Bytes of the original text that the targets encode."""
-        self._steps = -(-len(filled) // batch)
-        filled += [[]] * (self._steps * batch - len(filled))
+        targets = [(start + 1, stop) for pieces in filled for start, stop in pieces]
+        steps = -(-len(filled) // batch)
+        filled += [[]] * (steps * batch - len(filled))
 
         def make(step: int) -> Batch:
             arrays = arrays_of(corpus, [filled[step * batch + row] for row in chosen], length)
             weights = (arrays["weights"] > 0).astype(np.float32)
             return Batch({**arrays, "weights": weights}, reset=np.True_)
 
-        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
-
-    def __len__(self) -> int:
-        """Batches of the pass."""
-        return self._steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._dataset)
+        super().__init__(make, steps, corpus, batch, targets)
 
 
 def _check_any(rows: Sequence[Pieces], name: str) -> None:

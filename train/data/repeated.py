@@ -1,12 +1,14 @@
-"""Training batches that are made by their number, pass after pass, through Grain: read ahead, and resumed exactly."""
+"""Batches that are made by their number through Grain, which reads ahead: endless ones, which resume exactly, and one
+pass over a held-out text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grain
 
+from train.data.corpus import Corpus
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -62,3 +64,49 @@ class RepeatedBatches(grain.DatasetIterator):
         # The base class closes an object that is deleted, even one whose constructor raised.
         if "_inner" in vars(self):
             self._inner.close()
+
+
+class OnePass:
+    """One pass over a held-out text. Iterating again starts from the beginning.
+
+    Args:
+      make: step -> batch.
+      steps: batches of the pass.
+      corpus: the text.
+      batch: rows of a batch, of all processes together.
+      targets: the parts [low, high) of the text whose tokens are targets; those of weight 0 in the corpus do not count.
+
+    Raises:
+      UserError: no target counts.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        steps: int,
+        corpus: Corpus,
+        batch: int,
+        targets: Iterable[tuple[int, int]],
+    ):
+        self.batch = batch
+        """Rows of a batch, of all processes together."""
+        self.digest = corpus.digest
+        """Hash of the whole text, even if only a part of it is used."""
+        counted = [part for low, high in targets for part in corpus.counted(low, high)]
+        self.num_targets = sum(high - low for low, high in counted)
+        """Targets that count, over all processes."""
+        self.num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted)
+        """Bytes of the original text that these targets encode."""
+        if not self.num_targets:
+            raise UserError(
+                "--data: every token of the held-out text has the weight 0; expected some to count"
+            )
+        self._steps = steps
+        self._dataset = grain.MapDataset.range(steps).map(make).to_iter_dataset(READ_AHEAD)
+
+    def __len__(self) -> int:
+        """Batches of the pass."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._dataset)

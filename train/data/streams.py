@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import READ_AHEAD, RepeatedBatches
+from train.data.repeated import OnePass, RepeatedBatches
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -101,7 +100,7 @@ class TokenStreams(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class EvalStream:
+class EvalStream(OnePass):
     """One pass over a text: every token but the first is a target once, unless the corpus gives it the weight 0.
 
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
@@ -137,22 +136,8 @@ class EvalStream:
         tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
         if (limit is not None and limit < 2) or len(tokens) < 2:
             raise UserError(f"--data: the held-out text must have at least 2 tokens, got {len(tokens)}")
-        self.batch = batch
-        """Rows of a batch, of all processes together."""
-        self.digest = corpus.digest
-        """Hash of the whole text, even if only a part of it is used."""
         places, targets = np.arange(length), len(tokens) - 1
-        counted_parts = list(corpus.counted(1, len(tokens)))
-        self.num_targets = sum(high - low for low, high in counted_parts)
-        """Targets of weight 1, over all processes."""
-        self.num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted_parts)
-        """Bytes of the original text that these targets encode."""
-        if not self.num_targets:
-            raise UserError(
-                "--data: every token of the held-out text has the weight 0; expected some to count"
-            )
         row = -(-targets // batch)
-        self._steps = -(-row // length)
 
         def make(step: int) -> Batch:
             within = places + step * length
@@ -169,11 +154,4 @@ class EvalStream:
                 arrays["segment_ids"] = corpus.segment_ids(at[:, 0], length)
             return Batch(arrays, reset=np.bool_(step == 0))
 
-        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
-
-    def __len__(self) -> int:
-        """Batches of the pass."""
-        return self._steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._dataset)
+        super().__init__(make, -(-row // length), corpus, batch, [(1, len(tokens))])

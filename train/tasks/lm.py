@@ -86,7 +86,8 @@ def _weights_of(folder: str, params: Any) -> Any:
 
 
 def keeps_documents(config: LmConfig) -> bool:
-    """Whether rows hold whole documents that do not see each other: those of JSON lines, if the layers can."""
+    """Whether rows hold whole documents that do not see each other: with JSON lines, if the layers can keep documents
+    apart."""
     return config.data.data.startswith("jsonl:") and all(each.packs for each in config.model.mechanisms)
 
 

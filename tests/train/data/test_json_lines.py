@@ -196,7 +196,7 @@ def test_templates_of_a_tokenizer():
 
 @pytest.fixture
 def chats(tmp_path):
-    """The tokenizer and the tokens of two chats and a text, of which one is held out."""
+    """The tokenizer and the tokens of two chats and a text. One of them is held out."""
     write_tokenizer(tmp_path)
     lines = [
         {"messages": [QUESTION, ANSWER], "weight": 3},
