@@ -50,6 +50,24 @@ def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism,
     return groups
 
 
+class LayerPlace(NamedTuple):
+    """Where a stack's parameters have a layer: the names of its group and block, and its index in the arrays."""
+
+    group: str
+    block: str
+    repeat: int
+
+
+def layer_places(mechanisms: Sequence[Mechanism]) -> list[LayerPlace]:
+    """Returns the place of each layer."""
+    return [
+        LayerPlace(f"layers_{i}", f"block_{j}", repeat)
+        for i, (period, repeats) in enumerate(group_layers(mechanisms))
+        for repeat in range(repeats)
+        for j in range(len(period))
+    ]
+
+
 class Period(nn.Module):
     """The layers of one repetition; `nn.scan` runs over the repetitions."""
 
@@ -111,7 +129,7 @@ class Stack(nn.Module):
                 "mechanisms and dimensions must be a network's, such as config.mechanisms and "
                 f"config.make_dimensions(is_causal=True), got {self.mechanisms} and {type(self.dimensions).__name__}"
             )
-        keys = _carrier_keys(self.mechanisms)
+        keys = carrier_keys(self.mechanisms)
         carriers = {key: m.carrier(self.dimensions, name=key) for m, key in keys.items()}
         self.carriers = {key: carrier for key, carrier in carriers.items() if carrier is not None}
         segments = {m.segment for m in keys if m.segment is not None}
@@ -204,7 +222,7 @@ class Stack(nn.Module):
 
     def _parts(self) -> _Parts:
         d = self.dimensions
-        carriers = {key: m.carrier(d, parent=None) for m, key in _carrier_keys(self.mechanisms).items()}
+        carriers = {key: m.carrier(d, parent=None) for m, key in carrier_keys(self.mechanisms).items()}
         return _Parts(
             carriers={key: module for key, module in carriers.items() if module is not None},
             layers=[
@@ -487,7 +505,7 @@ def _branches(block: Block, deterministic: bool) -> Branches:
     )
 
 
-def _carrier_keys(mechanisms: Sequence[Mechanism]) -> dict[Mechanism, str]:
+def carrier_keys(mechanisms: Sequence[Mechanism]) -> dict[Mechanism, str]:
     """Returns the name of each distinct mechanism's carrier."""
     return {mechanism: f"carrier_{i}" for i, mechanism in enumerate(dict.fromkeys(mechanisms))}
 

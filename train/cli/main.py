@@ -78,6 +78,9 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
     with alone_in(config.loop.workdir):
+        before = None if is_started(config.loop.workdir) else task.before(config)
+        if before is not None:
+            _run_task(*before, report)
         _run_task(task, config, report)
 
 

@@ -94,6 +94,7 @@ def load(
     splits: Sequence[str] = SPLITS,
     *,
     is_part: bool = False,
+    given: Tokenizer | None = None,
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and the corpora of a run; makes those that do not exist yet.
 
@@ -107,6 +108,7 @@ def load(
       copy in ~/.cache/brl-jax.
       splits: some of train, valid and test; test is left out where the text has none.
       is_part: whether the text is one of a mixture's, for some of which `holdout` may have no effect.
+      given: the tokenizer of a new run, where it is not made for its text.
 
     Returns:
       The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
@@ -132,7 +134,7 @@ def load(
         "documents": config.documents,
     }
     manifest = _read_manifest(run)
-    tokenizer = None
+    tokenizer = given
     if manifest is not None:
         differing = [name for name, value in asked.items() if manifest[name] != value]
         if "tokenizer" in differing or ("train" in splits and differing):

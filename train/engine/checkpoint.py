@@ -19,6 +19,7 @@ import flax.linen as nn
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Mesh
 
 from brl_jax.checkpoints import (
     candidates,
@@ -29,6 +30,7 @@ from brl_jax.checkpoints import (
     silence_abandoned_tasks,
     steps_in,
 )
+from brl_jax.sharding import parameter_shardings
 from train.engine.errors import RunError, UserError, is_memory_shortage, one_line
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
@@ -237,24 +239,28 @@ class Checkpoints:
         *,
         option: str = "--workdir",
         explain: Callable[[int], None] = lambda step: None,
+        mesh: Mesh | None = None,
     ) -> tuple[int, Any]:
-        """The step of a checkpoint and its parameters, on this process's first device.
+        """The step of a checkpoint and its parameters, on this process's first device or divided over a mesh.
 
         Args:
           init: makes parameters of the same shapes from a random key.
           which: best, last or a step, see `brl_jax.checkpoints.candidates`.
           option: the command line's name of the run's folder, for the error.
           explain: called with the step of each checkpoint that cannot be read; may raise a better error.
+          mesh: divides the parameters as those of a run.
 
         Raises:
           UserError: there is no such checkpoint, or it is damaged ("last" then takes the one before it).
           RunError: there is too little memory to read it.
         """
         steps = self.choose(which, option=option)
+        boxed = jax.eval_shape(init, jax.random.key(0))
+        shapes = nn.unbox(boxed)
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: here, shapes) if mesh is None else parameter_shardings(mesh, boxed)
         like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            nn.unbox(jax.eval_shape(init, jax.random.key(0))),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
         )
         for step in steps:
             try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -34,6 +35,7 @@ from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.mup import make_rates
 from train.engine.step import Objective, outputs, perplexity
+from train.tasks.conversion import Matching, convert_onto, matching_config
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import Streams, Task
 
@@ -156,8 +158,9 @@ class LmTask(Task[LmConfig, LmData]):
         size = vocabulary_of(config.data, data)
         if config.pretrained is not None:
             if size > config.model.vocab_size:
+                option = "--convert_from" if config.convert_from else "--from_hf"
                 raise UserError(
-                    f"--from_hf: the tokenizer has {size} tokens, and the network's embedding has "
+                    f"{option}: the tokenizer has {size} tokens, and the network's embedding has "
                     f"{config.model.vocab_size}; expected a tokenizer that fits"
                 )
             size = config.model.vocab_size
@@ -168,9 +171,15 @@ class LmTask(Task[LmConfig, LmData]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
+        if config.convert_from:
+            return lm_objective(model, config.z_loss, functools.partial(convert_onto, config))
         if not config.from_hf:
             return lm_objective(model, config.z_loss)
         return lm_objective(model, config.z_loss, functools.partial(_weights_of, config.from_hf))
+
+    def before(self, config: LmConfig) -> tuple[LmTask, LmConfig] | None:
+        matching = matching_config(config)
+        return None if matching is None else (LM_MATCHING, matching)
 
     def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
@@ -183,7 +192,12 @@ class LmTask(Task[LmConfig, LmData]):
         return config.loop.length
 
     def load(self, config: LmConfig, splits: Sequence[str]) -> LmData:
-        tokenizer, corpora = load(config.data, config.loop.workdir, splits)
+        theirs = _tokenizer_of_run(config) if "train" in splits else None
+        tokenizer, corpora = load(config.data, config.loop.workdir, splits, given=theirs)
+        if theirs is not None and tokenizer.digest != theirs.digest:
+            raise UserError(
+                f"--convert_from: {config.convert_from} has another tokenizer than {config.data.data}"
+            )
         # The prompt is encoded before training, so that a bad one is an error at once.
         prompt = _sample_prompt(config, tokenizer, corpora["valid"]) if "train" in splits else None
         return LmData(tokenizer, corpora, prompt)
@@ -270,6 +284,14 @@ class LmTask(Task[LmConfig, LmData]):
             print(f"{data.tokenizer.decode(data.prompt)}\n--- what the network adds:\n{text}")
 
 
+def _tokenizer_of_run(config: LmConfig) -> Tokenizer | None:
+    """The tokenizer of the run that a run is converted from; None for another start, or if it is gone."""
+    folder = config.convert_from
+    if not folder or config.data.tokenizer == "bytes" or not (epath.Path(folder) / "data.json").exists():
+        return None
+    return load_tokenizer(folder)
+
+
 def _encodes(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text is at least one token of the vocabulary."""
     try:
@@ -293,4 +315,10 @@ def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> 
     return prompt
 
 
-LM = LmTask()
+class LmMatching(Matching, LmTask):
+    """See `train.tasks.conversion`."""
+
+    name = "lm-matching"
+
+
+LM, LM_MATCHING = LmTask(), LmMatching()

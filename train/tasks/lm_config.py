@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from brl_jax.fields import Length, Natural, NonNegative
 from brl_jax.layers import (
@@ -33,10 +33,11 @@ from brl_jax.models.huggingface import load_config
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
 from train.data.dataset import DataConfig
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.errors import UserError, one_line
 from train.engine.fields import Decided, Flat, Free
 from train.engine.optimizer import OptimizerConfig
+from train.tasks.conversion import OWN, ConvertibleConfig, teacher_of
 from train.tasks.decoder_flops import training_flops
 
 # Tokens of WikiText-103's training text in GPT-2's vocabulary, to within a few percent.
@@ -72,8 +73,10 @@ class LmModelConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class LmConfig(RunConfig):
+class LmConfig(ConvertibleConfig):
     """A decoder trained to predict the next token of a text."""
+
+    task: ClassVar[str] = "lm"
 
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
@@ -94,8 +97,11 @@ class LmConfig(RunConfig):
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
-        if self.from_hf:
-            decided = {field.name for field in dataclasses.fields(self.model)} - _OWN
+        if self.convert_from:
+            unused |= {"from_hf": "with convert_from"}
+            unused["data.tokenizer"] = "with convert_from, which has a tokenizer"
+        elif self.from_hf:
+            decided = {field.name for field in dataclasses.fields(self.model)} - OWN
             unused |= {
                 f"model.{name}": "with from_hf, whose config.json describes the network" for name in decided
             }
@@ -103,7 +109,9 @@ class LmConfig(RunConfig):
         return super().without_effect() | unused
 
     def resolved(self) -> Self:
-        """With the network and the tokenizer of `from_hf`."""
+        """With the network and the tokenizer of `from_hf` or `convert_from`."""
+        if self.convert_from:
+            return self._converted()
         if not self.from_hf:
             return self
         try:
@@ -112,26 +120,41 @@ class LmConfig(RunConfig):
             raise UserError(f"--from_hf: {one_line(error)}") from error
         values = {field.name: getattr(found, field.name) for field in dataclasses.fields(DecoderConfig)}
         try:
-            model = LmModelConfig(**values | {name: getattr(self.model, name) for name in _OWN})
+            model = LmModelConfig(**values | {name: getattr(self.model, name) for name in OWN})
         except ValueError as error:
             raise UserError(f"--{error}") from error
-        data = self.data
-        if not data.data.startswith("tokens:"):
-            data = dataclasses.replace(data, tokenizer=_tokenizer_in(self.from_hf))
-        pretrained = {name: value for name, value in vars(found).items() if name not in values}
-        return dataclasses.replace(self, model=model, data=data, pretrained=pretrained)
+        data = self._read_by(_tokenizer_in("--from_hf", self.from_hf))
+        return dataclasses.replace(self, model=model, data=data, pretrained=_beyond_network(found))
+
+    def _converted(self) -> Self:
+        teacher = teacher_of(self)
+        if teacher.run is None:
+            tokenizer, kept = (
+                _tokenizer_in("--convert_from", self.convert_from),
+                _beyond_network(teacher.config),
+            )
+        else:
+            tokenizer, kept = teacher.run.data.tokenizer, teacher.run.pretrained
+        return dataclasses.replace(super().resolved(), data=self._read_by(tokenizer), pretrained=kept)
+
+    def _read_by(self, tokenizer: str) -> DataConfig:
+        """The data as this tokenizer reads them."""
+        made = self.data.data.startswith("tokens:")
+        return self.data if made else dataclasses.replace(self.data, tokenizer=tokenizer)
 
 
-# Fields of a network read from a folder that training decides.
-_OWN = {"dropout", "remat", "dtype", "implementation"}
+def _beyond_network(found: DecoderConfig) -> dict[str, Any]:
+    """The fields of a `PretrainedConfig` that do not describe its network."""
+    network = {field.name for field in dataclasses.fields(DecoderConfig)}
+    return {name: value for name, value in vars(found).items() if name not in network}
 
 
-def _tokenizer_in(folder: str) -> str:
+def _tokenizer_in(option: str, folder: str) -> str:
     """The file of a folder's tokenizer."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (Path(folder) / name).is_file():
             return str(Path(folder) / name)
-    raise UserError(f"--from_hf: {folder} has no tokenizer.json and no tokenizer.model")
+    raise UserError(f"{option}: {folder} has no tokenizer.json and no tokenizer.model")
 
 
 def _stdlib() -> LmConfig:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +37,15 @@ from train.data.recall import (
     num_answers,
 )
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
+from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, make_eval_step, means, outputs, weighted_sums
+from train.tasks.conversion import ConvertibleConfig, Matching, convert_onto, matching_config
 from train.tasks.task import Task
 
 
@@ -54,8 +57,10 @@ class RecallModelConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecallConfig(RunConfig):
+class RecallConfig(ConvertibleConfig):
     """A decoder trained to recall records."""
+
+    task: ClassVar[str] = "recall"
 
     data: Annotated[RecallDataConfig, Flat]
     model: Annotated[RecallModelConfig, Flat]
@@ -170,13 +175,25 @@ class RecallTask(Task[RecallConfig, None]):
         """The rows decide the vocabulary, and what follows their length."""
         length, _ = max(config.data.cases)
         model = dataclasses.replace(config.model.for_training(length), vocab_size=config.data.vocabulary)
+        if config.convert_from and config.model.vocab_size != config.data.vocabulary:
+            raise UserError(
+                f"--vocabulary: expected the {config.model.vocab_size} tokens of {config.convert_from}, got "
+                f"{config.data.vocabulary}"
+            )
         return dataclasses.replace(config, model=model)
 
     def model(self, config: RecallConfig) -> DecoderLM:
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: RecallConfig) -> Objective:
-        return recall_objective(model)
+        objective = recall_objective(model)
+        if not config.convert_from:
+            return objective
+        return dataclasses.replace(objective, start=functools.partial(convert_onto, config))
+
+    def before(self, config: RecallConfig) -> tuple[RecallTask, RecallConfig] | None:
+        matching = matching_config(config)
+        return None if matching is None else (RECALL_MATCHING, matching)
 
     def batch_shapes(self, config: RecallConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         length, pairs = max(config.data.cases)
@@ -250,4 +267,10 @@ class RecallTask(Task[RecallConfig, None]):
         return measured
 
 
-RECALL = RecallTask()
+class RecallMatching(Matching, RecallTask):
+    """See `train.tasks.conversion`."""
+
+    name = "recall-matching"
+
+
+RECALL, RECALL_MATCHING = RecallTask(), RecallMatching()

@@ -98,6 +98,10 @@ class Task(abc.ABC, Generic[C, D]):
     def held_out(self, config: C, data: D, split: str, mesh: Mesh | None = None) -> HeldOut:
         """One pass over the valid or test split; on a mesh, those rows that belong to this process."""
 
+    def before(self, config: C) -> tuple[Task[C, D], C] | None:
+        """A run that has to end before this one begins, as this one starts from it."""
+        return None
+
     def streams(self, config: C, data: D, mesh: Mesh) -> Streams:
         """All batches of a training run."""
         held_out = self.held_out(config, data, "valid", mesh)

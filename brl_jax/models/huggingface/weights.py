@@ -14,7 +14,7 @@ from jaxtyping import Int
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.models.decoder import DecoderConfig
 from brl_jax.models.huggingface.architectures import Architecture, LinearTensors
-from brl_jax.models.stack import group_layers
+from brl_jax.models.stack import layer_places
 
 Path = tuple[str, ...]
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -208,40 +208,33 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
     if not config.tied_embeddings:
         yield _plain(_HEAD, ("unembedding",), None, (config.vocab_size, width))
     yield _scale("model.norm", ("stack", "final_norm"), None, offset, everywhere)
-    number = 0
-    for group, (period, repeats) in enumerate(group_layers(config.mechanisms)):
-        for repeat in range(repeats):
-            for i, mechanism in enumerate(period):
-                at = _Layer(f"model.layers.{number}", ("stack", f"layers_{group}", f"block_{i}"), repeat)
-                number += 1
-                if isinstance(mechanism, GatedDeltaNetConfig):
-                    assert architecture.linear is not None  # else it would not have such layers
-                    yield from _gated_deltanet(config, mechanism, architecture.linear, at)
-                else:
-                    yield from _softmax(config, architecture, mechanism, at)
-                layer, ffn = at.prefix, (*at.block, "feed_forward")
-                for theirs, ours in (("gate_proj", "gate"), ("up_proj", "up")):
-                    yield from _linear(
-                        f"{layer}.mlp.{theirs}", (*ffn, ours), repeat, width, hidden, d.ffn_bias
-                    )
-                yield from _linear(
-                    f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias
-                )
-                norms = dict(zip(architecture.norms, ("mixer_norm", "feed_forward_norm")))
-                if mechanism.residual == "post":
-                    norms = {
-                        "post_attention_layernorm": "mixer_norm",
-                        "post_feedforward_layernorm": "feed_forward_norm",
-                    }
-                if d.output_norms:
-                    norms = {
-                        "input_layernorm": "mixer_norm",
-                        "post_attention_layernorm": "mixer_output_norm",
-                        "pre_feedforward_layernorm": "feed_forward_norm",
-                        "post_feedforward_layernorm": "feed_forward_output_norm",
-                    }
-                for theirs, ours in norms.items():
-                    yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
+    for number, (mechanism, place) in enumerate(zip(config.mechanisms, layer_places(config.mechanisms))):
+        repeat = place.repeat
+        at = _Layer(f"model.layers.{number}", ("stack", place.group, place.block), repeat)
+        if isinstance(mechanism, GatedDeltaNetConfig):
+            assert architecture.linear is not None  # else it would not have such layers
+            yield from _gated_deltanet(config, mechanism, architecture.linear, at)
+        else:
+            yield from _softmax(config, architecture, mechanism, at)
+        layer, ffn = at.prefix, (*at.block, "feed_forward")
+        for theirs, ours in (("gate_proj", "gate"), ("up_proj", "up")):
+            yield from _linear(f"{layer}.mlp.{theirs}", (*ffn, ours), repeat, width, hidden, d.ffn_bias)
+        yield from _linear(f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias)
+        norms = dict(zip(architecture.norms, ("mixer_norm", "feed_forward_norm")))
+        if mechanism.residual == "post":
+            norms = {
+                "post_attention_layernorm": "mixer_norm",
+                "post_feedforward_layernorm": "feed_forward_norm",
+            }
+        if d.output_norms:
+            norms = {
+                "input_layernorm": "mixer_norm",
+                "post_attention_layernorm": "mixer_output_norm",
+                "pre_feedforward_layernorm": "feed_forward_norm",
+                "post_feedforward_layernorm": "feed_forward_output_norm",
+            }
+        for theirs, ours in norms.items():
+            yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
 
 
 def _stored(name: str, architecture: Architecture, names: Container[str]) -> str:
