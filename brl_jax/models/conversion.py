@@ -68,7 +68,7 @@ def mixers(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_mixers(params: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a decoder's parameters with those of its mechanisms replaced by `own`, from `mixers`."""
+    """Returns a decoder's parameters, with `own` (from `mixers`) for its mechanisms."""
     flat = traverse_util.flatten_dict(dict(params)) | traverse_util.flatten_dict(dict(own))
     return traverse_util.unflatten_dict(flat)
 
@@ -83,7 +83,7 @@ def converted(
     teacher_config: DecoderConfig,
     teacher: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the parameters of a network with those of a trained one wherever it has a place for them.
+    """Returns the parameters of a network after a trained one has given it all that fits.
 
     Norms, feed-forward networks and tables are taken over, and of each mechanism what has the same name and shape: the
     projections of queries, keys, values and outputs, as a rule. The rest stays as it is: compressed tokens, gates,

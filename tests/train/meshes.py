@@ -28,6 +28,7 @@ from train.engine.errors import UserError
 from train.engine.loop import train
 from train.engine.mesh import host_rows, open_mesh, place_batch, training_programs
 from train.engine.optimizer import OptimizerConfig
+from train.lm import main as train_lm
 from train.tasks.lm import lm_objective
 from train.tasks.lm_config import PRESETS
 from train.tasks.mlm import mlm_objective
@@ -321,7 +322,32 @@ def weights_read(mesh):
     return sum(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(got))
 
 
+def converted_losses(options=""):
+    """The losses of a run that is converted from another, of its matching and of what follows, on a mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split in ("train", "valid"):
+            Path(folder, f"{split}.txt").write_text("the colour of the sky is blue\n" * 60)
+        common = (
+            f"--data text:{folder}/*.txt --batch 8 --length 32 --sample_tokens 0 --tensorboard False --eval_tokens 64 "
+            f"--warmup_steps 0 --optimizer adamw --learning_rate 1e-3 {options}"
+        )
+        sizes = "--num_layers 2 --d_model 32 --num_heads 4 --d_ff 64 --mechanism full"
+        train_lm(f"{common} --tokenizer bytes --steps 2 {sizes} --workdir {folder}/full".split())
+        student = (
+            f"--convert_from {folder}/full --match_steps 3 --steps 2 --mechanism brl --mechanism.window 4 "
+            "--mechanism.num_compressed 8 --mechanism.history_size 8 --mechanism.compressed_dim none"
+        )
+        train_lm(f"{common} {student} --workdir {folder}/run".split())
+        return [
+            [line["loss"] for line in metrics_lines(Path(folder, "run", place))] for place in ("matching", "")
+        ]
+
+
 PARTS = {
+    "converted": lambda: [
+        converted_losses(f"--mesh.data {mesh.data} --mesh.fsdp {mesh.fsdp} --mesh.tensor {mesh.tensor}")
+        for mesh in (MESHES["rows"], MESHES["mixed"])
+    ],
     "weights": lambda: [weights_read(make_mesh(config)) for config in MESHES.values()],
     "decoders": lambda: kernels_on_a_mesh(True),
     "encoders": lambda: kernels_on_a_mesh(False),

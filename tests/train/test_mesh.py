@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.meshes import LENGTH, ROWS
+from tests.train.meshes import LENGTH, ROWS, converted_losses
 
 # A microbatch has ROWS rows of LENGTH tokens: an array with an entry per token has at least ROWS * LENGTH numbers. Each
 # mesh takes ten seconds to compile, so every test is slow except those of errors raised before compilation.
@@ -117,6 +117,15 @@ def test_weights_of_a_folder_are_read_into_their_places(result):
     pytest.importorskip("safetensors")
     # Kernels and tables; norms are whole.
     assert result("weights") == [8, 8, 8]
+
+
+@pytest.mark.slow
+def test_a_conversion_on_a_mesh_equals_one_devices(result):
+    expected = converted_losses()
+    assert expected[0][-1] < expected[0][0]
+    for got in result("converted"):
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-3)
 
 
 @pytest.mark.slow

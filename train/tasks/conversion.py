@@ -100,14 +100,14 @@ class ConvertibleConfig(RunConfig):
             raise UserError(f"--convert_from {self.convert_from}: {error}") from error
         if self.match_steps and not any(replaced_layers(model, network)):
             raise UserError(
-                "--match_steps: expected 0, as no layer has another mechanism than that of --convert_from"
+                "--match_steps: expected 0, as every layer keeps the mechanism it has in --convert_from"
             )
         return dataclasses.replace(self, model=model)
 
 
 def _as_trained(mechanism: Mechanism | None, trained: Sequence[Mechanism]) -> Mechanism | None:
-    """A mechanism with the options that decide what a trained network's parameters mean: those of softmax attention,
-    and all of a recurrent one that is named without options."""
+    """A mechanism with the options that decide what a trained network's parameters mean: for softmax attention the
+    fields of `SoftmaxConfig`, and for another mechanism that the network has too all fields, if none is set."""
     alike = next((each for each in trained if type(each) is type(mechanism)), None)
     if not isinstance(mechanism, SoftmaxConfig):
         return alike if alike is not None and mechanism == type(mechanism)() else mechanism
@@ -189,7 +189,7 @@ def _matching_folder(config: ConvertibleConfig) -> str:
 
 
 def matching_config(config: Any) -> Any:
-    """The configuration of the run that matches the layers; None if there is none."""
+    """The configuration of the run that matches the layers; None without one."""
     if not config.match_steps:
         return None
     steps = config.match_steps
@@ -239,7 +239,7 @@ def matching_objective(config: ConvertibleConfig) -> Objective:
     """The mean over the replaced layers of `brl_jax.models.conversion.matching_errors`, on the tokens of a batch; of
     each microbatch, if there are several.
 
-    Its parameters are the trained network's, which have no gradient, and those of all new mechanisms.
+    Its parameters are the trained network's, which have no gradient, and the mechanisms' of the new one.
     """
     found = teacher_of(config)
     own = {name: getattr(config.model, name) for name in ("dtype", "remat", "implementation")}
@@ -308,7 +308,7 @@ class Matching:
 
 @dataclasses.dataclass
 class _InTokens:
-    """Held-out data whose bytes do not count, as the loss is not that of a text."""
+    """Held-out data without a number of bytes, as the loss is not in nats."""
 
     data: HeldOut
     num_bytes: None = None

@@ -1,0 +1,251 @@
+"""Runs that start from a trained network with other attention: --convert_from and --match_steps."""
+
+import json
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+import eval.tasks.lm
+import train.lm
+import train.mlm
+import train.recall
+from brl_jax.models import huggingface
+from eval.harness.runs import open_run
+from tests.support.command_lines import last_wins
+from tests.train.logs import metrics_lines
+from tests.train.pretrained import write_model, write_tokenizer
+from train.cli.command import command
+from train.tasks.conversion import matching_objective
+from train.tasks.lm import LM, LM_MATCHING
+
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.xdist_group("train.converting")
+
+SHORT = (
+    "--steps 8 --batch 4 --length 32 --eval_every 8 --checkpoint_every 4 --warmup_steps 2 --sample_tokens 0 "
+    "--learning_rate 1e-2 --eval_tokens 0 --tensorboard False"
+)
+SIZES = "--num_layers 2 --d_model 32 --num_heads 4 --d_ff 48 --mechanism full"
+BRL = (
+    "--mechanism brl --mechanism.window 8 --mechanism.num_compressed 4 --mechanism.compressed_dim none "
+    "--mechanism.history_size 16"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    place = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 60), ("valid", 6)):
+        (place / f"{split}.txt").write_text(
+            "the colour of the sky is blue\nthe colour of grass is green\n" * count
+        )
+    return f"text:{place}/*.txt"
+
+
+def words(text, workdir, *more):
+    return last_wins(f"--workdir {workdir} --data {text} {SHORT} {' '.join(map(str, more))}")
+
+
+@pytest.fixture(scope="module")
+def teacher(text, tmp_path_factory):
+    """A run with full attention and its own tokenizer."""
+    workdir = tmp_path_factory.mktemp("teacher") / "run"
+    train.lm.main(words(text, workdir, SIZES, "--tokenizer bpe:300 --steps 40 --eval_every 40"))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a small random decoder of transformers."""
+    place = tmp_path_factory.mktemp("hf")
+    write_tokenizer(place / "tokenizer")
+    write_model(place / "model", place / "tokenizer")
+    return place / "model"
+
+
+@pytest.fixture(scope="module")
+def run(teacher, text, tmp_path_factory):
+    """A converted run, whose teacher is gone."""
+    workdir, copy = tmp_path_factory.mktemp("run") / "run", tmp_path_factory.mktemp("copy") / "run"
+    shutil.copytree(teacher, copy)
+    train.lm.main(words(text, workdir, BRL, "--convert_from", copy, "--match_steps 60"))
+    shutil.rmtree(copy)
+    return workdir
+
+
+def params_of(workdir, checkpoint="last"):
+    return traverse_util.flatten_dict(
+        jax.device_get(open_run([LM], str(workdir), checkpoint).params), sep="/"
+    )
+
+
+def test_matching_brings_the_layers_nearer_and_moves_them_alone(run, teacher):
+    lines = metrics_lines(run / "matching")
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert lines[-1]["val_loss"] < lines[0]["loss"] / 2
+    both = traverse_util.flatten_dict(
+        jax.device_get(open_run([LM_MATCHING], str(run / "matching"), "last").params), sep="/"
+    )
+    trained = params_of(teacher, "best")
+    assert {name for name in both if name.startswith("teacher/")} == {f"teacher/{name}" for name in trained}
+    for name, value in trained.items():
+        np.testing.assert_array_equal(both[f"teacher/{name}"], value)
+    moved = both["student/stack/layers_0/block_0/mixer/local/query/kernel"]
+    assert not np.array_equal(moved, trained["stack/layers_0/block_0/mixer/query/kernel"])
+
+
+def test_a_run_goes_on_from_the_matched_layers(run, teacher, capsys):
+    """It learns, and needs its teacher no more."""
+    lines = metrics_lines(run)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[0]["loss"] < 2 < metrics_lines(teacher)[0]["loss"]
+    capsys.readouterr()
+    train.lm.main(["--workdir", str(run)])
+    assert "nothing is left to train: the run is at step 8" in capsys.readouterr().err
+    eval.tasks.lm.main(["--workdir", str(run), "--checkpoint", "last"])
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["loss"] == pytest.approx(lines[-1]["val_loss"], rel=1e-5)
+
+
+def test_the_same_mechanism_goes_on_as_the_teacher(teacher, text, tmp_path):
+    """Its first loss is the teacher's."""
+    own = words(text, tmp_path / "run", "--mechanism full --convert_from", teacher, "--steps 1")
+    train.lm.main(own)
+    opened = open_run([LM], str(teacher), "best")
+    data = LM.load(opened.config, ("train", "valid"))
+    objective = LM.objective(opened.model, opened.config)
+    config = open_run([LM], str(tmp_path / "run"), "last").config
+    from train.engine.mesh import open_mesh
+
+    batch = next(iter(LM.training_stream(config, data, open_mesh(config.mesh, config.loop, config.model))))
+    sums, _ = objective.sums(opened.params, None, batch.arrays, None)
+    first = metrics_lines(tmp_path / "run")[0]["loss"]
+    np.testing.assert_allclose(first, sums["loss"] / sums["weight"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stops", [(4, None), (8, 4)])
+def test_a_stopped_run_goes_on(teacher, text, tmp_path, stops, run):
+    """In the matching or after it, bit for bit."""
+    matching, training = stops
+    line = words(text, tmp_path / "a", BRL, "--convert_from", teacher, "--match_steps 8 --decay constant")
+    whole = tmp_path / "whole"
+    train.lm.main(last_wins([*line, "--workdir", str(whole)]))
+    if training is None:  # what a stop in the matching leaves
+        shutil.copytree(whole, tmp_path / "a")
+        for name in ("checkpoints", "config.json", "metrics.jsonl"):
+            place = tmp_path / "a" / name
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+        shutil.rmtree(tmp_path / "a" / "matching" / "checkpoints" / "8")
+        assert (tmp_path / "a" / "matching" / "checkpoints" / str(matching)).is_dir()
+    else:
+        train.lm.main(last_wins([*line, "--steps", str(training)]))
+    train.lm.main(line)
+    for place in ("", "matching"):
+        lost = [[x["loss"] for x in metrics_lines(tmp_path / name / place)] for name in ("a", "whole")]
+        assert lost[0] == lost[1]
+        assert len(lost[0]) == 8
+    ours, theirs = params_of(tmp_path / "a"), params_of(whole)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_folder_of_transformers(folder, text, tmp_path):
+    """Half of its layers stay, with their parameters, and the tokenizer is its own."""
+    line = words(
+        text,
+        tmp_path / "run",
+        "--mechanism gated_deltanet --late_mechanism full --schedule alternate --convert_from",
+        folder,
+        "--match_steps 8 --steps 1 --learning_rate 1e-30 --weight_decay 0 --warmup_steps 0",
+    )
+    train.lm.main(line)
+    config, trained = huggingface.load(folder)
+    opened = open_run([LM], str(tmp_path / "run"), "last")
+    assert opened.config.model.norm == config.norm == "rms"
+    assert opened.config.model.vocab_size == 304
+    assert opened.config.model.late_mechanism == config.mechanism
+    ours, theirs = opened.params["stack"], trained["stack"]["layers_0"]["block_0"]
+    stayed = jax.tree.map(lambda x: x[1], theirs)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], ours["layers_0"]["block_1"]), stayed
+    )
+    first = ours["layers_0"]["block_0"]
+    np.testing.assert_array_equal(
+        first["feed_forward"]["up"]["kernel"][0], theirs["feed_forward"]["up"]["kernel"][0]
+    )
+    lines = metrics_lines(tmp_path / "run" / "matching")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_recall_is_converted_too(tmp_path):
+    short = "--steps 4 --eval_every 4 --num_layers 2 --d_model 32 --num_heads 4 --d_ff 48 --batch 4 --warmup_steps 1"
+    train.recall.main(last_wins(f"full {short} --workdir {tmp_path}/full"))
+    short = "--steps 4 --eval_every 4 --batch 4 --warmup_steps 1"
+    train.recall.main(
+        last_wins(f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local")
+    )
+    assert len(metrics_lines(tmp_path / "local" / "matching")) == 4
+    assert "val_accuracy" in metrics_lines(tmp_path / "local")[-1]
+
+
+def test_layers_that_stay_have_no_gradient(teacher, text, tmp_path):
+    line = words(
+        text,
+        tmp_path / "run",
+        f"{BRL} --late_mechanism full --schedule split --early_layers 1 --convert_from",
+        teacher,
+        "--match_steps 1 --steps 1",
+    )
+    train.lm.main(line)
+    config = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last").config
+    objective = matching_objective(config)
+    batch = {"tokens": jnp.arange(64).reshape(2, 32)}
+    params = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last").params
+    grads = jax.jit(jax.grad(lambda p: objective.loss(p, None, batch, None)[0]))(params)
+    student = grads["student"]["stack"]
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(student["layers_0"]))
+    for still in (student["layers_1"], grads["teacher"]):
+        assert not any(np.asarray(x).any() for x in jax.tree.leaves(still))
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--convert_from {new}", "--convert_from: no run there: {new}/config.json is missing"),
+        ("--convert_from {recall}", "--convert_from: {recall} is of the task 'recall'; expected lm"),
+        ("--convert_from {moe}", "--convert_from: config.json: model_type must be one of"),
+        (
+            "--convert_from {run} --d_model 64",
+            "--d_model has no effect with convert_from, whose network has it",
+        ),
+        ("--convert_from {run} --tokenizer bytes", "--tokenizer has no effect with convert_from"),
+        ("--convert_from {run} --from_hf {run}", "--from_hf has no effect with convert_from"),
+        ("--match_steps 4", "--match_steps has no effect without convert_from"),
+        (
+            "--convert_from {run} --mechanism full --match_steps 4",
+            "--match_steps: expected 0, as every layer keeps the mechanism",
+        ),
+        ("--convert_from {run} --mechanism gau", "GAUConfig cannot replace FullConfig"),
+        ("--convert_from {run} --mechanism linformer", "has no causal form"),
+        (
+            "--convert_from {run} --mechanism.memory output --match_steps 4",
+            "--convert_from {run}: mechanism BRLConfig reads the network's outputs",
+        ),
+    ],
+)
+def test_bad_input_is_a_line_and_status_2(teacher, text, tmp_path, monkeypatch, capsys, more, expected):
+    places = {"run": teacher} | {name: tmp_path / name for name in ("new", "recall", "moe")}
+    for name, values in (("recall", {"task": "recall"}), ("moe", {"model_type": "mixtral"})):
+        places[name].mkdir()
+        (places[name] / "config.json").write_text(json.dumps(values))
+    line = words(text, tmp_path / "run", *more.format(**places).split())
+    monkeypatch.setattr(sys, "argv", ["name", *line])
+    assert command(train.lm.main, "name") == 2
+    out, err = capsys.readouterr()
+    assert expected.format(**places) in err.splitlines()[-1], err
+    assert out == ""
+    assert not (tmp_path / "run" / "config.json").exists()
