@@ -345,8 +345,12 @@ def converted_losses(options=""):
 
 PARTS = {
     "converted": lambda: [
-        converted_losses(f"--mesh.data {mesh.data} --mesh.fsdp {mesh.fsdp} --mesh.tensor {mesh.tensor}")
-        for mesh in (MESHES["rows"], MESHES["mixed"])
+        converted_losses(mesh)
+        for mesh in (
+            "--mesh.data 2 --mesh.fsdp 4",
+            "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2",
+            "--mesh.sequence 8",
+        )
     ],
     "weights": lambda: [weights_read(make_mesh(config)) for config in MESHES.values()],
     "decoders": lambda: kernels_on_a_mesh(True),

@@ -12,14 +12,16 @@ from flax import traverse_util
 
 import eval.tasks.lm
 import train.lm
-import train.mlm
 import train.recall
+import train.tokenize
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_tokenizer
 from train.cli.command import command
+from train.data import load_tokenizer
+from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
 
@@ -120,8 +122,6 @@ def test_the_same_mechanism_goes_on_as_the_teacher(teacher, text, tmp_path):
     data = LM.load(opened.config, ("train", "valid"))
     objective = LM.objective(opened.model, opened.config)
     config = open_run([LM], str(tmp_path / "run"), "last").config
-    from train.engine.mesh import open_mesh
-
     batch = next(iter(LM.training_stream(config, data, open_mesh(config.mesh, config.loop, config.model))))
     sums, _ = objective.sums(opened.params, None, batch.arrays, None)
     first = metrics_lines(tmp_path / "run")[0]["loss"]
@@ -179,6 +179,23 @@ def test_a_folder_of_transformers(folder, text, tmp_path):
     )
     lines = metrics_lines(tmp_path / "run" / "matching")
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_run_reads_other_text_by_its_teachers_tokenizer(teacher, tmp_path, monkeypatch, capsys):
+    """A text of tokens that another tokenizer made is refused."""
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text("other words altogether, not about skies\n" * 60)
+    other = f"text:{tmp_path}/*.txt"
+    train.lm.main(words(other, tmp_path / "run", BRL, "--convert_from", teacher, "--steps 1"))
+    tokenizers = [load_tokenizer(place) for place in (teacher, tmp_path / "run")]
+    assert tokenizers[0].digest == tokenizers[1].digest
+    train.tokenize.main(["--data", other, "--tokenizer", "bpe:300", "--out", f"{tmp_path}/tokens"])
+    line = words(
+        f"tokens:{tmp_path}/tokens", tmp_path / "refused", BRL, "--convert_from", teacher, "--steps 1"
+    )
+    monkeypatch.setattr(sys, "argv", ["name", *line])
+    assert command(train.lm.main, "name") == 2
+    assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
 
 
 def test_recall_is_converted_too(tmp_path):

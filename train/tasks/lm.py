@@ -286,10 +286,9 @@ class LmTask(Task[LmConfig, LmData]):
 
 def _tokenizer_of_run(config: LmConfig) -> Tokenizer | None:
     """The tokenizer of the run that a run is converted from; None for another start, or if it is gone."""
-    folder = config.convert_from
-    if not folder or config.data.tokenizer == "bytes" or not (epath.Path(folder) / "data.json").exists():
-        return None
-    return load_tokenizer(folder)
+    folder = epath.Path(config.convert_from)
+    is_run = bool(config.convert_from) and (folder / "checkpoints").exists()
+    return load_tokenizer(folder) if is_run else None
 
 
 def _encodes(tokenizer: Tokenizer, text: str) -> bool:
