@@ -335,7 +335,7 @@ def converted_losses(options=""):
         train_lm(f"{common} --tokenizer bytes --steps 2 {sizes} --workdir {folder}/full".split())
         student = (
             f"--convert_from {folder}/full --match_steps 3 --steps 2 --mechanism brl --mechanism.window 4 "
-            "--mechanism.num_compressed 8 --mechanism.history_size 8 --mechanism.compressed_dim none"
+            "--mechanism.num_compressed 8 --mechanism.history_size 8"
         )
         train_lm(f"{common} {student} --workdir {folder}/run".split())
         return [
