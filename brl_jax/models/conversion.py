@@ -107,7 +107,7 @@ def converted(
     def taken(path: tuple[str, ...], leaf: Array) -> Array:
         if path[0] != _TOP or path[1] == "final_norm":
             return theirs.get(path, leaf)
-        places = source.get(path[1:3])  # type: ignore[call-overload]
+        places = source.get((path[1], path[2]))
         if places is None:  # a carrier's
             return leaf
         inside = path[3:]
@@ -135,7 +135,7 @@ def matching_errors(
     positions: Int[Array, "#B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     deterministic: bool = True,
-    rngs: Mapping[str, Array] | None = None,
+    rngs: dict[str, Array] | None = None,
 ) -> Float[Array, " L"]:
     """Returns for each layer how far its mechanism is from the trained network's, both on the hidden states of the
     trained network: the squared differences of the outputs, divided by the variance of the trained one's.
@@ -154,7 +154,7 @@ def matching_errors(
       ValueError: the layers cannot be compared (`check_matches`).
     """
     check_matches(config, teacher_config)
-    calls = {"positions": positions, "segment_ids": segment_ids}
+    calls: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids}
     seen = jax.lax.stop_gradient(_mixed(teacher_config, teacher, tokens, calls))
     weights = jnp.ones(tokens.shape, jnp.float32) if weights is None else weights
     d = config.dimensions
@@ -179,8 +179,8 @@ def matching_errors(
         def step(carries, xs, period=period):
             own, pairs = xs
             found = []
-            for j, (mechanism, (read, target)) in enumerate(zip(period, pairs)):
-                carries, error = layer(mechanism, own[f"block_{j}"]["mixer"], carries, read, target)
+            for j, (mechanism, pair) in enumerate(zip(period, pairs)):
+                carries, error = layer(mechanism, own[f"block_{j}"]["mixer"], carries, *pair)
                 found.append(error)
             return carries, jnp.stack(found)
 

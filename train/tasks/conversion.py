@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import flax.linen as nn
 import jax
@@ -38,7 +38,7 @@ from train.engine.checkpoint import Checkpoints
 from train.engine.config import RunConfig
 from train.engine.config_file import from_json, read_values
 from train.engine.errors import UserError, one_line
-from train.engine.fields import Free
+from train.engine.fields import Flat, Free
 from train.engine.metrics import log
 from train.engine.step import Objective, means, random_streams
 from train.engine.storage import check_client
@@ -57,6 +57,7 @@ class ConvertibleConfig(RunConfig):
     task: ClassVar[str]
     """The task of runs with this configuration."""
 
+    model: Annotated[DecoderConfig, Flat]
     convert_from: Free[str] = ""
     """Folder of a trained decoder whose attention is replaced: a run of this command, or a folder in the layout of
     transformers (docs/converting.md). A new run has its network, with the mechanisms that the options name, its
@@ -109,6 +110,8 @@ def _as_trained(mechanism: Mechanism | None, trained: Sequence[Mechanism]) -> Me
     """A mechanism with the options that decide what a trained network's parameters mean: for softmax attention the
     fields of `SoftmaxConfig`, and for another mechanism that the network has too all fields, if none is set."""
     alike = next((each for each in trained if type(each) is type(mechanism)), None)
+    if mechanism is None:
+        return None
     if not isinstance(mechanism, SoftmaxConfig):
         return alike if alike is not None and mechanism == type(mechanism)() else mechanism
     alike = alike or next((each for each in trained if isinstance(each, SoftmaxConfig)), mechanism)
