@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu.core import arithmetic
 from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
+from pallas_kernels.tpu.recurrent.by_feature import Decayed, decayed
 
 #: Tokens in a chunk: the lanes of a register.
 CHUNK = 128
@@ -35,7 +36,8 @@ class Chunk(NamedTuple):
     Attributes:
       query: one array for each query head that shares the key.
       start, end: factors on the state that a token's query reads, and on its key's contribution; None for 1.
-      log_decay: log of the factor by which the state shrinks before each token; None without decay.
+      log_decay: log of the factor by which the state shrinks before each token, or before each token by feature; None
+        without decay. `start` and `end` do not contain decays by feature, nor does `total`.
       beta: the strengths of the delta rule; None for sums.
       total: the state's factor over the chunk, repeated for each of its columns; None for 1.
       segment: each token's segment, negative for padding; None if all tokens see each other.
@@ -46,7 +48,7 @@ class Chunk(NamedTuple):
     value: Float[Array, "C V"]
     start: Float[Array, "C 1"] | None
     end: Float[Array, "C 1"] | None
-    log_decay: Float[Array, "1 C"] | None
+    log_decay: Float[Array, "1 C"] | Float[Array, "C F"] | None
     beta: Float[Array, "C 1"] | None
     total: Float[Array, "1 V"] | None
     segment: Int[Array, "1 C"] | None
@@ -170,22 +172,20 @@ def walk(
     row, column = _pairs()
     ones = jnp.ones((ROWS, CHUNK), jnp.float32)
     seen = [_seen(chunk) for chunk in chunks]
-    decays = [None if c.log_decay is None else jnp.exp(_between(c.log_decay)) for c in chunks]
+    delta = chunks[0].beta is not None
+    group = len(chunks[0].query)
+    products = _products(chunks, delta, dtype)
 
-    def weigh(rows: list[Array], seen: list[Array]) -> list[Array]:
-        scores = [times(x, chunk.key, NT) for chunk, x in zip(chunks, rows)]
-        scores = [_scaled(x, decay) for x, decay in zip(scores, decays)]
-        return [jnp.where(pairs, x, 0.0) for pairs, x in zip(seen, scores)]
+    def weigh(place: int, seen: list[Array]) -> list[Array]:
+        return [jnp.where(pairs, x.products[place], 0.0) for pairs, x in zip(seen, products)]
 
-    group = range(len(chunks[0].query))
-    weights = [weigh([chunk.query[g] for chunk in chunks], seen) for g in group]
-    keys = [_scaled(chunk.key, chunk.end) for chunk in chunks]
+    weights = [weigh(g, seen) for g in range(group)]
+    keys = [_scaled(x.key, chunk.end) for chunk, x in zip(chunks, products)]
     values = [chunk.value for chunk in chunks]
-    if chunks[0].beta is not None:
-        earlier = [pairs & (column < row) for pairs in seen]
-        overlaps = weigh([chunk.key for chunk in chunks], earlier)
+    if delta:
+        overlaps = weigh(group, [pairs & (column < row) for pairs in seen])
         found = inverses([_scaled(x, chunk.beta) for chunk, x in zip(chunks, overlaps)], dtype)
-        reads = [_scaled(_scaled(chunk.key, chunk.start), chunk.beta) for chunk in chunks]
+        reads = [_scaled(_scaled(x.reads[group], c.start), c.beta) for c, x in zip(chunks, products)]
         values = [times(x, _scaled(c.value, c.beta), NN) for c, x in zip(chunks, found)]
         reads = [times(x, key, NN) for key, x in zip(reads, found)]
         added = None
@@ -205,11 +205,12 @@ def walk(
             if sums is not None and state.key is not None:
                 factor = None if total is None else total[:, :1]
                 summed = _scaled(state.key, factor) + sums[at]
-            last[head] = State(_scaled(state.key_value, total) + new, summed)
+            kept = _scaled(_scaled(state.key_value, total), products[at].total)
+            last[head] = State(kept + new, summed)
     read = [state for _, state in sorted(before, key=lambda item: item[0])]
     outputs = [Outputs([], None if sums is None else []) for _ in chunks]
-    for g in group:
-        rows = [_scaled(chunk.query[g], chunk.start) for chunk in chunks]
+    for g in range(group):
+        rows = [_scaled(x.reads[g], chunk.start) for chunk, x in zip(chunks, products)]
         outside = [times(x, state.key_value, NN) for x, state in zip(rows, read)]
         inside = [times(x, value, NN) for value, x in zip(values, weights[g])]
         for at, output in enumerate(outputs):
@@ -218,6 +219,20 @@ def walk(
                 counted = times(read[at].key, rows[at], NT) + times(ones, weights[g][at], NT)
                 output.weight.append(counted)
     return [outputs[head * count : (head + 1) * count] for head in range(len(heads))], last
+
+
+def _products(chunks: list[Chunk], delta: bool, dtype: Any) -> list[Decayed]:
+    """Returns the products of each chunk's queries, and for the delta rule of its key, with the key."""
+    log = chunks[0].log_decay
+    if log is not None and log.shape[0] == CHUNK:
+        return [decayed(c.query, c.key, c.log_decay, delta, dtype) for c in chunks]
+    rows = [[*chunk.query, chunk.key] if delta else list(chunk.query) for chunk in chunks]
+    decays = [None if c.log_decay is None else jnp.exp(_between(c.log_decay)) for c in chunks]
+    found = []
+    for place in range(len(rows[0])):
+        scores = [product(x[place], chunk.key, NT, dtype) for chunk, x in zip(chunks, rows)]
+        found.append([_scaled(x, decay) for x, decay in zip(scores, decays)])
+    return [Decayed(list(x), given, c.key, None) for x, given, c in zip(zip(*found), rows, chunks)]
 
 
 def _scaled(x: Array, factor: Array | None) -> Array:

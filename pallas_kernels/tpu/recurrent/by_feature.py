@@ -1,0 +1,181 @@
+"""Decay by feature within a chunk (GLA, arXiv:2312.06635; KDA, arXiv:2510.26692): products, factors, and their
+gradients.
+
+The chunk is halved level by level, down to single tokens. At each level the pairs of tokens meet that lie in the two
+halves of a block. The later token decays from the middle of the block, and the earlier one until the middle, so one
+product has the scores of all these pairs. Every exponent is the sum of the logarithms between two tokens, hence at most
+0. Each sum is added up from its own tokens, because differences of running sums would lose a weak decay behind a strong
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.tpu.core import arithmetic
+from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
+
+_ROWS = 8
+
+
+class Decayed(NamedTuple):
+    """What `decayed` returns.
+
+    Attributes:
+      products: each row times the key, each feature weighted by its decay between the two tokens; for pairs with the
+        key's token before the row's, and where the row is a query, for the same token. The rest is 0.
+      reads: the rows, decayed from the chunk's beginning.
+      key: the key, decayed until the chunk's end.
+      total: the decay over the chunk.
+    """
+
+    products: list[Float[Array, "C C"]]
+    reads: list[Float[Array, "C F"]]
+    key: Float[Array, "C F"]
+    total: Float[Array, "F 1"] | None
+
+
+class _Factors(NamedTuple):
+    """Decays in a chunk: at each level until or from the middle of the block, and from the beginning or to the end."""
+
+    levels: list[Float[Array, "C F"]]
+    start: Float[Array, "C F"]
+    end: Float[Array, "C F"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def decayed(
+    queries: tuple[Float[Array, "C F"], ...],
+    key: Float[Array, "C F"],
+    log: Float[Array, "C F"],
+    reads_key: bool,
+    dtype: Any,
+) -> Decayed:
+    """Returns the products and factors of a chunk, for the queries and with `reads_key` the key as the last row.
+
+    Args:
+      log: the logarithms of each token's decay, at most 0 and finite.
+      dtype: in which matrices are multiplied.
+    """
+    return _decayed_fwd(queries, key, log, reads_key, dtype)[0]
+
+
+def _decayed_fwd(queries, key, log, reads_key, dtype):
+    factors = _factors(log)
+    rows = (*queries, key) if reads_key else queries
+    row, column = _pairs(key.shape[0])
+    products = [jnp.where(row == column, _times(x, key, NT, dtype), 0.0) for x in queries]
+    products += [jnp.zeros_like(row, jnp.float32)] * (len(rows) - len(queries))
+    for level, factor in enumerate(factors.levels):
+        there, met = key * factor, _meet(level, row, column)
+        for i, x in enumerate(rows):
+            products[i] = jnp.where(met, _times(x * factor, there, NT, dtype), products[i])
+    total = _column(factors.start[-1:])
+    made = Decayed(products, [x * factors.start for x in rows], key * factors.end, total)
+    return made, (queries, key, factors, total)
+
+
+def _decayed_bwd(reads_key, dtype, residuals, grads):
+    queries, key, factors, total = residuals
+    rows = (*queries, key) if reads_key else queries
+    row, column = _pairs(key.shape[0])
+    of_rows = [jnp.zeros_like(key)] * len(rows)
+    of_key = jnp.zeros_like(key)
+    for level, factor in enumerate(factors.levels):
+        there, met = key * factor, _meet(level, row, column)
+        back = jnp.zeros_like(key)
+        for i, x in enumerate(rows):
+            grad = jnp.where(met, grads.products[i], 0.0)
+            of_rows[i] += factor * _times(grad, there, NN, dtype)
+            back += _times(grad, x * factor, TN, dtype)
+        of_key += factor * back
+    # A token's decay is between all rows from it on and all earlier keys. Pairs of two later tokens cancel in the sum
+    # of what flows from rows to keys over the tokens from it on.
+    of_rows = [x + factors.start * grad for x, grad in zip(of_rows, grads.reads)]
+    flow = sum(x * grad for x, grad in zip(rows, of_rows)) - key * of_key
+    written = factors.end * grads.key
+    ends = key * written
+    of_log = _times(jnp.where(row <= column, 1.0, 0.0), flow - ends, NN, jnp.float32)
+    of_log += jnp.sum(ends, axis=0, keepdims=True) + _row(total * grads.total)
+    of_key += written
+    of_queries = []
+    for x, found, grad in zip(queries, of_rows, grads.products):
+        own = jnp.where(row == column, grad, 0.0)
+        of_queries.append(found + _times(own, key, NN, dtype))
+        of_key += _times(own, x, TN, dtype)
+    if reads_key:
+        of_key += of_rows[-1]
+    return tuple(of_queries), of_key, of_log
+
+
+decayed.defvjp(_decayed_fwd, _decayed_bwd)
+
+
+def _times(a: Array, b: Array, dims: Any, dtype: Any) -> Array:
+    return arithmetic.dot(a.astype(dtype), b.astype(dtype), dims)
+
+
+def _pairs(size: int) -> tuple[Array, Array]:
+    """Returns each pair's row number and key number."""
+    return tuple(jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+
+
+def _meet(level: int, row: Array, column: Array) -> Bool[Array, "C C"]:
+    """Whether the key is in the first half of a block of 2^(level + 1) tokens and the row in its second."""
+    return (((row >> level) ^ (column >> level)) == 1) & (row > column)
+
+
+def _factors(log: Float[Array, "C F"]) -> _Factors:
+    """Returns all decays. A register has 8 tokens, in which sums need rotations; larger blocks are whole registers."""
+    size, features = log.shape
+    x = log.reshape(size // _ROWS, _ROWS, features)
+    token = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+    # Sums from the beginning of the block through the token, and from after the token to the end of the block.
+    start, end = x, jnp.zeros_like(x)
+    levels = []
+    for level in range(_ROWS.bit_length() - 1):
+        half = 1 << level
+        second = ((token >> level) & 1) == 1
+        levels.append(jnp.where(second, start, end).reshape(size, features))
+        # The sum of the other half of the block, for each token.
+        other = _other_half(start, token, half)
+        start, end = start + jnp.where(second, other, 0.0), end + jnp.where(second, 0.0, other)
+    starts, ends = list(start), list(end)
+    half = 1  # in registers
+    while half < len(starts):
+        second = [(i // half) % 2 == 1 for i in range(len(starts))]
+        levels.append(jnp.concatenate([a if later else b for a, b, later in zip(starts, ends, second)]))
+        joined_starts, joined_ends = [], []
+        for i, later in enumerate(second):
+            block = i // half
+            other = starts[(block if later else block + 2) * half - 1][-1:]
+            joined_starts.append(starts[i] + other if later else starts[i])
+            joined_ends.append(ends[i] if later else ends[i] + other)
+        starts, ends = joined_starts, joined_ends
+        half *= 2
+    return _Factors([jnp.exp(a) for a in levels], jnp.exp(jnp.concatenate(starts)), jnp.exp(jnp.concatenate(ends)))
+
+
+def _other_half(start: Float[Array, "n 8 F"], token: Array, half: int) -> Float[Array, "n 8 F"]:
+    """Returns for each token the sum over the other half of its block of 2 * half tokens."""
+    blocks = _ROWS // (2 * half)
+    found = None
+    for block in range(blocks):
+        first, second = (start[:, i : i + 1] for i in (2 * half * block + half - 1, 2 * half * (block + 1) - 1))
+        own = jnp.where((token & half) == half, first, second)
+        found = own if found is None else jnp.where(token >= 2 * half * block, own, found)
+    return found
+
+
+def _column(row: Float[Array, "1 F"]) -> Float[Array, "F 1"]:
+    return jnp.broadcast_to(row, (_ROWS, row.shape[1])).T[:, :1]
+
+
+def _row(column: Float[Array, "F 1"]) -> Float[Array, "1 F"]:
+    return jnp.broadcast_to(column, (column.shape[0], _ROWS)).T[:1]
