@@ -88,7 +88,7 @@ class ScheduleOptions(Checked):
     """Compile windows and, with --full, full attention with these biases too: alibi, t5."""
     chosen: bool = False
     """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
-    recurrences: tuple[str, ...] = ("linear", "gated delta")
+    recurrences: tuple[str, ...] = ("linear", "gated delta", "gla", "kda")
     """Recurrences to compile."""
     length: Length = 16384
     """Sequence length in tokens."""

@@ -72,9 +72,11 @@ def _decayed_fwd(queries, key, log, reads_key, dtype):
     products = [jnp.where(row == column, _times(x, key, NT, dtype), 0.0) for x in queries]
     products += [jnp.zeros_like(row, jnp.float32)] * (len(rows) - len(queries))
     for level, factor in enumerate(factors.levels):
-        there, met = key * factor, _meet(level, row, column)
+        there, met = _earlier(key * factor, level), _meet(level, column)
         for i, x in enumerate(rows):
-            products[i] = jnp.where(met, _times(x * factor, there, NT, dtype), products[i])
+            near, before = _later(x, level) * _later(factor, level), _later(products[i], level)
+            found = jnp.where(met, _times(near, there, NT, dtype), before)
+            products[i] = _with_later(products[i], found, level)
     total = _column(factors.start[-1:])
     made = Decayed(products, [x * factors.start for x in rows], key * factors.end, total)
     return made, (queries, key, factors, total)
@@ -87,13 +89,14 @@ def _decayed_bwd(reads_key, dtype, residuals, grads):
     of_rows = [jnp.zeros_like(key)] * len(rows)
     of_key = jnp.zeros_like(key)
     for level, factor in enumerate(factors.levels):
-        there, met = key * factor, _meet(level, row, column)
+        there, met, later = _earlier(key * factor, level), _meet(level, column), _later(factor, level)
         back = jnp.zeros_like(key)
         for i, x in enumerate(rows):
-            grad = jnp.where(met, grads.products[i], 0.0)
-            of_rows[i] += factor * _times(grad, there, NN, dtype)
-            back += _times(grad, x * factor, TN, dtype)
-        of_key += factor * back
+            grad = jnp.where(met, _later(grads.products[i], level), 0.0)
+            found = _later(of_rows[i], level) + later * _times(grad, there, NN, dtype)
+            of_rows[i] = _with_later(of_rows[i], found, level)
+            back += _times(grad, _later(x, level) * later, TN, dtype)
+        of_key += _earlier(factor * back, level)
     # A token's decay is between all rows from it on and all earlier keys. Pairs of two later tokens cancel in the sum
     # of what flows from rows to keys over the tokens from it on.
     of_rows = [x + factors.start * grad for x, grad in zip(of_rows, grads.reads)]
@@ -125,9 +128,36 @@ def _pairs(size: int) -> tuple[Array, Array]:
     return tuple(jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
 
 
-def _meet(level: int, row: Array, column: Array) -> Bool[Array, "C C"]:
-    """Whether the key is in the first half of a block of 2^(level + 1) tokens and the row in its second."""
-    return (((row >> level) ^ (column >> level)) == 1) & (row > column)
+# The later tokens of a level are in the second halves of its blocks. Where halves are whole registers, only they are
+# computed.
+
+
+def _later(x: Float[Array, "C X"], level: int) -> Float[Array, "later X"]:
+    """Returns the rows that may be of later tokens."""
+    half = 1 << level
+    return x if half < _ROWS else jnp.concatenate([x[i : i + half] for i in range(half, len(x), 2 * half)])
+
+
+def _with_later(x: Float[Array, "C X"], later: Float[Array, "later X"], level: int) -> Float[Array, "C X"]:
+    """Returns x with other rows in place of `_later(x, level)`."""
+    half = 1 << level
+    if half < _ROWS:
+        return later
+    parts = [(x[2 * i : 2 * i + half], later[i : i + half]) for i in range(0, len(later), half)]
+    return jnp.concatenate([part for pair in parts for part in pair])
+
+
+def _earlier(x: Float[Array, "C X"], level: int) -> Float[Array, "C X"]:
+    """Returns x, with zeros for the later tokens where they are whole registers."""
+    return _with_later(x, jnp.zeros_like(_later(x, level)), level) if 1 << level >= _ROWS else x
+
+
+def _meet(level: int, column: Array) -> Bool[Array, "later C"]:
+    """Whether each row of `_later` and the key's token are in the two halves of a block."""
+    row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 0)
+    if 1 << level < _ROWS:
+        return (((row >> level) ^ (column >> level)) == 1) & (row > column)
+    return _later((row >> level) - 1, level) == (_later(column, level) >> level)
 
 
 def _factors(log: Float[Array, "C F"]) -> _Factors:
