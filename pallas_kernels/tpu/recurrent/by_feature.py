@@ -139,7 +139,7 @@ def _later(x: Float[Array, "C X"], level: int) -> Float[Array, "later X"]:
 
 
 def _with_later(x: Float[Array, "C X"], later: Float[Array, "later X"], level: int) -> Float[Array, "C X"]:
-    """Returns x with other rows in place of `_later(x, level)`."""
+    """Returns x with `later` as its rows `_later(x, level)`."""
     half = 1 << level
     if half < _ROWS:
         return later
@@ -189,17 +189,16 @@ def _factors(log: Float[Array, "C F"]) -> _Factors:
             joined_ends.append(ends[i] if later else ends[i] + other)
         starts, ends = joined_starts, joined_ends
         half *= 2
-    return _Factors([jnp.exp(a) for a in levels], jnp.exp(jnp.concatenate(starts)), jnp.exp(jnp.concatenate(ends)))
+    start, end = jnp.exp(jnp.concatenate(starts)), jnp.exp(jnp.concatenate(ends))
+    return _Factors([jnp.exp(x) for x in levels], start, end)
 
 
 def _other_half(start: Float[Array, "n 8 F"], token: Array, half: int) -> Float[Array, "n 8 F"]:
     """Returns for each token the sum over the other half of its block of 2 * half tokens."""
-    blocks = _ROWS // (2 * half)
-    found = None
-    for block in range(blocks):
-        first, second = (start[:, i : i + 1] for i in (2 * half * block + half - 1, 2 * half * (block + 1) - 1))
-        own = jnp.where((token & half) == half, first, second)
-        found = own if found is None else jnp.where(token >= 2 * half * block, own, found)
+    found = jnp.zeros_like(start)
+    for first in range(0, _ROWS, 2 * half):
+        middle, last = (start[:, i - 1 : i] for i in (first + half, first + 2 * half))
+        found = jnp.where(token >= first, jnp.where((token & half) == half, middle, last), found)
     return found
 
 

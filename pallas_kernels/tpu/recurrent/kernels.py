@@ -15,8 +15,8 @@ from pallas_kernels.tpu.recurrent.chunk import CHUNK, ROWS, Chunk, State, walk
 from pallas_kernels.tpu.recurrent.plan import RecurrentCall
 from pallas_kernels.varying import result_like
 
-#: Arrays by name: query, key and value and decays are (batch, tokens, heads * size); numbers (batch, key heads, rows, tokens);
-#: totals (batch, key heads, blocks, chunks, value_dim); segment (batch, 1, 1, tokens). The state is key_value
+#: Arrays by name: query, key, value and decays are (batch, tokens, heads * size); numbers (batch, key heads, rows,
+#: tokens); totals (batch, key heads, blocks, chunks, value_dim); segment (batch, 1, 1, tokens). The state is key_value
 #: (batch, key heads, features, value_dim) and, if weights are summed, key (batch, key heads, rows, features).
 Arrays = dict[str, Array]
 
