@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu.core import arithmetic
 from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
 
-_ROWS = 8
+#: Rows of an array with identical rows: the sublanes of a register.
+ROWS = 8
 
 
 class Decayed(NamedTuple):
@@ -68,7 +69,7 @@ def decayed(
 def _decayed_fwd(queries, key, log, reads_key, dtype):
     factors = _factors(log)
     rows = (*queries, key) if reads_key else queries
-    row, column = _pairs(key.shape[0])
+    row, column = pairs(key.shape[0])
     products = [jnp.where(row == column, _times(x, key, NT, dtype), 0.0) for x in queries]
     products += [jnp.zeros_like(row, jnp.float32)] * (len(rows) - len(queries))
     for level, factor in enumerate(factors.levels):
@@ -85,7 +86,7 @@ def _decayed_fwd(queries, key, log, reads_key, dtype):
 def _decayed_bwd(reads_key, dtype, residuals, grads):
     queries, key, factors, total = residuals
     rows = (*queries, key) if reads_key else queries
-    row, column = _pairs(key.shape[0])
+    row, column = pairs(key.shape[0])
     of_rows = [jnp.zeros_like(key)] * len(rows)
     of_key = jnp.zeros_like(key)
     for level, factor in enumerate(factors.levels):
@@ -123,9 +124,10 @@ def _times(a: Array, b: Array, dims: Any, dtype: Any) -> Array:
     return arithmetic.dot(a.astype(dtype), b.astype(dtype), dims)
 
 
-def _pairs(size: int) -> tuple[Array, Array]:
-    """Returns each pair's row number and key number."""
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+def pairs(size: int) -> tuple[Int[Array, "C C"], Int[Array, "C C"]]:
+    """Returns each pair's query number, which is the row, and key number."""
+    shape = (size, size)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 # The later tokens of a level are in the second halves of its blocks. Where halves are whole registers, only they are
@@ -135,27 +137,27 @@ def _pairs(size: int) -> tuple[Array, Array]:
 def _later(x: Float[Array, "C X"], level: int) -> Float[Array, "later X"]:
     """Returns the rows that may be of later tokens."""
     half = 1 << level
-    return x if half < _ROWS else jnp.concatenate([x[i : i + half] for i in range(half, len(x), 2 * half)])
+    return x if half < ROWS else jnp.concatenate([x[i : i + half] for i in range(half, len(x), 2 * half)])
 
 
 def _with_later(x: Float[Array, "C X"], later: Float[Array, "later X"], level: int) -> Float[Array, "C X"]:
     """Returns x with `later` as its rows `_later(x, level)`."""
     half = 1 << level
-    if half < _ROWS:
+    if half < ROWS:
         return later
-    parts = [(x[2 * i : 2 * i + half], later[i : i + half]) for i in range(0, len(later), half)]
-    return jnp.concatenate([part for pair in parts for part in pair])
+    blocks = [(x[2 * i : 2 * i + half], later[i : i + half]) for i in range(0, len(later), half)]
+    return jnp.concatenate([rows for block in blocks for rows in block])
 
 
 def _earlier(x: Float[Array, "C X"], level: int) -> Float[Array, "C X"]:
     """Returns x, with zeros for the later tokens where they are whole registers."""
-    return _with_later(x, jnp.zeros_like(_later(x, level)), level) if 1 << level >= _ROWS else x
+    return _with_later(x, jnp.zeros_like(_later(x, level)), level) if 1 << level >= ROWS else x
 
 
 def _meet(level: int, column: Array) -> Bool[Array, "later C"]:
     """Whether each row of `_later` and the key's token are in the two halves of a block."""
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 0)
-    if 1 << level < _ROWS:
+    if 1 << level < ROWS:
         return (((row >> level) ^ (column >> level)) == 1) & (row > column)
     return _later((row >> level) - 1, level) == (_later(column, level) >> level)
 
@@ -163,13 +165,13 @@ def _meet(level: int, column: Array) -> Bool[Array, "later C"]:
 def _factors(log: Float[Array, "C F"]) -> _Factors:
     """Returns all decays. A register has 8 tokens, in which sums need rotations; larger blocks are whole registers."""
     size, features = log.shape
-    x = log.reshape(size // _ROWS, _ROWS, features)
+    x = log.reshape(size // ROWS, ROWS, features)
     token = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
     # Sums from the beginning of the block through the token, and from after the token to the end of the block.
     start, end = x, jnp.zeros_like(x)
     levels = []
-    for level in range(_ROWS.bit_length() - 1):
+    for level in range(ROWS.bit_length() - 1):
         half = 1 << level
         second = ((token >> level) & 1) == 1
         levels.append(jnp.where(second, start, end).reshape(size, features))
@@ -196,15 +198,15 @@ def _factors(log: Float[Array, "C F"]) -> _Factors:
 def _other_half(start: Float[Array, "n 8 F"], token: Array, half: int) -> Float[Array, "n 8 F"]:
     """Returns for each token the sum over the other half of its block of 2 * half tokens."""
     found = jnp.zeros_like(start)
-    for first in range(0, _ROWS, 2 * half):
+    for first in range(0, ROWS, 2 * half):
         middle, last = (start[:, i - 1 : i] for i in (first + half, first + 2 * half))
         found = jnp.where(token >= first, jnp.where((token & half) == half, middle, last), found)
     return found
 
 
 def _column(row: Float[Array, "1 F"]) -> Float[Array, "F 1"]:
-    return jnp.broadcast_to(row, (_ROWS, row.shape[1])).T[:, :1]
+    return jnp.broadcast_to(row, (ROWS, row.shape[1])).T[:, :1]
 
 
 def _row(column: Float[Array, "F 1"]) -> Float[Array, "1 F"]:
-    return jnp.broadcast_to(column, (column.shape[0], _ROWS)).T[:1]
+    return jnp.broadcast_to(column, (column.shape[0], ROWS)).T[:1]

@@ -15,12 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu.core import arithmetic
 from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
-from pallas_kernels.tpu.recurrent.by_feature import Decayed, decayed
+from pallas_kernels.tpu.recurrent.by_feature import ROWS, Decayed, decayed, pairs
 
 #: Tokens in a chunk: the lanes of a register.
 CHUNK = 128
-#: Rows of an array with identical rows: the sublanes of a register.
-ROWS = 8
 
 
 class State(NamedTuple):
@@ -83,25 +81,19 @@ def _product_bwd(dims, dtype, residuals, grad):
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def _pairs() -> tuple[Int[Array, "C C"], Int[Array, "C C"]]:
-    """Returns each pair's query number, which is the row, and key number."""
-    shape = (CHUNK, CHUNK)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
 def _between(log_decay: Float[Array, "1 C"]) -> Float[Array, "C C"]:
     """Returns the sums of the logarithms from after the key to the query; 0 if the key comes later.
 
     Each sum is computed from its own tokens, as in `brl_jax.attention.recurrent.decay`.
     """
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     up_to = jnp.where(column <= row, jnp.broadcast_to(log_decay, (CHUNK, CHUNK)), 0.0)
     return product(up_to, jnp.where(row > column, 1.0, 0.0), NN, jnp.float32)
 
 
 def _seen(chunk: Chunk) -> Bool[Array, "C C"]:
     """Returns whether the query of each row sees the key of each column."""
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     if chunk.segment is None:
         return column <= row
     keys = jnp.broadcast_to(chunk.segment, (CHUNK, CHUNK))
@@ -115,7 +107,7 @@ def inverses(lowers: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array,
     In bfloat16 a step of Newton's method follows, X + X (I - (I + lower) X), whose residual uses both halves of its
     operands. It squares the error of a bfloat16 inverse, with a quarter of the passes of float32 products.
     """
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     one = jnp.where(row == column, 1.0, 0.0)
     found = [one] * len(lowers)
 
@@ -169,7 +161,7 @@ def walk(
     times = functools.partial(product, dtype=dtype)
     count = len(heads[0])
     chunks = [chunk for head in heads for chunk in head]
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     ones = jnp.ones((ROWS, CHUNK), jnp.float32)
     seen = [_seen(chunk) for chunk in chunks]
     delta = chunks[0].beta is not None
@@ -177,13 +169,13 @@ def walk(
     products = _products(chunks, delta, dtype)
 
     def weigh(place: int, seen: list[Array]) -> list[Array]:
-        return [jnp.where(pairs, x.products[place], 0.0) for pairs, x in zip(seen, products)]
+        return [jnp.where(visible, x.products[place], 0.0) for visible, x in zip(seen, products)]
 
     weights = [weigh(g, seen) for g in range(group)]
     keys = [_scaled(x.key, chunk.end) for chunk, x in zip(chunks, products)]
     values = [chunk.value for chunk in chunks]
     if delta:
-        overlaps = weigh(group, [pairs & (column < row) for pairs in seen])
+        overlaps = weigh(group, [visible & (column < row) for visible in seen])
         found = inverses([_scaled(x, chunk.beta) for chunk, x in zip(chunks, overlaps)], dtype)
         reads = [_scaled(_scaled(x.reads[group], c.start), c.beta) for c, x in zip(chunks, products)]
         values = [times(x, _scaled(c.value, c.beta), NN) for c, x in zip(chunks, found)]
