@@ -18,6 +18,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
+from brl_jax.layers.recurrent.gated_deltanet_2 import GatedDeltaNet2Config
 from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
@@ -52,6 +53,7 @@ __all__ = [
     "FullConfig",
     "GAUConfig",
     "GLAConfig",
+    "GatedDeltaNet2Config",
     "GatedDeltaNetConfig",
     "GlobalWindowConfig",
     "HopfieldConfig",

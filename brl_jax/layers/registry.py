@@ -23,6 +23,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
+from brl_jax.layers.recurrent.gated_deltanet_2 import GatedDeltaNet2Config
 from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
@@ -66,6 +67,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "deltanet": DeltaNetConfig,
         "gated_deltanet": GatedDeltaNetConfig,
         "kda": KDAConfig,
+        "gated_deltanet_2": GatedDeltaNet2Config,
         "norm": NormConfig,
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,

@@ -50,6 +50,26 @@ def delta(q, k, v, beta, decay=None, segments=None):
     return np.stack(out)
 
 
+def gated_delta_2(q, k, v, erase, write, decay, segments=None):
+    """The recurrence S <- D + k (write v - D^T (erase k))^T, D = diag(decay) S, o = S^T q of one head."""
+    state, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        state = decay[t][:, None] * begun(state, t, segments)
+        state = state + np.outer(k[t], write[t] * v[t]) - np.outer(k[t], (erase[t] * k[t]) @ state)
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
+def rwkv7(q, k, v, removal, rate, decay, segments=None):
+    """The recurrence S <- (diag(decay) - diag(rate) r r^T) S + k v^T, o = S^T q of one head."""
+    state, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        transition = np.diag(decay[t]) - rate[t][:, None] * np.outer(removal[t], removal[t])
+        state = transition @ begun(state, t, segments) + np.outer(k[t], v[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
 def begun(state, t, segments):
     """The state before token t: zeros if a segment begins there."""
     return state if segments is None else state * (t > 0 and segments[t] == segments[t - 1])
@@ -117,14 +137,26 @@ def gated_delta_mix(u, p, m, d):
 
 
 def kda_mix(u, p, m, d):
+    beta = sigmoid(u @ p["beta"]["kernel"])
+    return by_feature_mix(u, p, d, lambda q, k, v, b, decay: delta(q, k, v, beta[:, b], decay))
+
+
+def gated_delta_2_mix(u, p, m, d):
+    gates = [sigmoid(project(u, p[name])) for name in ("erase", "write")]
+    return by_feature_mix(
+        u, p, d, lambda q, k, v, b, decay: gated_delta_2(q, k, v, *(x[:, b] for x in gates), decay)
+    )
+
+
+def by_feature_mix(u, p, d, rule):
+    """rule(q, k, v, key head, decay) is the recurrence of one head."""
     q, k, v = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("query", "key", "value"))
     q, k = unit(q) / np.sqrt(q.shape[-1]), unit(k)
     steps, gate = (project(u @ p[f"{name}_down"]["kernel"], p[f"{name}_up"]) for name in ("step", "gate"))
-    beta, decay = sigmoid(u @ p["beta"]["kernel"]), step_decay(steps, p)
-    heads = []
+    decay, heads = step_decay(steps, p), []
     for a in range(d.num_heads):
         b = a * d.num_kv_heads // d.num_heads
-        out = delta(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
+        out = rule(q[:, a], k[:, b], v[:, b], b, decay[:, b])
         heads.append(gated_norm(out, gate[:, a], p["head_norm"], sigmoid))
     return merge(heads, p)
 
@@ -349,6 +381,7 @@ NETWORKS = {
     "deltanet": residual_network(delta_mix),
     "gated_deltanet": residual_network(gated_delta_mix),
     "kda": residual_network(kda_mix),
+    "gated_deltanet_2": residual_network(gated_delta_2_mix),
     "retnet": residual_network(retnet_mix),
     "gla": residual_network(gla_mix),
     "mamba2": mixer_network(mamba2_mix),
