@@ -28,6 +28,7 @@ from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.recurrent.retnet import RetNetConfig
+from brl_jax.layers.recurrent.rwkv7 import RWKV7Config
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
@@ -72,6 +73,7 @@ __all__ = [
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",
+    "RWKV7Config",
     "ReformerConfig",
     "RetNetConfig",
     "SinkhornConfig",

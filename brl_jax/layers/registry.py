@@ -33,6 +33,7 @@ from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.recurrent.retnet import RetNetConfig
+from brl_jax.layers.recurrent.rwkv7 import RWKV7Config
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.sorting.reformer import ReformerConfig
@@ -68,6 +69,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "gated_deltanet": GatedDeltaNetConfig,
         "kda": KDAConfig,
         "gated_deltanet_2": GatedDeltaNet2Config,
+        "rwkv7": RWKV7Config,
         "norm": NormConfig,
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,

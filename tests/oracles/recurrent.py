@@ -161,6 +161,29 @@ def by_feature_mix(u, p, d, rule):
     return merge(heads, p)
 
 
+def rwkv7_mix(u, p, m, d):
+    before = np.concatenate([np.zeros_like(u[:1]), u[:-1]])
+    mixed = dict(
+        zip(("query", "decay", "key", "value", "rate", "gate"), u + (before - u) * p["mixture"][:, None])
+    )
+    r, k, v = (project(mixed[name], p[name]) for name in ("query", "key", "value"))
+    low = {name: mixed[name] @ p[f"{name}_down"]["kernel"] for name in ("decay", "rate", "gate")}
+    decay = np.exp(-sigmoid(project(np.tanh(low["decay"]), p["decay_up"]) + p["decay_bias"]) / np.sqrt(np.e))
+    rate = sigmoid(project(low["rate"], p["rate_up"]) + p["rate_bias"])
+    gate = project(sigmoid(low["gate"]), p["gate_up"])
+    removal, written, heads = k * p["removal"], k + (rate - 1) * p["replacement"] * k, []
+    removal = removal / np.sqrt((removal * removal).sum(-1, keepdims=True))
+    for a in range(d.num_heads):
+        b = a * d.num_kv_heads // d.num_heads
+        out = rwkv7(r[:, a], written[:, b], v[:, b], removal[:, b], rate[:, b], decay[:, b])
+        out = out - out.mean(-1, keepdims=True)
+        out = out / np.sqrt((out * out).mean(-1, keepdims=True) + 1e-5 * d.head_dim)
+        out = out * p["head_norm"]["scale"][a] + p["head_norm"]["bias"][a]
+        own = (r[:, a] * p["bonus"][a] * written[:, b]).sum(-1, keepdims=True) * v[:, b]
+        heads.append((out + own) * gate[:, a])
+    return merge(heads, p)
+
+
 def retnet_mix(u, p, m, d):
     gate, heads = project(u, p["gate"]), []
     for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
@@ -382,6 +405,7 @@ NETWORKS = {
     "gated_deltanet": residual_network(gated_delta_mix),
     "kda": residual_network(kda_mix),
     "gated_deltanet_2": residual_network(gated_delta_2_mix),
+    "rwkv7": residual_network(rwkv7_mix),
     "retnet": residual_network(retnet_mix),
     "gla": residual_network(gla_mix),
     "mamba2": mixer_network(mamba2_mix),

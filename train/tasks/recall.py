@@ -25,6 +25,7 @@ from brl_jax.layers import (
     Mechanism,
     NativeSparseConfig,
     RetNetConfig,
+    RWKV7Config,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from train.data.recall import (
@@ -118,6 +119,7 @@ PRESETS: dict[str, RecallConfig] = {
     "gated_deltanet": _small(GatedDeltaNetConfig()),
     "kda": _small(KDAConfig()),
     "gated_deltanet_2": _small(GatedDeltaNet2Config()),
+    "rwkv7": _small(RWKV7Config()),
     "retnet": _small(RetNetConfig()),
     "gla": _small(GLAConfig()),
     "mamba2": _small(_MAMBA2),
