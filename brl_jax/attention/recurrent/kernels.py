@@ -65,6 +65,7 @@ def recurrence_backends(
     out_dtype: Any,
     delta: bool = False,
     log_decay: Array | None = None,
+    refused: str | None = None,
 ) -> dict[str, tuple[Backend, ...]]:
     """The kernels of a call, by platform.
 
@@ -74,6 +75,7 @@ def recurrence_backends(
       features: of the queries and keys that the kernel gets.
       chunk_size: of the scan through XLA, which takes rows that a mesh shards.
       out_dtype: of the GPU kernel's total.
+      refused: why no kernel computes the call, or None.
     """
     sizes = ((query, features), (key, features), (value, value.shape[3]))
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
@@ -82,12 +84,12 @@ def recurrence_backends(
     def tpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        return tpu.recurrence_unsupported(*shapes, delta=delta, by_feature=by_feature)
+        return refused or tpu.recurrence_unsupported(*shapes, delta=delta, by_feature=by_feature)
 
     def gpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
-        return triton.recurrence_unsupported(*shapes)
+        return refused or triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None
