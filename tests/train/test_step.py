@@ -2,6 +2,7 @@ import dataclasses
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,6 +40,41 @@ def _without_dropout():
         lambda params, memory, batch, key: OBJECTIVE.loss(params, memory, batch, None),
         OBJECTIVE.init_memory,
     )
+
+
+def test_one_step_of_low_rank_changes_by_hand():
+    """y = (W + 3/2 A B) x with squared errors: AdamW's first step in float64; W stays as it is."""
+    rng = np.random.default_rng(0)
+    weights = {"kernel": (3, 5), "lora_down": (3, 2), "lora_up": (2, 5)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    x, y = (rng.standard_normal((4, n)).astype(np.float32) for n in (3, 5))
+
+    def loss(params, memory, batch, key):
+        w = params["layer"]
+        off = batch["x"] @ (w["kernel"] + 1.5 * w["lora_down"] @ w["lora_up"]) - batch["y"]
+        return (off**2).sum(), np.float32(4), memory
+
+    init = lambda key: {"layer": jax.tree.map(jnp.asarray, weights)}  # noqa: E731
+    objective = Objective(init, loss, trained=("lora_down", "lora_up"))
+    config = dataclasses.replace(OPTIMIZER, clip_norm=0.0, weight_decay=0.5, warmup_steps=0)
+    schedule = make_schedule(config, 10)
+    params = init(None)
+    trained, frozen = objective.split(params)
+    assert frozen == {"layer": {"kernel": params["layer"]["kernel"]}}
+    optimizer = make_optimizer(config, schedule, decayed(trained))
+    state = init_state(objective, params, optimizer, key=jax.random.key(1), rows=2, accumulation=2)
+    step = jax.jit(make_train_step(objective, optimizer, schedule, 2))
+    new, metrics = step(state, Batch({"x": x, "y": y}, reset=np.bool_(True)))
+    w, a, b, x, y = (np.float64(each) for each in (*weights.values(), x, y))
+    pulled = x.T @ (2 * (x @ (w + 1.5 * a @ b) - y)) / 4
+    gradients = {"lora_down": 1.5 * pulled @ b.T, "lora_up": 1.5 * a.T @ pulled}
+    norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    for name, g in gradients.items():
+        old, rate = weights[name], config.learning_rate
+        want = old - rate * (g / (np.abs(g) + config.epsilon) + 0.5 * old)
+        np.testing.assert_allclose(new.params["layer"][name], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(new.params["layer"]["kernel"], weights["kernel"])
 
 
 def _batch(seed, reset=False, rows=4):

@@ -7,6 +7,7 @@ The caller jits the step, with its own shardings.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
@@ -66,6 +68,8 @@ class Objective:
         (higher is better).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
       start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
+      trained: the last names of the parameters that steps change, for the others have no gradients and no optimiser
+        state; None: all.
     """
 
     init: Callable[[Array], Any]
@@ -75,6 +79,26 @@ class Objective:
     best: str = "loss"
     rates: Callable[[Any], Any] = lambda boxed: None
     start: Callable[[Any], Any] = lambda params: params
+    trained: tuple[str, ...] | None = None
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """The parameters (nested dicts) that steps change, and the others."""
+        if self.trained is None:
+            return params, {}
+        parts: tuple[dict[Any, Any], ...] = {}, {}
+        for path, leaf in traverse_util.flatten_dict(params).items():
+            parts[path[-1] not in self.trained][path] = leaf
+        trained, frozen = map(traverse_util.unflatten_dict, parts)
+        return trained, frozen
+
+    def join(self, trained: Any, frozen: Any) -> Any:
+        """All parameters, from the two parts of `split`."""
+        if self.trained is None:
+            return trained
+        parts = (traverse_util.flatten_dict(part) for part in (trained, frozen))
+        return traverse_util.unflatten_dict(
+            dict(itertools.chain.from_iterable(part.items() for part in parts))
+        )
 
     def sums(
         self, params: Any, memory: Any, batch: Arrays, key: Array | None
@@ -145,13 +169,14 @@ def init_state(
       params: unboxed parameters; key: the run's typed random key; rows: rows of a microbatch.
       log_gradient_std: whether steps keep and report the moments of the gradients.
     """
+    trained, _ = objective.split(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained),
         key=jax.random.key_data(key),
         memory=fresh_memory(objective, rows, accumulation),
-        moments=fresh_moments(params) if log_gradient_std else None,
+        moments=fresh_moments(trained) if log_gradient_std else None,
     )
 
 
@@ -212,26 +237,26 @@ def make_train_step(
         )
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
-        def loss(params, memory, batch, key):
-            sums, memory = objective.sums(params, memory, batch, key)
+        trained, frozen = objective.split(state.params)
+
+        def loss(trained, memory, batch, key):
+            sums, memory = objective.sums(objective.join(trained, frozen), memory, batch, key)
             return sums["loss"], (sums, memory)
 
         def microbatch(total, xs):
             index, batch, memory = xs
             key = jax.random.fold_in(step_key, index)
-            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
-                state.params, memory, batch, key
-            )
+            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(trained, memory, batch, key)
             return jax.tree.map(jnp.add, total, (sums, grads)), memory
 
         names = ("loss", "weight", *objective.averages)
-        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, state.params))
+        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, trained))
         indices = jnp.arange(accumulation, dtype=jnp.int32)
         (sums, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
         # Where no target has weight, all sums are 0: the loss and the gradients are too.
         weight = jnp.where(sums["weight"] == 0, jnp.ones_like(sums["weight"]), sums["weight"])
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         metrics = {
             **means({**sums, "weight": weight}),
             "grad_norm": optax.tree.norm(grads),
@@ -243,7 +268,7 @@ def make_train_step(
             metrics |= relative_deviations(moments)
         state = state.replace(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=objective.join(optax.apply_updates(trained, updates), frozen),
             opt_state=opt_state,
             memory=memory,
             moments=moments,

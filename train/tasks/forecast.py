@@ -58,6 +58,8 @@ class TokenModelConfig(DecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 512
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,8 @@ class RecallModelConfig(DecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 256
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
