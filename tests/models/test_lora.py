@@ -4,6 +4,7 @@ import dataclasses
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,9 +54,10 @@ def test_a_network_starts_as_the_one_without(mechanism, dtype):
         plain = dataclasses.replace(config, lora_rank=0)
         np.testing.assert_array_equal(logits(config, params), logits(plain, base))
         assert np.abs(logits(config, changed(params)) - logits(plain, base)).max() > 0.1
-    kinds = {path[-1].key: x.dtype for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    assert kinds["kernel"] == kinds["embedding"] == dtype
-    assert kinds["scale"] == kinds["lora_down"] == kinds["lora_up"] == "float32"
+    layer = params["stack"]["layers_0"]["block_0"]["feed_forward"]["down"]
+    assert {layer["kernel"].dtype, params["embedding"].dtype} == {jnp.dtype(dtype)}
+    others = (layer["lora_down"], layer["lora_up"], params["stack"]["final_norm"]["scale"])
+    assert {x.dtype for x in others} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("mechanism", [FullConfig(), BRLConfig(window=4, num_compressed=3, compressed_dim=8)])

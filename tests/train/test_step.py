@@ -94,6 +94,18 @@ def test_classification_counts_the_likeliest_class():
     np.testing.assert_allclose(loss, -np.log(chances), rtol=1e-5)
 
 
+def test_z_loss_is_added_in_training_alone():
+    """By hand in float64; logits that are all larger by 3 have the same loss otherwise."""
+    logits, targets = 3 + np.random.default_rng(0).standard_normal((2, 5, 7)), np.arange(10).reshape(2, 5) % 7
+    logits = logits.astype(np.float32)
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(axis=-1))
+    plain = log_z - np.take_along_axis(logits.astype(np.float64), targets[..., None], -1)[..., 0]
+    loss, right = classification(logits, targets, jax.random.key(0), 0.1)
+    np.testing.assert_allclose(loss, plain + 0.1 * log_z**2, rtol=1e-5)
+    np.testing.assert_allclose(classification(logits, targets, None, 0.1)[0], plain, rtol=1e-5)
+    np.testing.assert_array_equal(right, classification(logits, targets)[1])
+
+
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_accumulation_equals_one_large_batch(accumulation):
     plain, one = _start(1, _without_dropout())

@@ -181,11 +181,22 @@ def init_state(
 
 
 def classification(
-    logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
+    logits: Float[Array, "*B C"], targets: Int[Array, "*B"], key: Array | None = None, z_loss: float = 0.0
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """The cross-entropy of each target in nats, and 1 where it is the likeliest class, else 0."""
+    """The loss of each target in nats (`softmax_loss`), and 1 where it is the likeliest class, else 0."""
     right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets), right
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return softmax_loss(losses, logits, key, z_loss), right
+
+
+def softmax_loss(
+    losses: Float[Array, "*B"], logits: Float[Array, "*B C"], key: Array | None, z_loss: float
+) -> Float[Array, "*B"]:
+    """The cross-entropies of a softmax with z-loss: in training, where there is a key, z_loss * log(Z)^2 more (PaLM,
+    arXiv:2204.02311, section 5), as in `brl_jax.models.losses.cross_entropy`."""
+    if key is None or not z_loss:
+        return losses
+    return losses + z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:

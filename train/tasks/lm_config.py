@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from brl_jax.fields import Length, Natural, NonNegative
+from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
     BSBRConfig,
@@ -78,9 +78,6 @@ class LmConfig(RunConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
-    z_loss: NonNegative = 0.0
-    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
-    uses 1e-4); evaluations leave it out."""
     from_hf: Free[str] = ""
     """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run has its network, its tokenizer
     and its weights, and needs the folder no more once it has begun."""
