@@ -43,7 +43,7 @@ class DecoderConfig(StackConfig):
     """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
     lora_rank: Natural = 0
     """Rank of the changes to the dense weights of attention and feed-forward layers, which alone are trained (LoRA,
-    arXiv:2106.09685); 0: all parameters are."""
+    arXiv:2106.09685); 0: all parameters are. The other matrices are then stored in the computation's data type."""
     lora_alpha: Positive = 16.0
     """The changes are multiplied by lora_alpha / lora_rank."""
 

@@ -15,7 +15,7 @@ RUNS = {
     "large": "--mechanism full --d_model 32",
     "small": "--mechanism local --mechanism.window 4",
     "segments": "--mechanism brl --mechanism.memory output --mechanism.block_size 4",
-    "pairs": "--mechanism full --tokenizer bpe:256",
+    "characters": "--mechanism full --tokenizer chars",
 }
 
 
@@ -56,7 +56,10 @@ def test_a_draft_that_is_always_right_gives_all_its_tokens(runs, capsys):
 @pytest.mark.parametrize(
     ("draft", "expected"),
     [
-        ("pairs", "--draft: expected the tokenizer of {runs}/large, got another one in {runs}/pairs"),
+        (
+            "characters",
+            "--draft: expected the tokenizer of {runs}/large, got another one in {runs}/characters",
+        ),
         ("segments", "--draft: mechanism BRLConfig cannot go back"),
         ("none", "--draft: no run there"),
     ],
