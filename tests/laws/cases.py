@@ -27,6 +27,7 @@ from brl_jax.layers import (
     FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GAUConfig,
     GLAConfig,
@@ -49,6 +50,7 @@ from brl_jax.layers import (
     PerformerConfig,
     ReformerConfig,
     RetNetConfig,
+    RWKV7Config,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -196,6 +198,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         ),
     },
     "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
+    "gated_deltanet_2": {"": Case(GatedDeltaNet2Config(chunk_size=4, gate_rank=3), repeats="kda")},
+    "rwkv7": {"": Case(RWKV7Config(chunk_size=4, rank=3))},
     "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
     # Decays from about 1/2 to 1/1000 per token; by default they are near 1.
     "gla": {

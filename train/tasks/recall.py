@@ -16,6 +16,7 @@ from brl_jax.layers import (
     BRLConfig,
     DeltaNetConfig,
     FullConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GLAConfig,
     KDAConfig,
@@ -24,6 +25,7 @@ from brl_jax.layers import (
     Mechanism,
     NativeSparseConfig,
     RetNetConfig,
+    RWKV7Config,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from train.data.recall import (
@@ -118,6 +120,8 @@ PRESETS: dict[str, RecallConfig] = {
     "deltanet": _small(DeltaNetConfig()),
     "gated_deltanet": _small(GatedDeltaNetConfig()),
     "kda": _small(KDAConfig()),
+    "gated_deltanet_2": _small(GatedDeltaNet2Config()),
+    "rwkv7": _small(RWKV7Config()),
     "retnet": _small(RetNetConfig()),
     "gla": _small(GLAConfig()),
     "mamba2": _small(_MAMBA2),

@@ -66,6 +66,7 @@ def recurrence_backends(
     out_dtype: Any,
     delta: bool = False,
     log_decay: Array | None = None,
+    refused: str | None = None,
 ) -> dict[str, tuple[Backend, ...]]:
     """The kernels of a call, by platform.
 
@@ -75,21 +76,24 @@ def recurrence_backends(
       features: of the queries and keys that the kernel gets.
       chunk_size: of the scan through XLA, which takes rows that a mesh shards.
       out_dtype: of the GPU kernel's total.
+      refused: why no kernel computes the call, or None.
     """
     sizes = ((query, features), (key, features), (value, value.shape[3]))
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
-    refused = "log_decay must be one number for each token and head, got one for each feature"
     by_feature = log_decay is not None and log_decay.ndim == 4
+    decay_refused = "log_decay must be one number for each token and head, got one for each feature"
 
     def tpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        return refused if by_feature else tpu.recurrence_unsupported(*shapes, delta=delta)
+        if refused or by_feature:
+            return refused or decay_refused
+        return tpu.recurrence_unsupported(*shapes, delta=delta)
 
     def gpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
-        return triton.recurrence_unsupported(*shapes)
+        return refused or triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None

@@ -16,7 +16,7 @@ from eval.speed.layers import default_config
 from eval.studies.overview.pages import Figures
 
 #: The rows of README's table.
-SHORT = ("full", "local", "brl", "deltanet", "mamba2")
+SHORT = ("full", "local", "brl", "deltanet", "mamba2", "gated_deltanet_2", "rwkv7")
 #: Where a figure comes from, by the label of its link.
 SOURCES = {
     "r": "recall.md#what-came-out",
