@@ -198,6 +198,7 @@ def flat(params):
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@pytest.mark.filterwarnings("ignore")  # from torch and transformers
 def test_low_rank_changes_alone_are_trained(folder, text, tmp_path, capsys):
     """They learn the text, the folder's weights stay as they are, and the export has both together."""
     workdir, out = tmp_path / "run", tmp_path / "out"
@@ -224,10 +225,8 @@ def test_low_rank_changes_alone_are_trained(folder, text, tmp_path, capsys):
     np.testing.assert_allclose(DecoderLM(config).apply({"params": merged}, tokens)[0], want, atol=1e-4)
     loaded = load_run(workdir, "last")
     np.testing.assert_array_equal(loaded.model.apply(loaded.variables, tokens)[0], want)
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(
-        input_ids=transformers.torch.tensor(tokens)
-    )
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(torch.tensor(tokens))
     np.testing.assert_allclose(theirs.logits.detach().numpy(), want, atol=1e-4)
 
 
