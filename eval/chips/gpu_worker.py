@@ -107,7 +107,8 @@ def compile_program(function: Callable, arguments: Any, *, autotune: bool | None
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     text = lowered.as_text()
-    kernels = [name for name, sign in (("cuDNN", "cudnn$fmha"), ("Triton", "triton_kernel")) if sign in text]
+    signs = {"cuDNN": "cudnn$fmha", "Triton": "triton_kernel", "interpreter": "python_cpu_callback"}
+    kernels = [name for name, sign in signs.items() if sign in text]
     middle = time.perf_counter()
     tuned = autotune or (autotune is None and not kernels)
     on_gpu = jax.default_backend() == "gpu"

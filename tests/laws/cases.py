@@ -303,12 +303,37 @@ KERNELS = {
 # The fast cases of law 8: each kernel once, and a program without one.
 FAST_KERNELS = ("diag-relu", "local-sliding", "local-bigbird", "brl-layer", "linear")
 
+# The laws that `pytest -m gpu` runs with the kernels of pallas_kernels/triton, and a slow test interprets. Mechanisms
+# for each operation: local attention and gated attention units in a decoder, compress and propagate in an
+# encoder, compress by blocks in a decoder, native sparse attention, and each kind of recurrence.
+ON_GPU_KERNELS = (
+    "law_1_causal[local-sinks]",
+    "law_1_causal[gau]",
+    "law_2_generation_is_training[local-sinks]",
+    "law_3_oracle[local-sinks-causal]",
+    "law_3_oracle[gau-causal]",
+    "law_3_oracle[native_sparse-causal]",
+    "law_3_oracle[linear-causal]",
+    "law_3_oracle[mamba2-causal]",
+    "law_3_oracle[gla-causal]",
+    "law_3_oracle[deltanet-causal]",
+    "law_3_oracle[gated_deltanet-causal]",
+    "law_3_oracle[kda-causal]",
+    "law_3_oracle[brl-output-bidirectional]",
+    "law_3_oracle[brl-output-causal]",
+    "law_4_packing[local-sinks]",
+    "law_4_packing[gau]",
+    "law_4_packing[native_sparse]",
+    "law_4_packing[gated_deltanet]",
+    "law_4_padding[brl-output]",
+)
+
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:
     """A small network: 4 query heads of size 4 on 2 key/value heads.
 
-    Only through XLA: including the TPU kernels would double the time, and law 8 tests them. tests/pallas_kernels/triton
-    runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret."""
+    Only through XLA: including the TPU kernels would double the time, and law 8 tests them. tests/support/gpu.py sets
+    BRL_JAX_LAWS_IMPLEMENTATION for `ON_GPU_KERNELS`."""
     standard = Dimensions(
         d_model=16,
         num_heads=4,

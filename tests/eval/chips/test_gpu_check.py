@@ -198,3 +198,4 @@ def test_the_checks_in_tritons_interpreter(tmp_path):
     )
     for row in found["rows"]:
         assert 0 < row["worst"] <= gpu_worker.TOLERANCE[row["dtype"]]
+        assert row["by"] == ("XLA" if row["implementation"] == "default" else "interpreter")
