@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from brl_jax.fields import Length, Natural, NonNegative
+from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
     BSBRConfig,
@@ -78,9 +78,6 @@ class LmConfig(RunConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
-    z_loss: NonNegative = 0.0
-    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
-    uses 1e-4); evaluations leave it out."""
     from_hf: Free[str] = ""
     """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run has its network, its tokenizer
     and its weights, and needs the folder no more once it has begun."""
@@ -91,6 +88,12 @@ class LmConfig(RunConfig):
     sample_tokens: Free[Natural] = 256
     """Tokens of that sample; 0: none."""
 
+    def __post_init__(self):
+        if self.model.lora_rank and self.optimizer.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer must be 'adamw' with lora_rank, got {self.optimizer.optimizer!r}, which moves whole weights"
+            )
+
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
@@ -100,6 +103,10 @@ class LmConfig(RunConfig):
                 f"model.{name}": "with from_hf, whose config.json describes the network" for name in decided
             }
             unused["data.tokenizer"] = "with from_hf, which has a tokenizer"
+        else:
+            unused["model.lora_rank"] = "without from_hf: the weights that stay as they are would be random"
+        if not self.model.lora_rank:
+            unused["model.lora_alpha"] = "with lora_rank 0"
         return super().without_effect() | unused
 
     def resolved(self) -> Self:
@@ -123,7 +130,7 @@ class LmConfig(RunConfig):
 
 
 # Fields of a network read from a folder that training decides.
-_OWN = {"dropout", "remat", "dtype", "implementation"}
+_OWN = {"dropout", "remat", "dtype", "implementation", "lora_rank", "lora_alpha"}
 
 
 def _tokenizer_in(folder: str) -> str:

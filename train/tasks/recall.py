@@ -44,7 +44,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, make_eval_step, means, outputs, weighted_sums
+from train.engine.step import Objective, classification, make_eval_step, means, outputs, weighted_sums
 from train.tasks.task import Task
 
 
@@ -53,6 +53,8 @@ class RecallModelConfig(DecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 256
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | Non
     return logits
 
 
-def recall_objective(model: DecoderLM) -> Objective:
+def recall_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy at the questions of what `train.data.recall.draw_rows` returns; no memory passes from
     row to row."""
 
@@ -152,10 +154,8 @@ def recall_objective(model: DecoderLM) -> Objective:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits, targets = answer_logits(model, params, batch, key), batch["targets"]
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        logits = answer_logits(model, params, batch, key)
+        losses, right = classification(logits, batch["targets"], key, z_loss)
         return weighted_sums(losses, batch["weights"], memory, accuracy=right)
 
     return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
@@ -180,7 +180,7 @@ class RecallTask(Task[RecallConfig, None]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: RecallConfig) -> Objective:
-        return recall_objective(model)
+        return recall_objective(model, config.z_loss)
 
     def batch_shapes(self, config: RecallConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         length, pairs = max(config.data.cases)
