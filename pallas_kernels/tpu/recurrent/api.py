@@ -160,7 +160,7 @@ def recurrence(
         "key": side_by_side(key, call.features),
         "value": side_by_side(value, call.value_dim),
     }
-    if by_feature:
+    if by_feature and log_decay is not None:
         arrays["decays"] = side_by_side(log_decay.astype(jnp.float32), call.features)
     if numbers:
         rows = jnp.stack([getattr(factors, name).astype(jnp.float32) for name in numbers], axis=1)

@@ -181,10 +181,10 @@ def _factors(log: Float[Array, "C F"]) -> _Factors:
     starts, ends = list(start), list(end)
     half = 1  # in registers
     while half < len(starts):
-        second = [(i // half) % 2 == 1 for i in range(len(starts))]
-        levels.append(jnp.concatenate([a if later else b for a, b, later in zip(starts, ends, second)]))
+        seconds = [(i // half) % 2 == 1 for i in range(len(starts))]
+        levels.append(jnp.concatenate([a if later else b for a, b, later in zip(starts, ends, seconds)]))
         joined_starts, joined_ends = [], []
-        for i, later in enumerate(second):
+        for i, later in enumerate(seconds):
             block = i // half
             other = starts[(block if later else block + 2) * half - 1][-1:]
             joined_starts.append(starts[i] + other if later else starts[i])

@@ -216,7 +216,7 @@ def _store(results: dict[str, Any], h: int, number: int, chunk: Chunk, call: Rec
         put("query", h * call.group + g, x)
     put("key", h, chunk.key)
     put("value", h, chunk.value)
-    if call.by_feature:
+    if call.by_feature and chunk.log_decay is not None:
         put("decays", h, chunk.log_decay)
     if call.numbers:
         lane = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, ROWS), 1)
