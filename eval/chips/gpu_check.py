@@ -32,7 +32,7 @@ from eval.chips.ptxas import wheel_assemblers
 from train.engine.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
-#: Operations with kernels of their own; the others run through XLA where nothing else is said.
+#: Operations that our kernels compute, and the kernels' folders; XLA computes `OTHERS`.
 KERNELS = {
     "local": "local", "local_packed": "local", "local_sinks": "local", "local_capped": "local",
     "compress": "compress", "compress_relu2": "compress", "compress_laplace": "compress",
@@ -151,7 +151,7 @@ def _task(
 
 
 def checks(dtype: str) -> Iterator[dict]:
-    """The checks of one dtype: each default, each kernel, and the sizes that have tilings of their own."""
+    """The checks of one dtype: each default, each kernel, and the sizes that have separate tilings."""
     for name in (*RECURRENT, *KERNELS, *OTHERS):
         size = _CHECKED | ({"kv_heads": None} if name in ("compress_blocks", *OTHERS) else {})
         yield _task("check", name, size, dtype=dtype)

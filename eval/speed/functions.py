@@ -160,10 +160,10 @@ def _gates(options: SpeedOptions) -> tuple[np.ndarray, np.ndarray]:
 def _gated_delta_2(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         gates = (*_gates(options), _feature_log_decay(options))
-        shaped = (jnp.broadcast_to(jnp.asarray(x, jnp.float32)[None, None, None], key.shape) for x in gates)
-        return gated_delta_rule_2(
-            query, key, value, **dict(zip(("erase", "write", "log_decay"), shaped, strict=True))
+        erase, write, log_decay = (
+            jnp.broadcast_to(jnp.asarray(x, jnp.float32)[None, None, None], key.shape) for x in gates
         )
+        return gated_delta_rule_2(query, key, value, erase=erase, write=write, log_decay=log_decay)
 
     return attend
 

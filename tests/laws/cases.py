@@ -296,7 +296,8 @@ KERNELS = {
     "full": _ANY_PATTERN,
     "hopfield": _ANY_PATTERN,
     **dict.fromkeys(
-        ("linear", "norm", "cosformer", "deltanet", "gated_deltanet", "retnet", "mamba2"), _RECURRENT
+        ("linear", "norm", "cosformer", "deltanet", "gated_deltanet", "kda", "retnet", "gla", "mamba2"),
+        _RECURRENT,
     ),
 }
 

@@ -15,7 +15,7 @@ def is_native(config):
 
 
 def prepare(config):
-    """Sets up a run of `-m gpu`, and ends it in one line where there is no GPU."""
+    """Sets up a run of `-m gpu`. Without a GPU it ends the run in one line."""
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns without it
     os.environ["BRL_JAX_LAWS_IMPLEMENTATION"] = "triton_interpret" if bridge.interprets() else "triton"
     if config.option.dist == "loadgroup":

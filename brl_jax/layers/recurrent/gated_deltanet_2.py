@@ -29,12 +29,11 @@ class GatedDeltaNet2(KDA):
     """`KDA` with `gated_delta_rule_2`: beta gives way to erase = sigmoid(x W_b) for each feature of the keys and
     write = sigmoid(x W_w) for each feature of the values."""
 
-    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Array]:
+    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Any]:
         d = self.dimensions
-        gates = {
-            name: jax.nn.sigmoid(
-                dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name=name)(x)
-            )
-            for name in ("erase", "write")
-        }
-        return functools.partial(gated_delta_rule_2, **gates)
+
+        def gate(name: str) -> Array:
+            axes = ("embed", "kv_heads", "head_dim")
+            return jax.nn.sigmoid(dense(d, (d.num_kv_heads, d.head_dim), axes, name=name)(x))
+
+        return functools.partial(gated_delta_rule_2, erase=gate("erase"), write=gate("write"))

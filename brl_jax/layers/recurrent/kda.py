@@ -86,7 +86,7 @@ class KDA(ConvolvedLayer):
         )
         return StateAttention(function, value)
 
-    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Array]:
+    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Any]:
         """Returns the attention function, with the gates that the tokens give it."""
         d = self.dimensions
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))

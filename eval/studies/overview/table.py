@@ -58,8 +58,8 @@ def short_table(figures: Figures) -> str:
         "mechanism", "recall, %", "nats a byte", "state, KiB", "CPU, k tokens/s", "H200, M tokens/s"
     )
     for name in SHORT:
-        recall, nats, cpu, gpu = measured(name, figures)
-        table.add(f"`{name}`", recall, nats, state(name), cpu, gpu or "-")
+        recall, nats, cpu, gpu = (cell or "-" for cell in measured(name, figures))
+        table.add(f"`{name}`", recall, nats, state(name), cpu, gpu)
     return str(table)
 
 
