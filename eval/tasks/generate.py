@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
     for row, tokens in zip(batch, encoded):
         row[: len(tokens)] = tokens
     check_length(model, int(lengths.max()) + options.tokens, "--tokens")
-    asked = {
+    asked: dict[str, Any] = {
         "lengths": lengths,
         "max_new_tokens": options.tokens,
         "rng": jax.random.key(options.seed),

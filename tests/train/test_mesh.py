@@ -129,9 +129,10 @@ def test_low_rank_changes_equal_one_devices(result):
         assert np.abs(gradients[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name
     kernels = [number for name, number in parts.items() if name.endswith("/kernel") and "_conv" not in name]
     changes = [number for name, number in parts.items() if "lora" in name]
-    assert set(kernels) == {2.0, 4.0}
+    assert set(kernels) == {4.0}
     assert len(changes) == 2 * len(kernels)
-    assert set(changes) == {1.0, 2.0}
+    assert set(changes) <= {1.0, 2.0}
+    assert changes.count(2.0) > len(kernels)
 
 
 @pytest.mark.slow

@@ -55,14 +55,13 @@ class _Dense(nn.DenseGeneral):
             (normal, (*inputs, rank), (*self.input_axes, "projected")),
             (nn.initializers.zeros_init(), (rank, *outputs), ("projected", *self.output_axes)),
         )
-        down, up = (
-            gather_parameter(
-                self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32), axes
-            ).astype(self.dtype)
-            for name, (init, shape, axes) in zip(LORA, sides)
-        )
+        down, up = (self._factor(name, init, shape, axes) for name, (init, shape, axes) in zip(LORA, sides))
         narrow = jnp.tensordot(x, down, contract) * jnp.asarray(self.lora_scale, self.dtype)
         return jnp.tensordot(narrow, up, 1)
+
+    def _factor(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+        value: Any = self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+        return gather_parameter(value, axes).astype(self.dtype)
 
 
 def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
