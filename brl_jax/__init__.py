@@ -4,7 +4,7 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   full_attention, local_attention, compress, compress_blocks and propagate, with their patterns and biases;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention, flowformer_attention, delta_rule,
-  gated_delta_rule and kimi_delta_rule, whose past is a state;
+  gated_delta_rule, kimi_delta_rule, gated_delta_rule_2 and rwkv7_attention, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention, long_short_attention, bilinear_mlr_attention, bilinear_btt_attention, global_window_attention;
   nystromformer_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,

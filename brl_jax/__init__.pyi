@@ -35,7 +35,14 @@ from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
-from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, init_delta_state, kimi_delta_rule
+from brl_jax.attention.recurrent.delta import (
+    delta_rule,
+    gated_delta_rule,
+    gated_delta_rule_2,
+    init_delta_state,
+    kimi_delta_rule,
+    rwkv7_attention,
+)
 from brl_jax.attention.recurrent.flowformer import flowformer_attention, init_flowformer_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
@@ -75,6 +82,7 @@ from brl_jax.layers import (
     FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GAUConfig,
     GLAConfig,
@@ -97,6 +105,7 @@ from brl_jax.layers import (
     PerformerConfig,
     ReformerConfig,
     RetNetConfig,
+    RWKV7Config,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -164,6 +173,7 @@ __all__ = [
     "FullConfig",
     "GAUConfig",
     "GLAConfig",
+    "GatedDeltaNet2Config",
     "GatedDeltaNetConfig",
     "GlobalLocal",
     "GlobalWindow",
@@ -192,6 +202,7 @@ __all__ = [
     "Pattern",
     "PerformerConfig",
     "PositionBias",
+    "RWKV7Config",
     "ReformerConfig",
     "Regressor",
     "RegressorConfig",
@@ -227,6 +238,7 @@ __all__ = [
     "flowformer_attention",
     "full_attention",
     "gated_delta_rule",
+    "gated_delta_rule_2",
     "gau_attention",
     "generate",
     "generate_requests",
@@ -266,6 +278,7 @@ __all__ = [
     "propagate",
     "reformer_attention",
     "reformer_rotations",
+    "rwkv7_attention",
     "sinkhorn_attention",
     "skyformer_attention",
     "skyformer_samples",

@@ -71,21 +71,38 @@ def generate(
     token, while shorter rows already generate, so that all rows are at the same position, as every mechanism's cache
     requires. `stream` yields the same tokens as they come.
     """
+    asked = (prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens)
     if draft is not None:
         require(
             source is None and source_lengths is None, "source and source_lengths must be None with a draft"
         )
-        check_model(draft.model, draft.variables)
-        check_draft(model, draft)
+        return generate_drafted(model, variables, draft, *asked)[0]
+    prefix, settings, choice = _prepare(model, variables, *asked)
+    run = _Run.start(model, variables, prefix, settings, choice, source, source_lengths)
+    return jnp.concatenate([prefix, run.advance(run.state, run.steps).tokens], axis=1)
+
+
+def generate_drafted(
+    model: nn.Module,
+    variables: Any,
+    draft: Draft,
+    prompts: Any,
+    max_new_tokens: Any,
+    lengths: Any = None,
+    rng: Any = None,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    stop_tokens: Any = (),
+) -> tuple[Int[Array, "B P+L"], Int[Array, ""]]:
+    """Returns what `generate` with a draft does, and how many calls of the model it took after the prompts."""
+    check_model(draft.model, draft.variables)
+    check_draft(model, draft)
     prefix, settings, choice = _prepare(
         model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
     )
-    if draft is not None:
-        tokens, _ = speculate(model, draft, variables, prefix, settings, PREFILL, **choice)
-    else:
-        run = _Run.start(model, variables, prefix, settings, choice, source, source_lengths)
-        tokens = run.advance(run.state, run.steps).tokens
-    return jnp.concatenate([prefix, tokens], axis=1)
+    tokens, calls = speculate(model, draft, variables, prefix, settings, PREFILL, **choice)
+    return jnp.concatenate([prefix, tokens], axis=1), calls
 
 
 @declared

@@ -36,7 +36,8 @@ class LoadedRun(NamedTuple):
 
     Attributes:
       model: the Flax module.
-      variables: {"params": ...} in float32, for `model.apply`.
+      variables: {"params": ...} in float32, for `model.apply`; matrices that `lora_rank` keeps as they are in the data
+        type of the computation.
       step: the checkpoint's step; None if the folder does not record it.
       config: the contents of config.json.
     """

@@ -30,8 +30,10 @@ from brl_jax.attention.recurrent.delta import (
     DeltaState,
     delta_rule,
     gated_delta_rule,
+    gated_delta_rule_2,
     init_delta_state,
     kimi_delta_rule,
+    rwkv7_attention,
 )
 from brl_jax.attention.recurrent.flowformer import (
     FlowformerState,
@@ -64,6 +66,8 @@ Name = Literal[
     "deltanet",
     "gated_deltanet",
     "kda",
+    "gated_deltanet_2",
+    "rwkv7",
     "flowformer",
     "luna",
     "gau",
@@ -111,9 +115,9 @@ class StateFunctions(Generic[State]):
             new first axis, so that a caller who accepts only some of the tokens can go back:
             `jax.tree.map(lambda x: x[i], states)`. These k tokens are read one by one, as `step` reads them.
           arrays: the function's additional inputs for each token: beta (B, T, K) for "deltanet", "gated_deltanet" and
-            "kda"; log_decay for the last two, and for "linear" with normalize=False, whose state then decays;
-            linear_query and linear_key for "flash"; retrieval_query and retrieval_key for "bsbr"; projection for
-            "long_short".
+            "kda"; erase and write for "gated_deltanet_2"; removal_key and learning_rate for "rwkv7"; log_decay for all
+            of these but "deltanet", and for "linear" with normalize=False, whose state then decays; linear_query and
+            linear_key for "flash"; retrieval_query and retrieval_key for "bsbr"; projection for "long_short".
 
         Raises:
           ValueError: as the mechanism's function, or `return_states` is out of range, or comes with padding or
@@ -165,10 +169,11 @@ class StateFunctions(Generic[State]):
         """Returns what T tokens do to any state before them. The `Summary` of a shard of a sequence is all that the
         devices with later shards need, so a caller can divide sequences over a mesh as he likes.
 
-        For "linear", "deltanet", "gated_deltanet" and "kda".
+        For "linear", "deltanet", "gated_deltanet", "kda", "gated_deltanet_2" and "rwkv7".
 
         Args:
-          arrays: beta, log_decay and positions, as for `extend`. A log_decay of -inf drops the tokens before.
+          arrays: the delta rules' additional inputs, or log_decay and positions, as for `extend`. A log_decay of -inf
+            drops the tokens before, except in "rwkv7", whose tokens read the state before it decays.
 
         Raises:
           ValueError: as `extend`, or the mechanism's state is not A S + B.
@@ -178,9 +183,11 @@ class StateFunctions(Generic[State]):
             f"summarize needs one of linear, {', '.join(_DELTA_RULES)}, got {self._name!r}",
         )
         check_qkv(key, key, value)
-        known = ("log_decay", "positions") if self._name == "linear" else ("beta", "log_decay")
+        known = _DELTA_RULES.get(self._name, ("log_decay", "positions"))
         for name in arrays:
             require(name in known, f"summarize of {self._name!r} takes {', '.join(known)}, got {name!r}")
+        if "write" in arrays:  # the columns with which `summarize_delta` finds A have no values
+            arrays["write"] = jnp.pad(arrays["write"], [(0, 0)] * 3 + [(0, key.shape[3])])
         extend = functools.partial(self.extend, **arrays)
         if self._name in _DELTA_RULES:
             return summarize_delta(self._init, extend, key, value)
@@ -200,7 +207,7 @@ def state_functions(name: Literal["cosformer"], **settings: Any) -> StateFunctio
 def state_functions(name: Literal["performer"], **settings: Any) -> StateFunctions[PerformerState]: ...
 @overload
 def state_functions(
-    name: Literal["deltanet", "gated_deltanet", "kda"], **settings: Any
+    name: Literal["deltanet", "gated_deltanet", "kda", "gated_deltanet_2", "rwkv7"], **settings: Any
 ) -> StateFunctions[DeltaState]: ...
 @overload
 def state_functions(name: Literal["flowformer"], **settings: Any) -> StateFunctions[FlowformerState]: ...
@@ -229,10 +236,12 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
     Args:
       name: "local" (local_window_size), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
         (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
-        "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay), "flowformer"
-        (num_heads), "luna" (packed), "gau" (length), "flash" (`mixed_chunk_attention`: chunk_size), "bsbr" (length,
-        num_heads, chunk_size, compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window,
-        chunk_size). `length` is the state's capacity in tokens; num_heads are the query heads, num_kv_heads by default.
+        "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay),
+        "gated_deltanet_2" (`gated_delta_rule_2`, with erase, write and log_decay), "rwkv7" (`rwkv7_attention`, with
+        removal_key, learning_rate and log_decay), "flowformer" (num_heads), "luna" (packed), "gau" (length), "flash"
+        (`mixed_chunk_attention`: chunk_size), "bsbr" (length, num_heads, chunk_size, compression), "mlr" (length,
+        ranks, block_sizes) or "long_short" (length, rank, window, chunk_size). `length` is the state's capacity in
+        tokens; num_heads are the query heads, num_kv_heads by default.
       settings: further options of init_NAME_state, such as value_dim, and of the mechanism's function, if they do not
         change from token to token.
 
@@ -290,7 +299,14 @@ _SIZES: dict[str, tuple[str, Callable[[Any], int]]] = {
 _OF_INIT = ("batch", "num_kv_heads", "head_dim", "dtype")
 _OF_CALLS = ("query", "key", "value", "state", "return_state", "is_causal")
 _NO_SETTINGS = (*_OF_INIT, *_OF_CALLS, "num_packed", "num_compressed")
-_DELTA_RULES = ("deltanet", "gated_deltanet", "kda")
+# The additional inputs of each.
+_DELTA_RULES: dict[str, tuple[str, ...]] = {
+    "deltanet": ("beta",),
+    "gated_deltanet": ("beta", "log_decay"),
+    "kda": ("beta", "log_decay"),
+    "gated_deltanet_2": ("erase", "write", "log_decay"),
+    "rwkv7": ("removal_key", "learning_rate", "log_decay"),
+}
 _DECAYED = dict.fromkeys(
     ("mamba2", "retnet", "gla"), "; use 'linear' with normalize=False, whose extend and step take log_decay"
 )
@@ -304,6 +320,8 @@ _MECHANISMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "deltanet": (init_delta_state, delta_rule),
     "gated_deltanet": (init_delta_state, gated_delta_rule),
     "kda": (init_delta_state, kimi_delta_rule),
+    "gated_deltanet_2": (init_delta_state, gated_delta_rule_2),
+    "rwkv7": (init_delta_state, rwkv7_attention),
     "flowformer": (init_flowformer_state, flowformer_attention),
     "luna": (init_luna_state, luna_attention),
     "gau": (init_gau_state, gau_attention),

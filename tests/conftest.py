@@ -16,6 +16,7 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.support import gpu
 from tests.support.devices import Devices
 from tests.support.sampling import group_of, left_out, this_week
 
@@ -57,9 +58,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if gpu.is_native(config):
+        gpu.prepare(config)
     if config.option.cases is None:  # workers get the value of the process that starts them
         whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-        config.option.cases = 1 if whole else 0
+        config.option.cases = 1 if whole and not gpu.is_native(config) else 0
 
 
 def pytest_report_header(config):

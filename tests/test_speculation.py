@@ -22,9 +22,8 @@ from brl_jax import (
     TLinFormerConfig,
     generate,
 )
-from brl_jax.decoding import PREFILL, _prepare
+from brl_jax.decoding import generate_drafted
 from brl_jax.sampling import likely
-from brl_jax.speculation import speculate
 from tests.laws.cases import CASES, LEADING
 from tests.laws.networks import network
 from tests.marks import slow_unless
@@ -59,17 +58,9 @@ def nearly(variables, size):
 
 def rounds(model, variables, draft, prompts, max_new_tokens, **options):
     """The tokens after the prompts, and how often the large model was called."""
-    settings = {
-        "lengths": None,
-        "rng": None,
-        "temperature": 0,
-        "top_k": None,
-        "top_p": None,
-        "stop_tokens": (),
-    }
-    prefix, fixed, choice = _prepare(model, variables, prompts, max_new_tokens, **settings | options)
-    tokens, number = speculate(model, draft, variables, prefix, fixed, PREFILL, **choice)
-    return np.asarray(tokens), int(number)
+    options = {"temperature": 0} | options
+    tokens, number = generate_drafted(model, variables, draft, prompts, max_new_tokens, **options)
+    return np.asarray(tokens[:, min(options.get("lengths", prompts.shape[1:])) :]), int(number)
 
 
 @pytest.mark.parametrize("name", slow_unless(DECODING, ("full", "local-sliding", "gated_deltanet", "linear")))

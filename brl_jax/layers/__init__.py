@@ -18,6 +18,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
+from brl_jax.layers.recurrent.gated_deltanet_2 import GatedDeltaNet2Config
 from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
@@ -27,6 +28,7 @@ from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.recurrent.retnet import RetNetConfig
+from brl_jax.layers.recurrent.rwkv7 import RWKV7Config
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
@@ -52,6 +54,7 @@ __all__ = [
     "FullConfig",
     "GAUConfig",
     "GLAConfig",
+    "GatedDeltaNet2Config",
     "GatedDeltaNetConfig",
     "GlobalWindowConfig",
     "HopfieldConfig",
@@ -70,6 +73,7 @@ __all__ = [
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",
+    "RWKV7Config",
     "ReformerConfig",
     "RetNetConfig",
     "SinkhornConfig",

@@ -23,6 +23,7 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
+from brl_jax.layers.recurrent.gated_deltanet_2 import GatedDeltaNet2Config
 from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
@@ -32,6 +33,7 @@ from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.recurrent.retnet import RetNetConfig
+from brl_jax.layers.recurrent.rwkv7 import RWKV7Config
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.sorting.reformer import ReformerConfig
@@ -66,6 +68,8 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "deltanet": DeltaNetConfig,
         "gated_deltanet": GatedDeltaNetConfig,
         "kda": KDAConfig,
+        "gated_deltanet_2": GatedDeltaNet2Config,
+        "rwkv7": RWKV7Config,
         "norm": NormConfig,
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,

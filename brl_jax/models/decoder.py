@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.scores import soft_cap
-from brl_jax.fields import Count, Positive
+from brl_jax.fields import Count, Natural, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -41,12 +41,17 @@ class DecoderConfig(StackConfig):
     """Factor on embedded tokens; None for the square root of the width."""
     final_soft_cap: Positive | None = None
     """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
+    lora_rank: Natural = 0
+    """Rank of the changes to the dense weights of attention and feed-forward layers, which alone are trained (LoRA,
+    arXiv:2106.09685); 0: all parameters are. The other matrices are then stored in the computation's data type."""
+    lora_alpha: Positive = 16.0
+    """The changes are multiplied by lora_alpha / lora_rank."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.mup_base_width is not None:
-            # muP's rules assume a single table whose entries keep their size at every width.
-            for name, alone in (("tied_embeddings", True), ("embedding_scale", None)):
+            # muP's rules assume a single table whose entries keep their size at every width, and no maps to a rank.
+            for name, alone in (("tied_embeddings", True), ("embedding_scale", None), ("lora_rank", 0)):
                 if getattr(self, name) != alone:
                     raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
         self.make_dimensions(is_causal=True)  # raises for mechanisms without a causal form
@@ -54,7 +59,8 @@ class DecoderConfig(StackConfig):
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that each layer is built with."""
-        return self.make_dimensions(is_causal=True)
+        dimensions = self.make_dimensions(is_causal=True)
+        return dataclasses.replace(dimensions, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
 
     @property
     def added_positions(self) -> Positions:
@@ -96,7 +102,7 @@ class DecoderLM(nn.Module):
         if not c.tied_embeddings:
             axes = ("vocab", "embed")
             init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), axes)
-            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), dimensions.param_dtype)
+            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), dimensions.weight_dtype)
             self.unembedding: Any = gather_parameter(table, axes)
         # A stream begins as its token's row of the table. Without the signs, that token's own logit would begin at the
         # square root of the width, far above all others.

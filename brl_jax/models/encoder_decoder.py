@@ -52,6 +52,8 @@ class EncoderDecoderConfig(DecoderConfig):
             raise ValueError(
                 "reversible must be False in an encoder-decoder, whose layers also read the encoder"
             )
+        if self.lora_rank:
+            raise ValueError(f"lora_rank must be 0 in an encoder-decoder, got {self.lora_rank}")
         if self.mechanisms[0].network is not None:
             raise ValueError(
                 f"mechanism {type(self.mechanism).__name__} arranges its layers itself and has no cross-attention"

@@ -94,9 +94,8 @@ class Inputs(nn.Module):
         if self.kind == "embed":
             width = d.d_model if self.embedding_width is None else self.embedding_width
             init = nn.initializers.normal(width**-0.5)
-            self.embedding: Any = parameter(
-                self, "embedding", init, (self.size, d.d_model), ("vocab", "embed")
-            )
+            shape, axes = (self.size, d.d_model), ("vocab", "embed")
+            self.embedding: Any = parameter(self, "embedding", init, shape, axes, d.weight_dtype)
             self.factor = math.sqrt(width) if self.embedding_scale is None else self.embedding_scale
         else:
             axis = "pixel" if self.kind == "scale" else "inputs"
@@ -178,7 +177,7 @@ class Inputs(nn.Module):
             table = constrain(self.embedding, ("vocab", None))
             # A negative token would otherwise count from the table's end.
             x = table.at[inputs].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-            return x * self.factor
+            return x.astype(self.dimensions.param_dtype) * self.factor
         if self.kind == "scale":
             return self.embedding(inputs.astype(jnp.float32)[..., None] * (2.0 / max(self.size - 1, 1)) - 1.0)
         return self.embedding(inputs.astype(self.dimensions.dtype))

@@ -32,7 +32,7 @@ from eval.chips.ptxas import wheel_assemblers
 from train.engine.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
-#: Operations with kernels of their own; the others run through XLA where nothing else is said.
+#: Operations that our kernels compute, and the kernels' folders; XLA computes `OTHERS`.
 KERNELS = {
     "local": "local", "local_packed": "local", "local_sinks": "local", "local_capped": "local",
     "compress": "compress", "compress_relu2": "compress", "compress_laplace": "compress",
@@ -44,13 +44,23 @@ RECURRENT = (
 )  # fmt: skip
 OTHERS = ("full", "diag", "flow", "hopfield", "bsbr", "flash", "mlr")
 NAMES = (*KERNELS, *RECURRENT, *OTHERS, "training", "copy", "matmul", "flex", "fla")
-#: The kernels of a family, in the order in which its `choose_tiles` names them: (operation, names).
+_GRADIENTS = ("query_gradient", "key_gradient")
+#: The families of kernels as `adjustable` names them: (operation, kernels of its forward pass, kernels of its backward
+#: pass), by the fields of the family's sizes.
 TUNED = {
-    "local": ("local", ("forward", "query_gradient", "key_gradient")),
-    "compress": ("compress", ("forward", "backward")),
-    "propagate": ("propagate", ("forward", "query_gradient", "key_gradient")),
-    "squared_relu": ("gau", ("forward", "query_gradient", "key_gradient", "value_gradient")),
-    "selected": ("selected", ("by_query", "by_key")),
+    "local": ("local", ("forward",), _GRADIENTS),
+    "compress": ("compress", ("forward",), ("backward",)),
+    "propagate": ("propagate", ("forward",), _GRADIENTS),
+    "squared_relu": ("gau", ("forward",), (*_GRADIENTS, "value_gradient")),
+    "selected": ("selected", ("by_query",), ("by_key",)),
+    "delta_by_feature": ("kda", ("chunks", "states"), ("state_gradient", "pair_gradient", "gradient")),
+    "sum_by_feature": ("gla", ("sums", "outputs"), ("value_gradient", *_GRADIENTS)),
+    "sum": ("scalar_decay", ("sums", "outputs"), _GRADIENTS),
+    "delta": (
+        "gated_delta",
+        ("chunks", "states", "outputs"),
+        ("local_gradient", "state_gradient", "value_gradient", *_GRADIENTS),
+    ),
 }
 _GROUPED = {"heads": 16, "kv_heads": 4}
 _GAU = {"heads": 1}
@@ -141,7 +151,7 @@ def _task(
 
 
 def checks(dtype: str) -> Iterator[dict]:
-    """The checks of one dtype: each default, each kernel, and the sizes that have tilings of their own."""
+    """The checks of one dtype: each default, each kernel, and the sizes that have separate tilings."""
     for name in (*RECURRENT, *KERNELS, *OTHERS):
         size = _CHECKED | ({"kv_heads": None} if name in ("compress_blocks", *OTHERS) else {})
         yield _task("check", name, size, dtype=dtype)
@@ -179,17 +189,13 @@ def tasks(options: argparse.Namespace) -> list[dict]:
         ]
         tuned = [
             _task(
-                "tune",
-                operation,
-                _TUNED_SIZES.get(family),
-                family=family,
-                kernel=n,
-                kernel_name=name,
+                "tune", operation, _TUNED_SIZES.get(family), "triton", family=family, kernel=name, passes=passes,
                 dtype="bfloat16",
             )
-            for family, (operation, names) in TUNED.items()
-            for n, name in enumerate(names)
-        ]
+            for family, (operation, forward, backward) in TUNED.items()
+            for passes, names in (("forward", forward), ("both", backward))
+            for name in names
+        ]  # fmt: skip
         first = [task for task in timed if not task["size"] and task["implementation"] == "default"][:14]
         found += [_task("ceiling", name) for name in ("copy", "matmul")]
         found += [
@@ -295,7 +301,7 @@ def line_of(row: dict) -> str:
     """One row as a line of text."""
     size = ",".join(f"{name}={value}" for name, value in row["size"].items())
     what = f"{row['kind']:8} {row['operation']:17} {row['implementation']:7} {row.get('dtype', ''):8} "
-    what += f"{row.get('passes', row.get('kernel_name', '')):14} "
+    what += f"{row.get('kernel', row.get('passes', '')):14} "
     if row.get("note"):
         return f"{what} {row['note']} {size}"
     parts = []
@@ -442,7 +448,7 @@ def summary(report: Report, options: argparse.Namespace, todo: Sequence[dict], d
     best: dict[tuple, dict] = {}
     for row in rows:
         if row["kind"] == "tune" and "ms" in row and not row.get("wrong"):
-            key = row["family"], row["kernel_name"]
+            key = row["family"], row["kernel"]
             first = best.setdefault(key, {"default": row, "best": row})
             first["best"] = min(first["best"], row, key=lambda r: r["ms"])
     for (family, kernel), found in best.items():

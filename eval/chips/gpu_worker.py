@@ -107,7 +107,8 @@ def compile_program(function: Callable, arguments: Any, *, autotune: bool | None
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     text = lowered.as_text()
-    kernels = [name for name, sign in (("cuDNN", "cudnn$fmha"), ("Triton", "triton_kernel")) if sign in text]
+    signs = {"cuDNN": "cudnn$fmha", "Triton": "triton_kernel", "interpreter": "python_cpu_callback"}
+    kernels = [name for name, sign in signs.items() if sign in text]
     middle = time.perf_counter()
     tuned = autotune or (autotune is None and not kernels)
     on_gpu = jax.default_backend() == "gpu"
@@ -303,17 +304,16 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
 
     operation, size, dtype, arrays, floats = _prepare(task)
     function = operation.call(size, _named(task, worker))
-    kernel, forward = task["kernel"], task["kernel"] == 0
+    forward = task["passes"] == "forward"
     cotangent = gpu_operations.cotangent_of(function, arrays, dtype, 15)
     arguments = tuple(map(jnp.asarray, arrays if forward else (cotangent, *arrays)))
     chosen: dict[str, Any] = {}
 
-    def with_tile(family: str, tiles: tuple, new: Any = None) -> tuple:
+    def with_tile(family: str, tiles: Any, new: Any = None) -> Any:
         if family != task["family"]:
             return tiles
-        chosen["default"] = tiles[kernel]
-        changed = [new if n == kernel and new is not None else tile for n, tile in enumerate(tiles)]
-        return type(tiles)(*changed) if hasattr(tiles, "_fields") else tuple(changed)
+        chosen["default"] = getattr(tiles, task["kernel"])
+        return tiles if new is None else tiles._replace(**{task["kernel"]: new})
 
     @jax.jit
     def differ(got: Any, right: Any) -> Any:

@@ -168,7 +168,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
     begin("reading the compiled program")
     memory = compiled.memory_analysis()
     assert memory is not None
-    parameters, gradients = _share(state.params), _share(state.params)
+    parameters, gradients = _share(state.params), _share(objective.split(state.params)[0])
     total = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -217,10 +217,12 @@ def _kept_bytes(objective: Objective, state: TrainState, batch: Arrays, mesh: Me
     memory = jax.eval_shape(lambda: objective.init_memory(rows))
 
     def residuals(params: Any, memory: Any, batch: Any, key: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return objective.sums(params, memory, batch, key)[0]["loss"]
+        trained, frozen = objective.split(params)
 
-        return jax.vjp(loss, params)[1]
+        def loss(trained: Any) -> Any:
+            return objective.sums(objective.join(trained, frozen), memory, batch, key)[0]["loss"]
+
+        return jax.vjp(loss, trained)[1]
 
     kept = jax.eval_shape(residuals, state.params, memory, batch, jax.random.key(0))
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)}

@@ -55,7 +55,7 @@ class CompileOptions(Checked):
     compressed: tuple[Count, ...] = (64, 128, 256)
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     recurrences: bool = True
-    """Whether linear attention and the gated delta rule are compiled."""
+    """Whether linear attention, the gated delta rule, and both with decay by feature are compiled."""
     heads: Width = 8
     """Heads of query, key and value."""
     head_dims: tuple[Width, ...] = (128, 64)
@@ -78,14 +78,18 @@ def _blocks(length: int, window: int, chip: str) -> Callable:
     )
 
 
-def _recurrence(chip: str, delta: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Sums of products, or the gated delta rule with gates made of the keys."""
+def _recurrence(chip: str, name: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Sums of products, or a delta rule or decay with gates made of the keys."""
     heads, size = key.shape[2:]
     state = jnp.zeros((key.shape[0], heads, size, size))
-    factors = tpu.Factors()
-    if delta:
-        gate = jax.nn.sigmoid(key[..., 0].astype(jnp.float32))
-        factors = tpu.Factors(gate, gate, -gate, gate, gate[:, :: tpu.CHUNK])
+    gates = jax.nn.sigmoid(key.astype(jnp.float32))
+    gate = gates[..., 0]
+    factors = {
+        "linear": tpu.Factors(),
+        "gated delta": tpu.Factors(gate, gate, -gate, gate, gate[:, :: tpu.CHUNK]),
+        "gla": tpu.Factors(log_decay=-gates),
+        "kda": tpu.Factors(log_decay=-gates, beta=gate),
+    }[name]
     return tpu.recurrence(query, key, value, state, None, factors, chip=chip).total.astype(query.dtype)
 
 
@@ -116,8 +120,8 @@ def cases(
         many = (1, length // size, tokens, heads, head_dim)
         yield f"compress_blocks {tokens}", read, [many, long, long, long]
     if options.recurrences:
-        yield "linear", functools.partial(_recurrence, chip, False), [long] * 3
-        yield "gated delta", functools.partial(_recurrence, chip, True), [long] * 3
+        for name in ("linear", "gated delta", "gla", "kda"):
+            yield name, functools.partial(_recurrence, chip, name), [long] * 3
 
 
 def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], device: Any) -> int:

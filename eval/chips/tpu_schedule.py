@@ -7,8 +7,8 @@ number of grid steps. The table compares
 - sliding-window attention and, with --full, full causal attention with JAX's splash attention at its best block sizes;
 - compress and propagate with the same functions in jax.numpy, whose cost is the bundles in one pass of each
   instruction's outer loop times the passes (`iteration_bounds`), counting deeper loops once;
-- linear attention and the gated delta rule with their walk over chunks through XLA, whose loop counts once
-  for each chunk. Here the instructions around the kernels count as well.
+- linear attention, the gated delta rule, and both with decay by feature (GLA, KDA), with their walk over chunks
+  through XLA, whose loop counts once for each chunk. Here the instructions around the kernels count as well.
 
 Only issue slots are counted. A kernel that waits for memory is slower than its cost suggests, so the bytes that the
 block specs fetch and write are counted as well, except in kernels whose block specs read scalars.
@@ -55,7 +55,7 @@ from brl_jax.attention.local import tpu as local_tpu
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.recurrent.delta import gated_delta_rule
+from brl_jax.attention.recurrent.delta import gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
@@ -88,7 +88,7 @@ class ScheduleOptions(Checked):
     """Compile windows and, with --full, full attention with these biases too: alibi, t5."""
     chosen: bool = False
     """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
-    recurrences: tuple[str, ...] = ("linear", "gated delta")
+    recurrences: tuple[str, ...] = ("linear", "gated delta", "gla", "kda")
     """Recurrences to compile."""
     length: Length = 16384
     """Sequence length in tokens."""
@@ -336,8 +336,9 @@ def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool
     return (both, (*arguments, shape)) if backward else (forward, arguments)
 
 
-def _linear(query, key, value, numbers):
+def _linear(query, key, value, numbers, log_decay=None):
     options: dict[str, Any] = {"is_causal": True, "normalize": False, "feature_map": "identity"}
+    options["log_decay"] = log_decay
     return linear_attention(query, key, value, implementation="xla", chunk_size=_CHUNK, **options)
 
 
@@ -346,7 +347,21 @@ def _gated_delta(query, key, value, numbers):
     return gated_delta_rule(query, key, value, beta=numbers, log_decay=-numbers, **options)
 
 
-_RECURRENCES: dict[str, Callable] = {"linear": _linear, "gated delta": _gated_delta}
+def _gla(query, key, value, numbers):
+    return _linear(query, key, value, numbers, log_decay=-numbers)
+
+
+def _kda(query, key, value, numbers):
+    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
+    return kimi_delta_rule(query, key, value, beta=numbers[..., 0], log_decay=-numbers, **options)
+
+
+_RECURRENCES: dict[str, Callable] = {
+    "linear": _linear,
+    "gated delta": _gated_delta,
+    "gla": _gla,
+    "kda": _kda,
+}
 #: Tokens of a chunk of the walk through XLA: the default of the public functions.
 _CHUNK = 64
 
@@ -355,7 +370,8 @@ def _recurrence(
     options: ScheduleOptions, chip: str | None, shape, *, name: str, backward: bool, pallas: bool
 ):
     full = (1, options.length, options.heads, options.head_dim)
-    numbers = jax.ShapeDtypeStruct(full[:3], jnp.float32, sharding=shape.sharding)
+    by_feature = name in ("gla", "kda")
+    numbers = jax.ShapeDtypeStruct(full if by_feature else full[:3], jnp.float32, sharding=shape.sharding)
     state = jnp.zeros((1, options.heads, options.head_dim, options.head_dim))
 
     def attend(query, key, value, numbers):
@@ -363,8 +379,10 @@ def _recurrence(
         if not pallas:
             return _RECURRENCES[name](query, key, value, numbers)
         walked = Walked(query, key, value, state)
-        if name == "gated delta":
-            walked = walked._replace(log_decay=-numbers, beta=numbers)
+        if name != "linear":
+            walked = walked._replace(log_decay=-numbers)
+        if name in ("gated delta", "kda"):
+            walked = walked._replace(beta=numbers[..., 0] if by_feature else numbers)
         return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
 
     def forward(query, key, value, numbers):

@@ -16,7 +16,13 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.diag import diag_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
+from brl_jax.attention.recurrent.delta import (
+    delta_rule,
+    gated_delta_rule,
+    gated_delta_rule_2,
+    kimi_delta_rule,
+    rwkv7_attention,
+)
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES, compression_blocks, native_sparse_attention
 from brl_jax.attention.structured.mlr import mlr_attention
@@ -145,6 +151,56 @@ def _kimi_delta(options: SpeedOptions) -> Callable:
     return attend
 
 
+def _gates(options: SpeedOptions) -> tuple[np.ndarray, np.ndarray]:
+    """What a token erases by key feature, and writes by value feature."""
+    rising = np.linspace(0.1, 0.9, options.head_dim)
+    return rising, rising[::-1]
+
+
+def _gated_delta_2(options: SpeedOptions) -> Callable:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        gates = (*_gates(options), _feature_log_decay(options))
+        erase, write, log_decay = (
+            jnp.broadcast_to(jnp.asarray(x, jnp.float32)[None, None, None], key.shape) for x in gates
+        )
+        return gated_delta_rule_2(query, key, value, erase=erase, write=write, log_decay=log_decay)
+
+    return attend
+
+
+def _gated_reference_2(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    return delta_reference(options, arrays, rows, tail, _feature_log_decay(options), *_gates(options))
+
+
+def _rwkv7(options: SpeedOptions) -> Callable:
+    """Removes and writes under one key, so that it equals the second gated delta rule with other gates."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        log_decay = jnp.asarray(_feature_log_decay(options), jnp.float32)[None, None, None]
+        wide = key.astype(jnp.float32)
+        written = BETA * wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
+        return rwkv7_attention(
+            query,
+            written.astype(key.dtype),
+            value,
+            removal_key=key,
+            learning_rate=jnp.full_like(key, BETA),
+            log_decay=jnp.broadcast_to(log_decay, key.shape),
+        )
+
+    return attend
+
+
+def _rwkv7_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    log_decay = _feature_log_decay(options)
+    # What it reads has not decayed.
+    return delta_reference(options, arrays, rows, tail, log_decay, erase=BETA * np.exp(-log_decay))
+
+
 def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
     """Linear attention with a decay of shape (heads, 1) or (heads, features), given for each token or once."""
 
@@ -255,6 +311,8 @@ CASES: dict[str, FunctionCase] = {
         _gated_delta, functools.partial(delta_reference, log_decay=LOG_DECAY), growth=1
     ),
     "kda": FunctionCase(_kimi_delta, _kimi_reference, growth=1),
+    "gated_deltanet_2": FunctionCase(_gated_delta_2, _gated_reference_2, growth=1),
+    "rwkv7": FunctionCase(_rwkv7, _rwkv7_reference, growth=1),
     "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
 }
 TORCH = "torch full"

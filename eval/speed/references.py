@@ -160,12 +160,19 @@ def linear_reference(
 
 
 def delta_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any = 0.0
+    options: SpeedOptions,
+    arrays: Arrays,
+    rows: np.ndarray,
+    tail: int,
+    log_decay: Any = 0.0,
+    erase: Any = BETA,
+    write: Any = BETA,
 ) -> tuple[np.ndarray, ...]:
     """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient.
 
     Args:
       log_decay: of the state before each token: a number, or one for each key feature.
+      erase, write: the gates: a number, or one for each feature of the keys or of the values.
     """
     decay = np.broadcast_to(np.exp(log_decay), options.head_dim)[:, None]
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
@@ -179,8 +186,8 @@ def delta_reference(
         state = decay * state
         if t >= tail:
             before[t] = state
-        error = value[:, t] - np.einsum("bnfh,bnf->bnh", state, key[:, t])
-        state = state + BETA * key[:, t, :, :, None] * error[:, :, None]
+        error = write * value[:, t] - np.einsum("bnfh,bnf->bnh", state, erase * key[:, t])
+        state = state + key[:, t, :, :, None] * error[:, :, None]
         if t in sampled:
             out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
             d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
@@ -189,13 +196,13 @@ def delta_reference(
     for t in reversed(range(tail, length)):
         k, recalled = key[:, t], before[t]
         d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
-        error = value[:, t] - np.einsum("bnfh,bnf->bnh", recalled, k)
-        d_error = BETA * np.einsum("bnfh,bnf->bnh", d_state, k)
-        d_unit = BETA * np.einsum("bnfh,bnh->bnf", d_state, error)
-        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", recalled, d_error)
+        error = write * value[:, t] - np.einsum("bnfh,bnf->bnh", recalled, erase * k)
+        d_error = np.einsum("bnfh,bnf->bnh", d_state, k)
+        d_unit = np.einsum("bnfh,bnh->bnf", d_state, error)
+        d_unit = d_unit - erase * np.einsum("bnfh,bnh->bnf", recalled, d_error)
         d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
-        d_value[:, t] = d_error
-        d_state = decay * (d_state - k[..., None] * d_error[:, :, None])
+        d_value[:, t] = write * d_error
+        d_state = decay * (d_state - (erase * k)[..., None] * d_error[:, :, None])
     return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
 
 

@@ -209,6 +209,14 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
             lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, beta=b, log_decay=-k),
             (*qkv, rate),
         ),
+        "gated_delta_rule_2": (
+            lambda q, k, v: bj.gated_delta_rule_2(q, k, v, erase=k, write=v, log_decay=-k),
+            qkv,
+        ),
+        "rwkv7_attention": (
+            lambda q, k, v: bj.rwkv7_attention(q, k, v, removal_key=v, learning_rate=k, log_decay=-k),
+            qkv,
+        ),
         "gau_attention": (functools.partial(bj.gau_attention, **causal), qkv),
         "mixed_chunk_attention": (
             lambda q, k, v: bj.mixed_chunk_attention(q, k, q, k, v, **causal),

@@ -64,6 +64,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "deltanet",
         "gated_deltanet",
         "kda",
+        "gated_deltanet_2",
+        "rwkv7",
         "retnet",
         "gla",
         "mamba2",

@@ -4,6 +4,9 @@
 Several --prompt are continued together. Each prompt is printed with its continuation. If the model's mechanism is
 linear, the cost of a token does not grow with the text before it.
 
+With --draft DIR a smaller run drafts tokens, and one call of the model reads several of them (speculative decoding):
+with --temperature 0 the tokens stay the same. A line on stderr says how many tokens a call gave.
+
 With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
 optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place.
 `eval.tasks.generate_batch` describes the files.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -22,13 +25,15 @@ import tyro
 from etils import epath
 from jaxtyping import Int
 
-from brl_jax.decoding import generate
+from brl_jax.decoding import generate, generate_drafted
 from brl_jax.fields import Checked, Count, Fraction, NonNegative, Rows, Seed, Steps
+from brl_jax.speculation import Draft
 from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from train.cli.options import parse_options
 from train.data import Tokenizer, load_tokenizer
 from train.engine.errors import UserError
+from train.engine.metrics import log
 from train.tasks.lm import LM
 
 
@@ -49,6 +54,11 @@ class GenerateOptions(Checked):
     stopped."""
     slots: Rows = 8
     """Prompts of --batch that are continued at the same time."""
+    draft: str | None = None
+    """Folder of a smaller run with the same tokenizer, which drafts tokens for this one: its checkpoint with the best
+    evaluation."""
+    draft_tokens: Count = 4
+    """Tokens that it drafts for each call of the model."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text of one token with which a continuation ends; may be given several times."""
     tokens: Steps = 256
@@ -69,10 +79,14 @@ class GenerateOptions(Checked):
             raise ValueError(f"batch and out must be given together, got {self.batch} and {self.out}")
         if self.batch is not None and (self.prompt or self.prompt_file is not None):
             raise ValueError("batch must be given without prompt and prompt_file")
+        if self.batch is not None and self.draft is not None:
+            raise ValueError("batch must be given without draft")
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         unused = {} if self.batch is not None else {"slots": "without batch"}
+        if self.draft is None:
+            unused["draft_tokens"] = "without draft"
         if self.temperature == 0:
             unused |= dict.fromkeys(
                 ("top_k", "top_p", "seed"), "with temperature 0, which takes the likeliest"
@@ -133,22 +147,50 @@ def main(argv: Sequence[str]) -> None:
     for row, tokens in zip(batch, encoded):
         row[: len(tokens)] = tokens
     check_length(model, int(lengths.max()) + options.tokens, "--tokens")
-    texts = generate(
-        model,
-        {"params": params},
-        batch,
-        lengths=lengths,
-        max_new_tokens=options.tokens,
-        rng=jax.random.key(options.seed),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop_tokens=stops,
-    )
-    for i, (row, length) in enumerate(zip(np.asarray(texts), lengths)):
+    asked: dict[str, Any] = {
+        "lengths": lengths,
+        "max_new_tokens": options.tokens,
+        "rng": jax.random.key(options.seed),
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "stop_tokens": stops,
+    }
+    calls = None
+    if options.draft is None:
+        texts = generate(model, {"params": params}, batch, **asked)
+    else:
+        draft = _open_draft(options, tokenizer)
+        check_length(draft.model, int(lengths.max()) + options.tokens, "--draft, --tokens")
+        try:
+            texts, calls = generate_drafted(model, {"params": params}, draft, batch, **asked)
+        except ValueError as error:  # another vocabulary, or a mechanism that cannot go back
+            raise UserError(f"--draft: {error}") from error
+    rows = [
+        _until_stop(row[: length + options.tokens], length, stops)
+        for row, length in zip(np.asarray(texts), lengths)
+    ]
+    for i, row in enumerate(rows):
         if len(encoded) > 1:
             print(f"--- {i + 1} of {len(encoded)}")
-        print(tokenizer.decode(_until_stop(row[: length + options.tokens], length, stops)))
+        print(tokenizer.decode(row))
+    if calls is not None:
+        new = sum(map(len, rows)) - int(lengths.sum())
+        log(f"{new} tokens in {calls} calls of the model, {new / int(calls):.2f} a call")
+
+
+def _open_draft(options: GenerateOptions, tokenizer: Tokenizer) -> Draft:
+    """The run of --draft. Raises UserError: there is none, or it has another tokenizer."""
+    assert options.draft is not None
+    try:
+        run = open_run([LM], options.draft, "best")
+    except UserError as error:
+        raise UserError(str(error).replace("--workdir", "--draft", 1)) from error
+    if not tokenizer.equals(load_tokenizer(epath.Path(options.draft))):
+        raise UserError(
+            f"--draft: expected the tokenizer of {options.workdir}, got another one in {options.draft}"
+        )
+    return Draft(run.model, {"params": run.params}, options.draft_tokens)
 
 
 def _stop_token(text: str, tokenizer: Tokenizer) -> int:

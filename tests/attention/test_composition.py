@@ -21,8 +21,10 @@ _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) fo
 
 def test_every_function_is_called():
     """A new public function needs a call here, unless its arguments are not batches of sequences."""
-    functions = {name for name in brl_jax.__all__ if name.endswith(("_attention", "_rule"))}
-    covered = {f"{name}_attention" for name in CALLS} | {"delta_rule", "gated_delta_rule", "kimi_delta_rule"}
+    functions = {name for name in brl_jax.__all__ if name.endswith(("_attention", "_rule", "_rule_2"))}
+    covered = (
+        {f"{name}_attention" for name in CALLS} | {f"{name}_rule" for name in CALLS} | {"gated_delta_rule_2"}
+    )
     assert functions <= covered
 
 

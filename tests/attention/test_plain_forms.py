@@ -18,9 +18,6 @@ from tests.support.attention import close, random_qkv
 B, N, K, H = 2, 4, 2, 8
 
 
-B, N, K, H = 2, 4, 2, 8
-
-
 def normal(*shape):
     return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32) / 2
 
@@ -31,6 +28,20 @@ def qkv(length):
 
 def with_beta(length):
     return *qkv(length), jax.nn.sigmoid(normal(B, length, K))
+
+
+def with_gates(length):
+    """Gates of two shapes for keys of H and values of 5 features."""
+    query, key, _ = qkv(length)
+    return query, key, normal(B, length, K, 5), *(jax.nn.sigmoid(normal(B, length, K, n)) for n in (H, 5))
+
+
+def with_removal(length):
+    return *qkv(length), normal(B, length, K, H)[..., ::-1], jax.nn.sigmoid(-normal(B, length, K, H))
+
+
+#: The names of the arrays after query, key and value.
+NAMED = {with_beta: ("beta",), with_gates: ("erase", "write"), with_removal: ("removal_key", "learning_rate")}
 
 
 def with_projection(length):
@@ -143,6 +154,8 @@ CASES = {
         ("delta_rule", with_beta, [{}]),
         ("gated_delta_rule", with_beta, [{"log_decay": token_decay}]),
         ("kimi_delta_rule", with_beta, [{"log_decay": feature_decay}]),
+        ("gated_delta_rule_2", with_gates, [{"log_decay": feature_decay}]),
+        ("rwkv7_attention", with_removal, [{"log_decay": feature_decay}]),
         ("gau_attention", qkv, both(bias=BIAS)),
         ("mixed_chunk_attention", mixed, both(bias=BIAS, chunk_size=24)),
         ("bsbr_attention", retrieving, both(chunk_size=24)),
@@ -160,7 +173,8 @@ CASES = {
 # Options that plain forms don't have. Skyformer's plain form uses the exact inverse, which twelve steps reach.
 OURS = {"skyformer_attention": {"iterations": 12}}
 OURS |= {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
-OURS |= {name: {"chunk_size": 24} for name in ("linear_attention", "delta_rule", "kimi_delta_rule")}
+RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
+OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
 EACH = [
     pytest.param(family, name, arrays, options, number == 0, id=f"{name}-{number}")
     for family, cases in CASES.items()
@@ -179,8 +193,9 @@ def run(family, name, arrays, options, length, gradients):
 
     def results(function, **more):
         def loss(*given):
-            strength = {"beta": given[3]} if arrays is with_beta else {}
-            out = function(*given[: 3 if strength else None], **strength, **options, **more)
+            names = NAMED.get(arrays, ())
+            named = dict(zip(names, given[3:])) if names else {}
+            out = function(*given[: 3 if names else None], **named, **options, **more)
             return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
 
         if not gradients:
@@ -226,16 +241,24 @@ def test_patterns_equal_their_plain_form(name):
     close(xla_attention(*qkv(130), **options), plain)
 
 
-def test_tokens_that_empty_a_state_have_finite_gradients():
+@pytest.mark.parametrize(
+    ("name", "arrays", "options"),
+    [
+        ("linear_attention", qkv, DECAYED),
+        ("gated_delta_rule_2", with_gates, {}),
+        ("rwkv7_attention", with_removal, {}),
+    ],
+)
+def test_tokens_that_empty_a_state_have_finite_gradients(name, arrays, options):
     """-inf next to almost no decay; -inf gets no gradient, since nothing of the state is left."""
 
-    def loss(log_decay, *arrays):
-        return jnp.sum(
-            jnp.sin(brl_jax.linear_attention(*arrays, log_decay=log_decay, chunk_size=24, **DECAYED))
-        )
+    def loss(log_decay, *given):
+        named = dict(zip(NAMED.get(arrays, ()), given[3:]))
+        out = getattr(brl_jax, name)(*given[:3], **named, log_decay=log_decay, chunk_size=24, **options)
+        return jnp.sum(jnp.sin(out))
 
-    decay = feature_decay(67)
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(decay, *qkv(67))
+    decay, given = feature_decay(67), arrays(67)
+    gradients = jax.jit(jax.grad(loss, range(1 + len(given))))(decay, *given)
     assert all(bool(jnp.isfinite(gradient).all()) for gradient in gradients)
     assert not np.asarray(gradients[0])[np.isinf(decay)].any()
     assert np.asarray(gradients[0])[np.asarray(decay) > -1].any()

@@ -64,6 +64,25 @@ CASES = {
         {"beta": BETA, "log_decay": DECAY},
         lambda q, k, v: brl_jax.kimi_delta_rule(q, k, v, beta=BETA, log_decay=DECAY),
     ),
+    "gated_deltanet_2": (
+        {},
+        {"erase": jnp.exp(DECAY), "write": 1 - jnp.exp(DECAY), "log_decay": DECAY[..., ::-1]},
+        lambda q, k, v: brl_jax.gated_delta_rule_2(
+            q, k, v, erase=jnp.exp(DECAY), write=1 - jnp.exp(DECAY), log_decay=DECAY[..., ::-1]
+        ),
+    ),
+    "rwkv7": (
+        {},
+        {"removal_key": LINEAR["linear_key"], "learning_rate": jnp.exp(DECAY), "log_decay": DECAY[..., ::-1]},
+        lambda q, k, v: brl_jax.rwkv7_attention(
+            q,
+            k,
+            v,
+            removal_key=LINEAR["linear_key"],
+            learning_rate=jnp.exp(DECAY),
+            log_decay=DECAY[..., ::-1],
+        ),
+    ),
     "flowformer": ({}, {}, lambda q, k, v: brl_jax.flowformer_attention(q, k, v, is_causal=True)),
     "luna": ({"packed": PACKED}, {}, lambda q, k, v: brl_jax.luna_attention(q, k, v, PACKED)),
     "gau": ({"length": T}, {}, lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True)),

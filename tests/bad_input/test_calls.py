@@ -386,6 +386,14 @@ CALLS = {
         lambda: brl.kimi_delta_rule(Q, K, V, beta=BETA, log_decay=BETA),
         "log_decay must be floating point of shape .*key features",
     ),
+    "gated delta 2: a write gate of another shape": (
+        lambda: brl.gated_delta_rule_2(Q, K, V, erase=K, write=BETA, log_decay=-K),
+        "write must be floating point of shape .*value features",
+    ),
+    "rwkv7: a rate of each head": (
+        lambda: brl.rwkv7_attention(Q, K, V, removal_key=K, learning_rate=BETA, log_decay=-K),
+        "learning_rate must be floating point of shape .*key features",
+    ),
     "performer: neither key nor projection": (lambda: brl.performer_attention(Q, K, V), "rng|projection"),
     "performer_projection of no features": (
         lambda: brl.performer_projection(jax.random.key(0), 0, 8),

@@ -227,6 +227,8 @@ OTHERS = {
     ("eval.generate", "--workdir /nowhere --prompt x"): "--workdir: no run there",
     ("eval.generate", "--batch prompts.jsonl"): "--batch and out must be given together",
     ("eval.generate", "--prompt x --slots 3"): "--slots has no effect without batch",
+    ("eval.generate", "--prompt x --draft_tokens 3"): "--draft_tokens has no effect without draft",
+    ("eval.generate", "--batch a --out b --draft c"): "--batch must be given without draft",
     ("eval.generate", "--prompt x --temperature 0 --top_k 3"): "--top_k has no effect with temperature 0",
     ("eval.generate", "--prompt x --top_k 99999999999"): "--top_k must be at most",
     ("eval.lra", "--table x --json True"): "--json has no effect with table",

@@ -27,6 +27,7 @@ from brl_jax.layers import (
     FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GAUConfig,
     GLAConfig,
@@ -49,6 +50,7 @@ from brl_jax.layers import (
     PerformerConfig,
     ReformerConfig,
     RetNetConfig,
+    RWKV7Config,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -196,6 +198,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         ),
     },
     "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
+    "gated_deltanet_2": {"": Case(GatedDeltaNet2Config(chunk_size=4, gate_rank=3), repeats="kda")},
+    "rwkv7": {"": Case(RWKV7Config(chunk_size=4, rank=3))},
     "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
     # Decays from about 1/2 to 1/1000 per token; by default they are near 1.
     "gla": {
@@ -292,19 +296,45 @@ KERNELS = {
     "full": _ANY_PATTERN,
     "hopfield": _ANY_PATTERN,
     **dict.fromkeys(
-        ("linear", "norm", "cosformer", "deltanet", "gated_deltanet", "retnet", "mamba2"), _RECURRENT
+        ("linear", "norm", "cosformer", "deltanet", "gated_deltanet", "kda", "retnet", "gla", "mamba2"),
+        _RECURRENT,
     ),
 }
 
 # The fast cases of law 8: each kernel once, and a program without one.
 FAST_KERNELS = ("diag-relu", "local-sliding", "local-bigbird", "brl-layer", "linear")
 
+# The laws that `pytest -m gpu` runs with the kernels of pallas_kernels/triton, and a slow test interprets. Mechanisms
+# for each operation: local attention and gated attention units in a decoder, compress and propagate in an
+# encoder, compress by blocks in a decoder, native sparse attention, and each kind of recurrence.
+ON_GPU_KERNELS = (
+    "law_1_causal[local-sinks]",
+    "law_1_causal[gau]",
+    "law_2_generation_is_training[local-sinks]",
+    "law_3_oracle[local-sinks-causal]",
+    "law_3_oracle[gau-causal]",
+    "law_3_oracle[native_sparse-causal]",
+    "law_3_oracle[linear-causal]",
+    "law_3_oracle[mamba2-causal]",
+    "law_3_oracle[gla-causal]",
+    "law_3_oracle[deltanet-causal]",
+    "law_3_oracle[gated_deltanet-causal]",
+    "law_3_oracle[kda-causal]",
+    "law_3_oracle[brl-output-bidirectional]",
+    "law_3_oracle[brl-output-causal]",
+    "law_4_packing[local-sinks]",
+    "law_4_packing[gau]",
+    "law_4_packing[native_sparse]",
+    "law_4_packing[gated_deltanet]",
+    "law_4_padding[brl-output]",
+)
+
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:
     """A small network: 4 query heads of size 4 on 2 key/value heads.
 
-    Only through XLA: including the TPU kernels would double the time, and law 8 tests them. tests/pallas_kernels/triton
-    runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret."""
+    Only through XLA: including the TPU kernels would double the time, and law 8 tests them. tests/support/gpu.py sets
+    BRL_JAX_LAWS_IMPLEMENTATION for `ON_GPU_KERNELS`."""
     standard = Dimensions(
         d_model=16,
         num_heads=4,

@@ -50,6 +50,26 @@ def delta(q, k, v, beta, decay=None, segments=None):
     return np.stack(out)
 
 
+def gated_delta_2(q, k, v, erase, write, decay, segments=None):
+    """The recurrence S <- D + k (write v - D^T (erase k))^T, D = diag(decay) S, o = S^T q of one head."""
+    state, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        state = decay[t][:, None] * begun(state, t, segments)
+        state = state + np.outer(k[t], write[t] * v[t]) - np.outer(k[t], (erase[t] * k[t]) @ state)
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
+def rwkv7(q, k, v, removal, rate, decay, segments=None):
+    """The recurrence S <- (diag(decay) - diag(rate) r r^T) S + k v^T, o = S^T q of one head."""
+    state, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        transition = np.diag(decay[t]) - rate[t][:, None] * np.outer(removal[t], removal[t])
+        state = transition @ begun(state, t, segments) + np.outer(k[t], v[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
 def begun(state, t, segments):
     """The state before token t: zeros if a segment begins there."""
     return state if segments is None else state * (t > 0 and segments[t] == segments[t - 1])
@@ -117,15 +137,50 @@ def gated_delta_mix(u, p, m, d):
 
 
 def kda_mix(u, p, m, d):
+    beta = sigmoid(u @ p["beta"]["kernel"])
+    return by_feature_mix(u, p, d, lambda q, k, v, b, decay: delta(q, k, v, beta[:, b], decay))
+
+
+def gated_delta_2_mix(u, p, m, d):
+    gates = [sigmoid(project(u, p[name])) for name in ("erase", "write")]
+    return by_feature_mix(
+        u, p, d, lambda q, k, v, b, decay: gated_delta_2(q, k, v, *(x[:, b] for x in gates), decay)
+    )
+
+
+def by_feature_mix(u, p, d, rule):
+    """rule(q, k, v, key head, decay) is the recurrence of one head."""
     q, k, v = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("query", "key", "value"))
     q, k = unit(q) / np.sqrt(q.shape[-1]), unit(k)
     steps, gate = (project(u @ p[f"{name}_down"]["kernel"], p[f"{name}_up"]) for name in ("step", "gate"))
-    beta, decay = sigmoid(u @ p["beta"]["kernel"]), step_decay(steps, p)
-    heads = []
+    decay, heads = step_decay(steps, p), []
     for a in range(d.num_heads):
         b = a * d.num_kv_heads // d.num_heads
-        out = delta(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
+        out = rule(q[:, a], k[:, b], v[:, b], b, decay[:, b])
         heads.append(gated_norm(out, gate[:, a], p["head_norm"], sigmoid))
+    return merge(heads, p)
+
+
+def rwkv7_mix(u, p, m, d):
+    before = np.concatenate([np.zeros_like(u[:1]), u[:-1]])
+    mixed = dict(
+        zip(("query", "decay", "key", "value", "rate", "gate"), u + (before - u) * p["mixture"][:, None])
+    )
+    r, k, v = (project(mixed[name], p[name]) for name in ("query", "key", "value"))
+    low = {name: mixed[name] @ p[f"{name}_down"]["kernel"] for name in ("decay", "rate", "gate")}
+    decay = np.exp(-sigmoid(project(np.tanh(low["decay"]), p["decay_up"]) + p["decay_bias"]) / np.sqrt(np.e))
+    rate = sigmoid(project(low["rate"], p["rate_up"]) + p["rate_bias"])
+    gate = project(sigmoid(low["gate"]), p["gate_up"])
+    removal, written, heads = k * p["removal"], k + (rate - 1) * p["replacement"] * k, []
+    removal = removal / np.sqrt((removal * removal).sum(-1, keepdims=True))
+    for a in range(d.num_heads):
+        b = a * d.num_kv_heads // d.num_heads
+        out = rwkv7(r[:, a], written[:, b], v[:, b], removal[:, b], rate[:, b], decay[:, b])
+        out = out - out.mean(-1, keepdims=True)
+        out = out / np.sqrt((out * out).mean(-1, keepdims=True) + 1e-5 * d.head_dim)
+        out = out * p["head_norm"]["scale"][a] + p["head_norm"]["bias"][a]
+        own = (r[:, a] * p["bonus"][a] * written[:, b]).sum(-1, keepdims=True) * v[:, b]
+        heads.append((out + own) * gate[:, a])
     return merge(heads, p)
 
 
@@ -349,6 +404,8 @@ NETWORKS = {
     "deltanet": residual_network(delta_mix),
     "gated_deltanet": residual_network(gated_delta_mix),
     "kda": residual_network(kda_mix),
+    "gated_deltanet_2": residual_network(gated_delta_2_mix),
+    "rwkv7": residual_network(rwkv7_mix),
     "retnet": residual_network(retnet_mix),
     "gla": residual_network(gla_mix),
     "mamba2": mixer_network(mamba2_mix),

@@ -61,10 +61,10 @@ class FourMechanisms(DecoderConfig):
         return (BRL, MECHANISMS["full"](), state, LAYER) * 2
 
 
-def take_steps(mesh):
+def take_steps(mesh, **options):
     """(losses, the first step's gradients as the optimizer keeps them, last state, HLO) on a mesh."""
     size = {"num_layers": 8, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 64}
-    model = DecoderLM(FourMechanisms(**size, dropout=0.1, implementation="xla"))
+    model = DecoderLM(FourMechanisms(**size, dropout=0.1, implementation="xla", **options))
     loop = LoopConfig(batch=2 * ROWS, accumulation=2, steps=STEPS)
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)
     rng, lost, first = np.random.default_rng(0), [], None
@@ -248,6 +248,16 @@ def one_device():
     return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
+def low_rank(mesh):
+    """The losses and first gradients of low-rank changes, and in how many parts the devices hold each parameter."""
+    lost, first, state, _ = take_steps(mesh, lora_rank=2)
+    parts = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.size / x.addressable_shards[0].data.size
+        for path, x in jax.tree_util.tree_leaves_with_path(state.params)
+    }
+    return lost, first, parts
+
+
 def looked_at(mesh):
     """The losses, first gradients, shard sizes and gathers of training on a mesh."""
     lost, first, state, hlo = take_steps(mesh)
@@ -360,6 +370,7 @@ PARTS = {
         name: functools.partial(lambda config: looked_at(make_mesh(config)), config)
         for name, config in MESHES.items()
     },
+    "low rank": lambda: [low_rank(mesh) for mesh in (one_device(), make_mesh(MESHES["mixed"]))],
     "refused": refused,
     "careless": lambda: gathers(careless(make_mesh(MESHES["rows"]))),
     "pieces": lambda: [loss_in_pieces(mesh) for mesh in (one_device(), make_mesh(MESHES["sequence"]))],

@@ -95,7 +95,7 @@ class ParityTask(Task[ParityConfig, None]):
         return Classifier(config.model)
 
     def objective(self, model, config):
-        return lra_objective(model)
+        return lra_objective(model, config.z_loss)
 
     def batch_shapes(self, config, rows):
         batch = draw(config.data.bits, 0, np.arange(rows), rows)

@@ -8,12 +8,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import eval.tasks.export
 import eval.tasks.generate
 import eval.tasks.lm
 import train.lm
+from brl_jax.loading import load_run
 from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
@@ -122,12 +124,14 @@ def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
     assert metrics_lines(tmp_path / "next")[0]["loss"] < 0.6
 
 
-def test_a_stopped_run_goes_on(folder, text, tmp_path):
-    line = words(text, tmp_path / "a", "--from_hf", str(folder), "--steps", "6", "--decay", "constant")
-    train.lm.main(line)
-    train.lm.main(last_wins([*line, "--steps", "12"]))
-    whole = words(text, tmp_path / "b", "--from_hf", str(folder), "--steps", "12", "--decay", "constant")
-    train.lm.main(whole)
+@pytest.mark.parametrize("more", ["", "--lora_rank 2 --dtype bfloat16 --accumulation 2"])
+def test_a_stopped_run_goes_on(folder, text, tmp_path, more):
+    options = ["--from_hf", str(folder), "--decay", "constant", *more.split()]
+    line = words(text, tmp_path / "a", *options, "--steps", "6")
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16
+        train.lm.main(line)
+        train.lm.main(last_wins([*line, "--steps", "12"]))
+        train.lm.main(words(text, tmp_path / "b", *options, "--steps", "12"))
     lost = [[each["loss"] for each in metrics_lines(tmp_path / name)] for name in "ab"]
     assert lost[0] == lost[1]
 
@@ -141,6 +145,8 @@ def test_a_stopped_run_goes_on(folder, text, tmp_path):
         ),
         ("--d_model 64", "--d_model has no effect with from_hf, whose config.json describes the network"),
         ("--tokenizer bytes", "--tokenizer has no effect with from_hf, which has a tokenizer"),
+        ("--lora_rank 2 --optimizer muon", "--optimizer must be 'adamw' with lora_rank, got 'muon'"),
+        ("--lora_alpha 2", "--lora_alpha has no effect with lora_rank 0"),
         ("--from_hf {new}", "--from_hf: path must be a folder on this machine"),
         ("--from_hf {empty}", "--from_hf: [Errno 2] No such file or directory: '{empty}/config.json'"),
         (
@@ -186,6 +192,50 @@ def test_weights_go_where_the_parameters_are(folder):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     with pytest.raises(ValueError, match="params must be of the network that"):
         huggingface.load_onto({"embedding": expected["embedding"]}, folder)
+
+
+def flat(params):
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@pytest.mark.filterwarnings("ignore")  # from torch and transformers
+def test_low_rank_changes_alone_are_trained(folder, text, tmp_path, capsys):
+    """They learn the text, the folder's weights stay as they are, and the export has both together."""
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    more = f"--from_hf {folder} --lora_rank 4 --lora_alpha 32 --accumulation 2 --weight_decay 0"
+    train.lm.main(words(text, workdir, *more.split()))
+    shown = capsys.readouterr().err
+    lines = metrics_lines(workdir)
+    assert lines[-1]["val_loss"] < 1.5 < 4 < lines[0]["loss"]
+    run = open_run([LM], str(workdir), "last")
+    weights, got = flat(huggingface.load(folder)[1]), flat(run.params)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(got.pop(name), value)
+    assert len(got) == 2 * 7
+    assert all(np.abs(value).max() > 0 for value in got.values())
+    trained = sum(value.size for value in got.values())
+    assert f"{trained + sum(x.size for x in weights.values()):,} parameters, {trained:,} of them" in shown
+    state = read_rest(workdir, 80)
+    moments = [x for x in jax.tree.leaves(state["opt_state"]) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * trained
+    eval.tasks.export.main(["--workdir", str(workdir), "--out", str(out), "--checkpoint", "last"])
+    config, merged = huggingface.load(out)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    want = run.model.apply({"params": run.params}, tokens)[0]
+    np.testing.assert_allclose(DecoderLM(config).apply({"params": merged}, tokens)[0], want, atol=1e-4)
+    loaded = load_run(workdir, "last")
+    np.testing.assert_array_equal(loaded.model.apply(loaded.variables, tokens)[0], want)
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(torch.tensor(tokens))
+    np.testing.assert_allclose(theirs.logits.detach().numpy(), want, atol=1e-4)
+
+
+def read_rest(workdir, step):
+    """What a checkpoint holds in addition to the parameters."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(
+            workdir / "checkpoints" / str(step), args=ocp.args.Composite(rest=ocp.args.StandardRestore())
+        )["rest"]
 
 
 COLOURS = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}

@@ -129,6 +129,22 @@ def test_a_conversion_on_a_mesh_equals_one_devices(result):
 
 
 @pytest.mark.slow
+def test_low_rank_changes_equal_one_devices(result):
+    """The optimizer holds the changes alone, and the weights that stay as they are keep their places."""
+    (losses, first, _), (got, gradients, parts) = result("low rank")
+    np.testing.assert_allclose(got, losses, rtol=1e-4)
+    assert {name.rsplit("/", 1)[-1] for name in gradients} == {"lora_down", "lora_up"}
+    for name, expected in first.items():
+        assert np.abs(gradients[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name
+    kernels = [number for name, number in parts.items() if name.endswith("/kernel") and "_conv" not in name]
+    changes = [number for name, number in parts.items() if "lora" in name]
+    assert set(kernels) == {4.0}
+    assert len(changes) == 2 * len(kernels)
+    assert set(changes) <= {1.0, 2.0}
+    assert changes.count(2.0) > len(kernels)
+
+
+@pytest.mark.slow
 def test_packed_rows_of_an_encoder_equal_one_devices(result):
     for expected, got in zip(*result("packed"), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,10 @@
 """A task is one object: a new one in a single file trains, resumes, is measured and planned."""
 
+import dataclasses
 import json
+import re
 
+import flax.linen as nn
 import jax
 import pytest
 
@@ -132,6 +135,18 @@ def test_every_task(name):
         jax.random.key(0),
     )
     assert sums.keys() == {"loss", "weight", *objective.averages}
+
+    def program(config, key):
+        """What a call computes, without the addresses of functions."""
+        called = task.objective(model, config)
+        memory = jax.eval_shape(lambda: called.init_memory(3))
+        params = nn.unbox(jax.eval_shape(called.init, jax.random.key(0)))
+        return re.sub(r"0x\w+", "", str(jax.make_jaxpr(called.sums)(params, memory, batch, key)))
+
+    with_z = dataclasses.replace(config, z_loss=0.1)
+    key = jax.random.key(0)
+    assert (program(config, key) != program(with_z, key)) == ("z_loss" not in config.without_effect())
+    assert program(config, None) == program(with_z, None)
 
 
 def batch_of(shapes):

@@ -1,5 +1,6 @@
 """Speeds, profiles, cached compiled programs, and metrics in Weights & Biases."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -57,6 +58,8 @@ def test_a_step_takes_three_times_the_operations_of_the_forward_pass():
     weights += sizes.d_model * sizes.vocab_size
     pairs = sizes.num_layers * 2 * length * sizes.d_model
     assert counted == pytest.approx(6 * rows * length * (weights + pairs), rel=0.01)
+    frozen = dataclasses.replace(objective, trained=("lora_up",))
+    assert 3 * step_flops(frozen, params, {"tokens": tokens, "targets": tokens}) == 2 * counted
 
 
 def test_rates_leave_out_the_first_step(monkeypatch):

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from train.cli.options import parse
-from train.cli.summary import beginning, ending, num_parameters
+from train.cli.summary import beginning, ending, parameters_in_words
 from train.data.dataset import forget_unstarted
 from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
@@ -102,7 +102,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
     introduction = beginning(
         config.loop,
         config.model,
-        parameters=num_parameters(jax.eval_shape(objective.init, jax.random.key(0))),
+        parameters=parameters_in_words(objective),
         mesh=mesh,
         data=task.describe_data(config, data),
         tokens=num_tokens(task.batch_shapes(config, config.loop.batch)),

@@ -13,12 +13,20 @@ from brl_jax.layers import mechanism_name
 from brl_jax.models import EncoderDecoderConfig, StackConfig
 from train.engine.config import LoopConfig
 from train.engine.metrics import clock
-from train.engine.step import perplexity
+from train.engine.step import Objective, perplexity
 
 
 def num_parameters(params: Any) -> int:
     """The number of parameters in a pytree of arrays or of their shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def parameters_in_words(objective: Objective) -> str:
+    """How many parameters a network has, and how many of them are trained."""
+    params = jax.eval_shape(objective.init, jax.random.key(0))
+    trained, _ = objective.split(params)
+    share = "" if objective.trained is None else f", {num_parameters(trained):,} of them trained"
+    return f"{num_parameters(params):,} parameters{share}"
 
 
 def mechanism_names(config: StackConfig) -> str:
@@ -31,19 +39,19 @@ def mechanism_names(config: StackConfig) -> str:
 
 
 def beginning(
-    loop: LoopConfig, model: StackConfig, *, parameters: int, mesh: Mesh, data: str, tokens: int
+    loop: LoopConfig, model: StackConfig, *, parameters: str, mesh: Mesh, data: str, tokens: int
 ) -> list[str]:
     """The lines before training.
 
     Args:
-      loop, model: its settings. parameters: their number. mesh: the devices.
+      loop, model: its settings. parameters: their number, in words. mesh: the devices.
       data: the data in a few words. tokens: tokens of a step, with padding.
     """
     devices = mesh.devices.size
     divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"
     kind = mesh.devices.flat[0].device_kind
     return [
-        f"model: {mechanism_names(model)}, layers {model.num_layers} x {model.d_model}, {parameters:,} parameters",
+        f"model: {mechanism_names(model)}, layers {model.num_layers} x {model.d_model}, {parameters}",
         f"devices: {devices} ({kind}), mesh: {divided}",
         f"data: {data}",
         f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch} rows), in {loop.workdir}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal, Self
 
-from brl_jax.fields import Checked, Count, Natural, Rows, Seed, Steps
+from brl_jax.fields import Checked, Count, Natural, NonNegative, Rows, Seed, Steps
 from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig
 from train.engine.fields import Flat, Free
@@ -80,6 +80,9 @@ class RunConfig(Checked):
     """The devices."""
     hosts: Free[HostsConfig] = HostsConfig()
     """The processes."""
+    z_loss: NonNegative = 0.0
+    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
+    uses 1e-4); evaluations leave it out."""
 
     def resolved(self) -> Self:
         """The configuration with the parts that a file decides. Raises UserError if it cannot be read."""

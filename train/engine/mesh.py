@@ -96,7 +96,8 @@ def training_programs(
     """
     rows = loop.microbatch
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
-    optimizer, schedule = optimizer_of(config, loop.steps, boxed, objective.rates(boxed))
+    trained, _ = objective.split(boxed)
+    optimizer, schedule = optimizer_of(config, loop.steps, trained, objective.rates(trained))
 
     def fresh() -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(loop.seed))
@@ -128,7 +129,7 @@ def training_programs(
             # What another optimiser moves is left out of this one's state.
             lambda moment, sharding: moment if isinstance(moment, optax.MaskedNode) else sharding,
             state.opt_state,
-            params,
+            objective.split(params)[0],
             transform_non_params=lambda _: whole,
             is_leaf=lambda moment: isinstance(moment, optax.MaskedNode),
         ),

@@ -7,6 +7,7 @@ The caller jits the step, with its own shardings.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
@@ -66,6 +68,8 @@ class Objective:
         (higher is better).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
       start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
+      trained: the last names of the parameters that steps change, for the others have no gradients and no optimiser
+        state; None: all.
     """
 
     init: Callable[[Array], Any]
@@ -75,6 +79,26 @@ class Objective:
     best: str = "loss"
     rates: Callable[[Any], Any] = lambda boxed: None
     start: Callable[[Any], Any] = lambda params: params
+    trained: tuple[str, ...] | None = None
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """The parameters (nested dicts) that steps change, and the others."""
+        if self.trained is None:
+            return params, {}
+        parts: tuple[dict[Any, Any], ...] = {}, {}
+        for path, leaf in traverse_util.flatten_dict(params).items():
+            parts[path[-1] not in self.trained][path] = leaf
+        trained, frozen = map(traverse_util.unflatten_dict, parts)
+        return trained, frozen
+
+    def join(self, trained: Any, frozen: Any) -> Any:
+        """All parameters, from the two parts of `split`."""
+        if self.trained is None:
+            return trained
+        parts = (traverse_util.flatten_dict(part) for part in (trained, frozen))
+        return traverse_util.unflatten_dict(
+            dict(itertools.chain.from_iterable(part.items() for part in parts))
+        )
 
     def sums(
         self, params: Any, memory: Any, batch: Arrays, key: Array | None
@@ -145,22 +169,34 @@ def init_state(
       params: unboxed parameters; key: the run's typed random key; rows: rows of a microbatch.
       log_gradient_std: whether steps keep and report the moments of the gradients.
     """
+    trained, _ = objective.split(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained),
         key=jax.random.key_data(key),
         memory=fresh_memory(objective, rows, accumulation),
-        moments=fresh_moments(params) if log_gradient_std else None,
+        moments=fresh_moments(trained) if log_gradient_std else None,
     )
 
 
 def classification(
-    logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
+    logits: Float[Array, "*B C"], targets: Int[Array, "*B"], key: Array | None = None, z_loss: float = 0.0
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """The cross-entropy of each target in nats, and 1 where it is the likeliest class, else 0."""
+    """The loss of each target in nats (`softmax_loss`), and 1 where it is the likeliest class, else 0."""
     right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets), right
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return softmax_loss(losses, logits, key, z_loss), right
+
+
+def softmax_loss(
+    losses: Float[Array, "*B"], logits: Float[Array, "*B C"], key: Array | None, z_loss: float
+) -> Float[Array, "*B"]:
+    """The cross-entropies of a softmax with z-loss: in training, where there is a key, z_loss * log(Z)^2 more (PaLM,
+    arXiv:2204.02311, section 5), as in `brl_jax.models.losses.cross_entropy`."""
+    if key is None or not z_loss:
+        return losses
+    return losses + z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,26 +248,26 @@ def make_train_step(
         )
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
-        def loss(params, memory, batch, key):
-            sums, memory = objective.sums(params, memory, batch, key)
+        trained, frozen = objective.split(state.params)
+
+        def loss(trained, memory, batch, key):
+            sums, memory = objective.sums(objective.join(trained, frozen), memory, batch, key)
             return sums["loss"], (sums, memory)
 
         def microbatch(total, xs):
             index, batch, memory = xs
             key = jax.random.fold_in(step_key, index)
-            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
-                state.params, memory, batch, key
-            )
+            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(trained, memory, batch, key)
             return jax.tree.map(jnp.add, total, (sums, grads)), memory
 
         names = ("loss", "weight", *objective.averages)
-        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, state.params))
+        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, trained))
         indices = jnp.arange(accumulation, dtype=jnp.int32)
         (sums, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
         # Where no target has weight, all sums are 0: the loss and the gradients are too.
         weight = jnp.where(sums["weight"] == 0, jnp.ones_like(sums["weight"]), sums["weight"])
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         metrics = {
             **means({**sums, "weight": weight}),
             "grad_norm": optax.tree.norm(grads),
@@ -243,7 +279,7 @@ def make_train_step(
             metrics |= relative_deviations(moments)
         state = state.replace(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=objective.join(optax.apply_updates(trained, updates), frozen),
             opt_state=opt_state,
             memory=memory,
             moments=moments,

@@ -40,7 +40,7 @@ def peak_flops(kind: str) -> float | None:
 
 def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
     """Operations of the matrix products of one training step: three times the forward pass's, as the backward
-    pass has two products for each. Rematerialised operations do not count.
+    pass has two products for each, or one where weights are not trained. Rematerialised operations do not count.
 
     Counts the products in the model's XLA implementation, including masked parts of blocks. The compiler's own
     analysis would leave out kernels and custom calls, and would count loops once.
@@ -52,7 +52,8 @@ def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
     def loss(params: Any, memory: Any, batch: Any) -> Any:
         return objective.sums(params, memory, batch, jax.random.key(0))[0]["loss"]
 
-    return 3 * matrix_flops(jax.jit(loss).trace(shapes, memory, arrays).jaxpr, "cpu")
+    passes = 3 if objective.trained is None else 2
+    return passes * matrix_flops(jax.jit(loss).trace(shapes, memory, arrays).jaxpr, "cpu")
 
 
 class Meter:

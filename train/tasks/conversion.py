@@ -90,6 +90,11 @@ class ConvertibleConfig(RunConfig):
         if not self.convert_from:
             return super().resolved()
         network = teacher_of(self).config
+        if network.lora_rank:
+            raise UserError(
+                f"--convert_from: {self.convert_from} has low-rank changes (lora_rank {network.lora_rank}); expected "
+                "weights that python -m eval.export has merged"
+            )
         values = {field.name: getattr(network, field.name) for field in dataclasses.fields(DecoderConfig)}
         values |= {name: getattr(self.model, name) for name in (*OWN, *_REPLACED)}
         for name in ("mechanism", "late_mechanism"):

@@ -31,7 +31,7 @@ from train.tasks.lm import vocabulary
 from train.tasks.task import Task
 
 
-def copy_objective(model: EncoderDecoder) -> Objective:
+def copy_objective(model: EncoderDecoder, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy of each target token from the source and the target's tokens before it, on what
     `train.data.copying.draw_pairs` returns."""
 
@@ -42,7 +42,7 @@ def copy_objective(model: EncoderDecoder) -> Objective:
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         inputs = batch["tokens"], batch["source"]
         logits, *_ = outputs(model, params, key, *inputs, source_lengths=batch["source_lengths"])
-        nll, right = classification(logits, batch["targets"])
+        nll, right = classification(logits, batch["targets"], key, z_loss)
         return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
     return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
@@ -72,7 +72,7 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
         return EncoderDecoder(config.model)
 
     def objective(self, model: EncoderDecoder, config: CopyConfig) -> Objective:
-        return copy_objective(model)
+        return copy_objective(model, config.z_loss)
 
     def batch_shapes(self, config: CopyConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         longest = config.data.longest

@@ -28,6 +28,8 @@ class CopyModelConfig(EncoderDecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 34
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)

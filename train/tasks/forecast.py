@@ -58,6 +58,8 @@ class TokenModelConfig(DecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 512
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,10 @@ class ForecastConfig(RunConfig):
     def __post_init__(self):
         check_choice("objective", self.objective, get_args(LossKind))
         check_choice("center", self.center, get_args(Center))
+
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return super().without_effect() | {"z_loss": "with errors of numbers, which have no softmax"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +278,7 @@ class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: TokenForecastConfig) -> Objective:
-        return lm_objective(model)
+        return lm_objective(model, config.z_loss)
 
     def batch_shapes(self, config: TokenForecastConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, config.data.lookback + config.data.horizon - 1)

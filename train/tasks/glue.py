@@ -25,7 +25,7 @@ from train.engine.fields import Decided, Flat, Needed
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, means, outputs, weighted_sums
+from train.engine.step import Objective, classification, means, outputs, softmax_loss, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
@@ -98,7 +98,9 @@ def scores(logits: Any) -> Any:
     return LARGEST_SCORE * jax.nn.softmax(logits, axis=-1)[..., 1]
 
 
-def glue_objective(model: Classifier, task: str, start: Any = lambda params: params) -> Objective:
+def glue_objective(
+    model: Classifier, task: str, z_loss: float = 0.0, start: Any = lambda params: params
+) -> Objective:
     """Cross-entropy of the classes, and accuracy. For scores: of the second of two classes with the score over 5 as its
     probability, and the negative squared error of the score instead of the accuracy."""
     classes = GLUE_TASKS[task].classes
@@ -110,11 +112,12 @@ def glue_objective(model: Classifier, task: str, start: Any = lambda params: par
         logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
         targets = batch["targets"]
         if classes:
-            (nll, good), name = classification(logits, targets), "accuracy"
+            (nll, good), name = classification(logits, targets, key, z_loss), "accuracy"
         else:
             score = targets.astype(jnp.float32) / SCORE_STEPS
             share = score / LARGEST_SCORE
-            nll = optax.softmax_cross_entropy(logits, jnp.stack([1.0 - share, share], axis=-1))
+            shares = jnp.stack([1.0 - share, share], axis=-1)
+            nll = softmax_loss(optax.softmax_cross_entropy(logits, shares), logits, key, z_loss)
             good, name = -jnp.square(scores(logits) - score), "negative_squared_error"
         return weighted_sums(nll, batch["weights"], memory, **{name: good})
 
@@ -169,7 +172,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
             read = pretrained_weights(MLM, found, config.pretrained, config.checkpoint)
             return {**params, "encoder": replaced(params["encoder"], read["encoder"])}
 
-        return glue_objective(model, config.data.task, start)
+        return glue_objective(model, config.data.task, config.z_loss, start)
 
     def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}

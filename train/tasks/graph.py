@@ -61,11 +61,17 @@ def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | Non
     return outputs(model, params, key, batch["features"], batch["present"], **options)
 
 
-def graph_objective(model: NodeClassifier) -> Objective:
+def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
     their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
-    the checkpoint: the loss rises again while they still get better."""
+    the checkpoint: the loss rises again while they still get better.
+
+    Raises:
+      ValueError: z_loss without a softmax.
+    """
     config = model.config
+    if config.multi_label and z_loss:
+        raise ValueError(f"z_loss must be 0 where nodes may have several classes, got {z_loss}")
     score = "node_f1" if config.multi_label else "accuracy"
 
     def init(key: Array) -> Any:
@@ -85,7 +91,7 @@ def graph_objective(model: NodeClassifier) -> Objective:
             sizes = (answers.astype(jnp.float32) + true.astype(jnp.float32)).sum(axis=-1)
             right = 2.0 * (answers & true).astype(jnp.float32).sum(axis=-1) / jnp.maximum(sizes, 1.0)
         else:
-            nll, right = classification(logits, targets)
+            nll, right = classification(logits, targets, key, z_loss)
         return weighted_sums(nll, batch["weights"], memory, **{score: right})
 
     return Objective(init, loss, averages=(score,), best=score, rates=make_rates(config))
@@ -125,7 +131,7 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         return NodeClassifier(config.model)
 
     def objective(self, model: NodeClassifier, config: GraphRunConfig) -> Objective:
-        return graph_objective(model)
+        return graph_objective(model, config.z_loss)
 
     def batch_shapes(self, config: GraphRunConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         # The number of edges changes no parameter; the configuration does not have it.

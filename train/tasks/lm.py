@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
+from brl_jax.layers.core.modules import LORA
 from brl_jax.models import DecoderLM, huggingface
 from train.data import load
 from train.data.batches import training_batches
@@ -76,7 +77,10 @@ def lm_objective(
         inputs = batch["tokens"], batch["targets"], batch.get("weights")
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
-    return Objective(init, loss, model.init_memory, rates=make_rates(model.config), start=start)
+    trained = LORA if model.config.lora_rank else None
+    return Objective(
+        init, loss, model.init_memory, rates=make_rates(model.config), start=start, trained=trained
+    )
 
 
 def _weights_of(folder: str, params: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from brl_jax.fields import Length, Natural, NonNegative
+from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
     BSBRConfig,
@@ -81,9 +81,6 @@ class LmConfig(ConvertibleConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
-    z_loss: NonNegative = 0.0
-    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
-    uses 1e-4); evaluations leave it out."""
     from_hf: Free[str] = ""
     """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run has its network, its tokenizer
     and its weights, and needs the folder no more once it has begun."""
@@ -94,6 +91,12 @@ class LmConfig(ConvertibleConfig):
     sample_tokens: Free[Natural] = 256
     """Tokens of that sample; 0: none."""
 
+    def __post_init__(self):
+        if self.model.lora_rank and self.optimizer.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer must be 'adamw' with lora_rank, got {self.optimizer.optimizer!r}, which moves whole weights"
+            )
+
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
@@ -101,11 +104,15 @@ class LmConfig(ConvertibleConfig):
             unused |= {"from_hf": "with convert_from"}
             unused["data.tokenizer"] = "with convert_from, which has a tokenizer"
         elif self.from_hf:
-            decided = {field.name for field in dataclasses.fields(self.model)} - OWN
+            decided = {field.name for field in dataclasses.fields(self.model)} - _OWN
             unused |= {
                 f"model.{name}": "with from_hf, whose config.json describes the network" for name in decided
             }
             unused["data.tokenizer"] = "with from_hf, which has a tokenizer"
+        else:
+            unused["model.lora_rank"] = "without from_hf: the weights that stay as they are would be random"
+        if not self.model.lora_rank:
+            unused["model.lora_alpha"] = "with lora_rank 0"
         return super().without_effect() | unused
 
     def resolved(self) -> Self:
@@ -120,7 +127,7 @@ class LmConfig(ConvertibleConfig):
             raise UserError(f"--from_hf: {one_line(error)}") from error
         values = {field.name: getattr(found, field.name) for field in dataclasses.fields(DecoderConfig)}
         try:
-            model = LmModelConfig(**values | {name: getattr(self.model, name) for name in OWN})
+            model = LmModelConfig(**values | {name: getattr(self.model, name) for name in _OWN})
         except ValueError as error:
             raise UserError(f"--{error}") from error
         data = self._read_by(_tokenizer_in("--from_hf", self.from_hf))
@@ -141,6 +148,10 @@ class LmConfig(ConvertibleConfig):
         """The data as this tokenizer reads them."""
         made = self.data.data.startswith("tokens:")
         return self.data if made else dataclasses.replace(self.data, tokenizer=tokenizer)
+
+
+# Fields of a network read from a folder that training decides.
+_OWN = OWN | {"lora_rank", "lora_alpha"}
 
 
 def _beyond_network(found: DecoderConfig) -> dict[str, Any]:

@@ -36,7 +36,9 @@ _OWN = ("dropout", "remat", "dtype", "implementation", "pooling", "vocab_size", 
 
 
 def lra_objective(
-    model: Classifier | PairClassifier, start: Callable[[Any], Any] = lambda params: params
+    model: Classifier | PairClassifier,
+    z_loss: float = 0.0,
+    start: Callable[[Any], Any] = lambda params: params,
 ) -> Objective:
     """Classification of {"tokens": (B, [2,] T), "lengths": (B, [2]), "targets": (B,)} int32, "weights": (B,) floats.
 
@@ -49,7 +51,7 @@ def lra_objective(
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
-        nll, right = classification(logits, batch["targets"])
+        nll, right = classification(logits, batch["targets"], key, z_loss)
         return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
     rates = make_rates(model.config)
@@ -110,7 +112,7 @@ class LraTask(Task[LraConfig, LraData]):
                 params = {**params, "head": replaced(params["head"], self._head(model, params, config))}
             return params
 
-        return lra_objective(model, start)
+        return lra_objective(model, config.z_loss, start)
 
     def _from_pretrained(self, params: Any, config: LraConfig) -> Any:
         """The parameters with the encoder of the run that this one starts from, and its head for the same task."""

@@ -87,7 +87,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
         return MaskedLM(config.model)
 
     def objective(self, model: MaskedLM, config: DenoiseConfig) -> Objective:
-        return mlm_objective(model)
+        return mlm_objective(model, config.z_loss)
 
     def batch_shapes(self, config: DenoiseConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         length = config.data.padded_lengths[-1]

@@ -67,7 +67,7 @@ def _preset(name: str) -> TraceConfig:
 TRACING = {"trace-pathfinder": _preset("pathfinder-2d")}
 
 
-def trace_objective(model: TokenClassifier) -> Objective:
+def trace_objective(model: TokenClassifier, z_loss: float = 0.0) -> Objective:
     """Classification of the lit pixels of {"tokens": (B, 2, T) int32, images and marks, "lengths": (B, 2) int32,
     "weights": (B,) floats}."""
 
@@ -77,7 +77,7 @@ def trace_objective(model: TokenClassifier) -> Objective:
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         image, marks = batch["tokens"][:, 0], batch["tokens"][:, 1]
         logits = outputs(model, params, key, image, lengths=batch["lengths"][:, 0])
-        nll, right = classification(logits, (marks == 2).astype(jnp.int32))
+        nll, right = classification(logits, (marks == 2).astype(jnp.int32), key, z_loss)
         weights = jnp.where(marks > 0, batch["weights"][:, None], 0.0)
         return weighted_sums(nll, weights, memory, accuracy=right)
 
@@ -103,7 +103,7 @@ class LraTraceTask(Task[TraceConfig, LraData]):
         return TokenClassifier(config.model)
 
     def objective(self, model: TokenClassifier, config: TraceConfig) -> Objective:
-        return trace_objective(model)
+        return trace_objective(model, config.z_loss)
 
     def batch_shapes(self, config: TraceConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {

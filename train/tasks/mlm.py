@@ -213,7 +213,7 @@ PRESETS: dict[str, MlmConfig] = {
 }
 
 
-def mlm_objective(model: MaskedLM) -> Objective:
+def mlm_objective(model: MaskedLM, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy at the masked places of what `train.data.masking.mask_tokens` returns and, optionally,
     "segment_ids": (B, T) int32, which keep the documents of a packed row apart."""
 
@@ -224,7 +224,7 @@ def mlm_objective(model: MaskedLM) -> Objective:
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         options = {"lengths": batch["lengths"], "segment_ids": batch.get("segment_ids")}
         logits = outputs(model, params, key, batch["tokens"], batch["places"], **options)
-        nll, right = classification(logits, batch["targets"])
+        nll, right = classification(logits, batch["targets"], key, z_loss)
         return weighted_sums(nll, batch["weights"], memory, accuracy=right)
 
     return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
@@ -257,7 +257,7 @@ class MlmTask(Task[MlmConfig, LmData]):
         return MaskedLM(config.model)
 
     def objective(self, model: MaskedLM, config: MlmConfig) -> Objective:
-        return mlm_objective(model)
+        return mlm_objective(model, config.z_loss)
 
     def batch_shapes(self, config: MlmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         asked = (rows, num_asked(config.loop.length, config.data.mask_share))

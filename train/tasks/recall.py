@@ -17,6 +17,7 @@ from brl_jax.layers import (
     BRLConfig,
     DeltaNetConfig,
     FullConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GLAConfig,
     KDAConfig,
@@ -25,6 +26,7 @@ from brl_jax.layers import (
     Mechanism,
     NativeSparseConfig,
     RetNetConfig,
+    RWKV7Config,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from train.data.recall import (
@@ -44,7 +46,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, make_eval_step, means, outputs, weighted_sums
+from train.engine.step import Objective, classification, make_eval_step, means, outputs, weighted_sums
 from train.tasks.conversion import ConvertibleConfig, Matching, convert_onto, matching_config
 from train.tasks.task import Task
 
@@ -54,6 +56,8 @@ class RecallModelConfig(DecoderConfig):
     """The network."""
 
     vocab_size: Decided[int] = 256
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,8 @@ PRESETS: dict[str, RecallConfig] = {
     "deltanet": _small(DeltaNetConfig()),
     "gated_deltanet": _small(GatedDeltaNetConfig()),
     "kda": _small(KDAConfig()),
+    "gated_deltanet_2": _small(GatedDeltaNet2Config()),
+    "rwkv7": _small(RWKV7Config()),
     "retnet": _small(RetNetConfig()),
     "gla": _small(GLAConfig()),
     "mamba2": _small(_MAMBA2),
@@ -145,7 +151,7 @@ def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | Non
     return logits
 
 
-def recall_objective(model: DecoderLM) -> Objective:
+def recall_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy at the questions of what `train.data.recall.draw_rows` returns; no memory passes from
     row to row."""
 
@@ -153,10 +159,8 @@ def recall_objective(model: DecoderLM) -> Objective:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits, targets = answer_logits(model, params, batch, key), batch["targets"]
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        logits = answer_logits(model, params, batch, key)
+        losses, right = classification(logits, batch["targets"], key, z_loss)
         return weighted_sums(losses, batch["weights"], memory, accuracy=right)
 
     return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
@@ -186,7 +190,7 @@ class RecallTask(Task[RecallConfig, None]):
         return DecoderLM(config.model)
 
     def objective(self, model: DecoderLM, config: RecallConfig) -> Objective:
-        objective = recall_objective(model)
+        objective = recall_objective(model, config.z_loss)
         if not config.convert_from:
             return objective
         return dataclasses.replace(objective, start=functools.partial(convert_onto, config))

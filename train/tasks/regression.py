@@ -43,6 +43,10 @@ class RegressionConfig(RunConfig):
     data: Annotated[InContextConfig, Flat]
     model: Annotated[RegressionModelConfig, Flat]
 
+    def without_effect(self) -> dict[str, str]:
+        """See `train.cli.options.parse_options`."""
+        return super().without_effect() | {"z_loss": "with errors of numbers, which have no softmax"}
+
 
 def _small(mechanism: Mechanism, num_heads: int) -> RegressionConfig:
     return RegressionConfig(

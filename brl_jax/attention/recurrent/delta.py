@@ -1,4 +1,4 @@
-"""The delta rule: each token replaces what the state stores under its key, with or without decay of the state."""
+"""The delta rule and its relatives: each token replaces what the state stores under its key. The state may decay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from brl_jax.fields import Count, declared
 
 
 class DeltaState(NamedTuple):
-    """What `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` keep of the tokens so far.
+    """What the delta rules and `rwkv7_attention` keep of the tokens so far.
 
     Attributes:
       key_value: S, each key head's linear map from keys to values.
@@ -53,7 +53,7 @@ class DeltaState(NamedTuple):
 def init_delta_state(
     batch: Count, num_kv_heads: Count, head_dim: Count, value_dim: Count | None = None
 ) -> DeltaState:
-    """Returns the state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
+    """Returns the state of the delta rules and of `rwkv7_attention` before the first token.
 
     Raises:
       ValueError: a size is below 1.
@@ -114,7 +114,7 @@ def delta_rule(
       ValueError: an argument does not fit, named in the message.
     """
     return _attend(
-        query, key, value, beta, None, normalize_keys, "delta_rule",
+        query, key, value, {"beta": beta}, normalize_keys, "delta_rule",
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def gated_delta_rule(
       ValueError: an argument does not fit, named in the message.
     """
     return _attend(
-        query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule",
+        query, key, value, {"beta": beta, "log_decay": log_decay}, normalize_keys, "gated_delta_rule",
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
     )  # fmt: skip
@@ -207,27 +207,128 @@ def kimi_delta_rule(
       ValueError: an argument does not fit, named in the message.
     """
     return _attend(
-        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True,
+        query, key, value, {"beta": beta, "log_decay": log_decay}, normalize_keys, "kimi_delta_rule",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
+
+
+@attention_function
+def gated_delta_rule_2(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    erase: Float[Array, "B T K H"],
+    write: Float[Array, "B T K V"],
+    log_decay: Float[Array, "B T K H"],
+    normalize_keys: bool = True,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    chunk_size: Count = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
+    """The delta rule on a decaying state, with one gate for what a token erases and one for what it writes.
+
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), gates of the keys', values' and keys' shapes -> (B, T, N, V)::
+
+        out = gated_delta_rule_2(query, key, value, erase=erase, write=write, log_decay=log_decay)
+
+      D_t = diag(exp(log_decay_t)) S_(t-1),  out_t = S_t^T q_t,
+      S_t = D_t + k_t (write_t * v_t - D_t^T (erase_t * k_t))^T
+
+    Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791), computed like `kimi_delta_rule`, which it equals
+    if both gates are the same number for all features. `reference.gated_delta_rule_2` is the plain recurrence. No
+    kernel takes gates by feature, so XLA computes it on every platform.
+
+    Args:
+      erase: (B, T, K, H), floating point: how much of what the state stores under the key is read through each
+        feature of the key, and erased.
+      write: (B, T, K, V), floating point: how much of each feature of the value is written.
+      query, key, value, log_decay and all options: as for `kimi_delta_rule`.
+
+    Returns:
+      As `delta_rule`.
+
+    Raises:
+      ValueError: an argument does not fit, named in the message.
+    """
+    gates = {"erase": erase, "write": write, "log_decay": log_decay}
+    return _attend(
+        query, key, value, gates, normalize_keys, "gated_delta_rule_2",
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+    )  # fmt: skip
+
+
+@attention_function
+def rwkv7_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    removal_key: Float[Array, "B T K H"],
+    learning_rate: Float[Array, "B T K H"],
+    log_decay: Float[Array, "B T K H"],
+    normalize_keys: bool = True,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    chunk_size: Count = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
+    """The delta rule of RWKV-7, which removes a value under one key and writes the new one under another.
+
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K, H) x 3 -> (B, T, N, V)::
+
+        out = rwkv7_attention(query, key, value, removal_key=r, learning_rate=rate, log_decay=log_decay)
+
+      S_t = diag(exp(log_decay_t)) S_(t-1) - (rate_t * r_t) (S_(t-1)^T r_t)^T + k_t v_t^T,  out_t = S_t^T q_t
+
+    RWKV-7 (Peng et al. 2025, arXiv:2503.14456, eqs. 16 and 17, transposed). The removed value is read before the
+    state decays. It is computed like `kimi_delta_rule`; `reference.rwkv7_attention` is the plain recurrence. No
+    kernel takes a second key, so XLA computes it on every platform.
+
+    Args:
+      removal_key: (B, T, K, H), floating point: r, the key whose value is removed.
+      learning_rate: (B, T, K, H), floating point: from 0 (the feature keeps its part of the value) to 1. The
+        recurrence is stable as long as no rate is far above exp(log_decay).
+      normalize_keys: divides each removal key by its l2 norm; a zero key stays zero. `key` stays as it is.
+      query, key, value, log_decay and all other options: as for `kimi_delta_rule`.
+
+    Returns:
+      As `delta_rule`.
+
+    Raises:
+      ValueError: an argument does not fit, named in the message.
+    """
+    gates = {"removal_key": removal_key, "learning_rate": learning_rate, "log_decay": log_decay}
+    return _attend(
+        query, key, value, gates, normalize_keys, "rwkv7_attention",
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state, return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
     )  # fmt: skip
 
 
 def _attend(
-    query: Array, key: Array, value: Array, beta: Array, log_decay: Array | None, normalize_keys: bool,
-    name: str, *, state: Any, return_state: bool, chunk_size: int, implementation: Any, by_feature: bool = False,
-    **options: Any,
+    query: Array, key: Array, value: Array, gates: dict[str, Array], normalize_keys: bool, name: str, *,
+    state: Any, return_state: bool, chunk_size: int, implementation: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """All three rules; `delta_rule` passes no log_decay."""
+    """All rules. Their gates are beta alone, beta and log_decay, or other arrays with log_decay."""
     prepared = prepare_inputs(
         query, key, value, is_causal=True, state=state, return_state=return_state,
         implementation=implementation, dispatched=True, **options,
     )  # fmt: skip
-    gates = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}
+    of_heads = ("beta", "log_decay") if name == "gated_delta_rule" else ("beta",)
     for gate, x in gates.items():
-        shape, axes = key.shape[:3], "batch, length, key heads"
-        if gate == "log_decay" and by_feature:
-            shape, axes = key.shape, f"{axes}, key features"
+        shape, axes = key.shape, "batch, length, key heads, key features"
+        if gate in of_heads:
+            shape, axes = key.shape[:3], "batch, length, key heads"
+        elif gate == "write":
+            shape, axes = value.shape, "batch, length, key heads, value features"
         expected = f"{gate} must be floating point of shape {shape} ({axes}), got "
         require(hasattr(x, "dtype"), expected + type(x).__name__)
         require(
@@ -264,7 +365,7 @@ def _attend(
 
     backends = recurrence_backends(
         kernel, query, key, value, features=key.shape[3], chunk_size=chunk_size, out_dtype=query.dtype, delta=True,
-        log_decay=log_decay,
+        log_decay=gates.get("log_decay"), refused=_REFUSED.get(name),
     )  # fmt: skip
     state, out = dispatch(
         name, implementation, backends,
@@ -276,60 +377,128 @@ def _attend(
     return (out, state) if return_state else out
 
 
+# Why the kernels, in which one number for each token scales what it reads and writes, do not compute a function.
+_REFUSED = {
+    "gated_delta_rule_2": "erase and write must be one number for each token and head, got one for each feature",
+    "rwkv7_attention": "removal_key must be the key under which the value is written, got another",
+}
+
+
 def _normalize(keys: Float[Array, "*leading H"]) -> Float[Array, "*leading H"]:
     """The keys divided by their l2 norm; a zero key stays zero."""
     squares = checkpoint_name(jnp.sum(jnp.square(keys), axis=-1, keepdims=True), SAVED)
     return keys * lax.rsqrt(squares + 1e-12)
 
 
+class _Direct(NamedTuple):
+    """Values that a chunk writes as they are, under other keys than those whose values it corrects.
+
+    Attributes:
+      adds, scores: as for `_Keys`.
+      values: the values.
+    """
+
+    adds: Float[Array, "B K C H"]
+    scores: Float[Array, "B K R C"] | None
+    values: Float[Array, "B K C V"]
+
+
 class _Keys(NamedTuple):
-    """What the WY form of a chunk needs from its keys, and from its queries if given.
+    """What the WY form of a chunk needs from its keys and values, and from its queries if given.
+
+    A token reads the state under one key, and writes the difference between its target and what it reads under
+    another; the two keys are the same in the delta rule.
 
     Attributes:
       decay: of the state within the chunk, or None.
       reads: the keys that read the state, times its decay until then.
-      adds: the keys whose values are written to the state, times the decay from then to the chunk's end.
-      beta: their strengths.
-      overlap: the strictly lower part of diag(beta) K K^T, within segments, times the decay between the tokens.
-      scores: the same for queries and keys, without beta and with the diagonal; None without queries.
+      adds: the keys under which differences are written to the state, times the decay from then to the chunk's end.
+      targets: the values that should be stored.
+      beta: factors of the differences; None for 1.
+      overlap: the strictly lower part of the products of reading and writing keys, within segments, times beta and
+        the decay between the tokens.
+      scores: the same for queries and writing keys, without beta and with the diagonal; None without queries.
+      direct: further values that the chunk writes, or None.
     """
 
     decay: HeadDecay | FeatureDecay | None
     reads: Float[Array, "B K C H"]
     adds: Float[Array, "B K C H"]
-    beta: Float[Array, "B K C 1"]
+    targets: Float[Array, "B K C V"]
+    beta: Float[Array, "B K C 1"] | None
     overlap: Float[Array, "B K C C"]
     scores: Float[Array, "B K R C"] | None
+    direct: _Direct | None
+
+    def difference(self, x: Float[Array, "B K C X"]) -> Float[Array, "B K C X"]:
+        """x times beta."""
+        return x if self.beta is None else self.beta * x
 
 
 def _keys(
     chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, rows: Float[Array, "B K R H"] | None
 ) -> _Keys:
-    k = heads_first(chunk["key"])
+    removes = "removal_key" in chunk
+    k = heads_first(chunk["removal_key" if removes else "key"])
     if normalize_keys:
         k = _normalize(k)
-    beta = heads_first(chunk["beta"][..., None])
+    targets = heads_first(chunk["value"])
+    beta = heads_first(chunk["beta"][..., None]) if "beta" in chunk else None
+    reading, writing = k, k
+    if "erase" in chunk:
+        reading, targets = k * heads_first(chunk["erase"]), targets * heads_first(chunk["write"])
+    elif removes:
+        writing = k * heads_first(chunk["learning_rate"])
+
     log = chunk.get("log_decay")
     decay: HeadDecay | FeatureDecay | None = None
-    scores: Array | None = None
+
+    def products(keys: Array) -> tuple[FeatureDecay, Array, Array | None]:
+        """The decay by feature, and the products of reading keys and queries with `keys` under it."""
+        # A removal key reads before the state decays, which is when the token before it reads.
+        read = jnp.roll(reading, -1, axis=2) if removes else reading
+        decay = feature_decay(
+            read if rows is None else jnp.concatenate([read, rows], axis=2), keys, heads_first(log)
+        )
+        overlap, scores = jnp.split(decay.products, [keys.shape[2]], axis=2)
+        return decay, jnp.roll(overlap, 1, axis=2) if removes else overlap, scores
+
+    def masked(scores: Array | None) -> Array | None:
+        return None if rows is None or scores is None else mask_scores(visibility.pairs, scores)
+
+    def enter(keys: Array) -> Array:
+        enters = visibility.enters_state
+        keys = keys if enters is None else zero_unless(enters[:, None], keys)
+        return keys if decay is None else keys * decay.end
+
     if log is not None and log.ndim == 4:
-        both = k if rows is None else jnp.concatenate([k, rows], axis=2)
-        decay = feature_decay(both, k, heads_first(log))
-        overlap, scores = jnp.split(decay.products, [k.shape[2]], axis=2)
+        decay, overlap, scores = products(writing)
     else:
         decay = None if log is None else head_decay(heads_first(log[..., None]))
         overlap = jnp.einsum("bkif,bkjf->bkij", k, k)
         scores = None if rows is None else jnp.einsum("bkrf,bkcf->bkrc", rows, k)
     overlap = checkpoint_name(mask_scores(visibility.pairs, overlap), SAVED)
-    scores = None if rows is None or scores is None else mask_scores(visibility.pairs, scores)
-    adds = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
-    reads = mask_rows(visibility.reads_state, k)
-    if decay is not None:
-        reads, adds = reads * decay.start, adds * decay.end
+    scores = masked(scores)
+    reads = mask_rows(visibility.reads_state, reading)
+    if removes:
+        assert decay is not None
+        reads = reads * jnp.roll(decay.start, 1, axis=2).at[:, :, 0].set(1)
+    elif decay is not None:
+        reads = reads * decay.start
     if isinstance(decay, HeadDecay):
         overlap = overlap * decay.pairs
         scores = None if scores is None else scores * for_rows(decay.pairs, scores, k.shape[2])
-    return _Keys(decay, reads, adds, beta, beta * jnp.tril(overlap, k=-1), scores)
+    direct: _Direct | None = None
+    if removes:
+        # The stored value is to become 0, but this chunk's writes under the other keys are a part of it.
+        other = heads_first(chunk["key"])
+        _, stored, read = products(other)
+        stored = checkpoint_name(mask_scores(visibility.pairs, stored), SAVED)
+        direct = _Direct(enter(other), masked(read), targets)
+        targets = -jnp.einsum("bkij,bkjv->bkiv", jnp.tril(stored, k=-1), targets)
+    overlap = jnp.tril(overlap, k=-1)
+    overlap = overlap if beta is None else beta * overlap
+    return _Keys(decay, reads, enter(writing), targets, beta, overlap, scores, direct)
 
 
 def _step(
@@ -337,10 +506,10 @@ def _step(
 ) -> tuple[DeltaState, Float[Array, "B C N V"]]:
     """One chunk in the WY form."""
     length, kv_heads = chunk["key"].shape[1:3]
-    rows, v = group_rows(chunk["query"], kv_heads), heads_first(chunk["value"])
+    rows = group_rows(chunk["query"], kv_heads)
     keys = _keys(chunk, visibility, normalize_keys, rows)
     stored = jnp.einsum("bkcf,bkfh->bkch", keys.reads, state.key_value)
-    corrected = solve_unit_lower(keys.overlap, keys.beta * (v - stored))
+    corrected = solve_unit_lower(keys.overlap, keys.difference(keys.targets - stored))
     reads, kept = (
         mask_rows(visibility.reads_state, rows),
         zero_unless(visibility.keeps_state, state.key_value),
@@ -351,6 +520,9 @@ def _step(
     out = jnp.einsum("bkrf,bkfh->bkrh", reads, state.key_value)
     out = out + jnp.einsum("bkrc,bkch->bkrh", keys.scores, corrected)
     update = jnp.einsum("bkcf,bkch->bkfh", keys.adds, corrected)
+    if keys.direct is not None:
+        out = out + jnp.einsum("bkrc,bkch->bkrh", keys.direct.scores, keys.direct.values)
+        update = update + jnp.einsum("bkcf,bkch->bkfh", keys.direct.adds, keys.direct.values)
     return DeltaState(kept + update), ungroup_rows(out, length)
 
 
@@ -367,11 +539,14 @@ def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) ->
     See arXiv:2406.06484, eqs. 7-10. With decay, I is multiplied by the chunk's decay. The norm of A is at most 1
     for normalised keys, beta between 0 and 2, and decay at most 1.
     """
-    keys, v = _keys(chunk, visibility, normalize_keys, None), heads_first(chunk["value"])
-    solved = solve_unit_lower(keys.overlap, keys.beta * jnp.concatenate([-keys.reads, v], axis=-1))
+    keys = _keys(chunk, visibility, normalize_keys, None)
+    right = keys.difference(jnp.concatenate([-keys.reads, keys.targets], axis=-1))
+    solved = solve_unit_lower(keys.overlap, right)
     change, added = jnp.split(
         jnp.einsum("bkcf,bkch->bkfh", keys.adds, solved), [keys.reads.shape[-1]], axis=-1
     )
+    if keys.direct is not None:
+        added = added + jnp.einsum("bkcf,bkch->bkfh", keys.direct.adds, keys.direct.values)
     identity = jnp.eye(change.shape[-1], dtype=change.dtype)
     kept = identity if keys.decay is None else identity[None, None] * keys.decay.total
     return _Affine(change + jnp.broadcast_to(kept, change.shape), added)

@@ -1,7 +1,6 @@
 """The recurrence on TPUs and GPUs: a Pallas or Triton kernel walks the chunks of a row.
 
-The TPU kernel knows neither decay nor segments; both become factors of tokens and of the state. A decay by feature
-stays with XLA there.
+For the TPU kernel, segments and a decay by head become factors of tokens and of the state.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ def recurrence_backends(
     out_dtype: Any,
     delta: bool = False,
     log_decay: Array | None = None,
+    refused: str | None = None,
 ) -> dict[str, tuple[Backend, ...]]:
     """The kernels of a call, by platform.
 
@@ -75,21 +75,21 @@ def recurrence_backends(
       features: of the queries and keys that the kernel gets.
       chunk_size: of the scan through XLA, which takes rows that a mesh shards.
       out_dtype: of the GPU kernel's total.
+      refused: why no kernel computes the call, or None.
     """
     sizes = ((query, features), (key, features), (value, value.shape[3]))
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
-    refused = "log_decay must be one number for each token and head, got one for each feature"
     by_feature = log_decay is not None and log_decay.ndim == 4
 
     def tpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        return refused if by_feature else tpu.recurrence_unsupported(*shapes, delta=delta)
+        return refused or tpu.recurrence_unsupported(*shapes, delta=delta, by_feature=by_feature)
 
     def gpu_unsupported(*_: Any) -> str | None:
         from pallas_kernels import triton
 
-        return triton.recurrence_unsupported(*shapes)
+        return refused or triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None
@@ -108,11 +108,16 @@ def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
     def attend(*arrays: Any) -> Any:
         return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
 
+    return triton.Sums(*shard_call(attend, arrays, *_axes(arrays)))
+
+
+def _axes(arrays: Walked) -> tuple[Any, Any]:
+    """`_WALKED_AXES` for these arrays."""
     axes, results = _WALKED_AXES
     names: list[Names] = list(axes)
     if arrays.log_decay is not None and arrays.log_decay.ndim == 4:
         names[Walked._fields.index("log_decay")] = _KEYS
-    return triton.Sums(*shard_call(attend, arrays, names, results))
+    return names, results
 
 
 def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
@@ -124,7 +129,7 @@ def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
         factors, segments = _factors(walked), walked.segments
         return tuple(tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
 
-    return tpu.Sums(*shard_call(attend, arrays, *_WALKED_AXES))
+    return tpu.Sums(*shard_call(attend, arrays, *_axes(arrays)))
 
 
 def _factors(arrays: Walked) -> Any:
@@ -136,6 +141,7 @@ def _factors(arrays: Walked) -> Any:
     start = end = total = None
     if log is not None:
         log = clip_log_decay(log.astype(jnp.float32))
+    if log is not None and log.ndim == 3:
         chunked = _chunks(log, tpu.CHUNK)
         up_to = jnp.tri(tpu.CHUNK)
 

@@ -7,6 +7,7 @@ of the same names compute, and the tests compare the two. Everything is computed
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def linear_attention(
         log_decay = log_decay.reshape((1,) * max(3 - log_decay.ndim, 0) + log_decay.shape)
         shape = *key.shape[:3], log_decay.shape[3] if log_decay.ndim == 4 else 1
         decay = jnp.broadcast_to(jnp.exp(log_decay.reshape(*log_decay.shape[:3], -1)), shape)
-        decay = jnp.repeat(decay.astype(jnp.float32), query.shape[2] // key.shape[2], axis=2)
+        decay = jnp.repeat(decay, query.shape[2] // key.shape[2], axis=2)
     query, key, value = _float32_heads(query, key, value)
     query, key = _FEATURE_MAPS[feature_map](query), _FEATURE_MAPS[feature_map](key)
     sums = jnp.einsum("btnh,bsnh->bnts", query, key)
@@ -46,22 +47,11 @@ def linear_attention(
     if positions is not None:
         query, key = rotate(query, positions), rotate(key, positions)
     if log_decay is not None:
-        return _decayed_sums(query, key, value, decay)
+        return _token_by_token(
+            lambda state, k, v, a: a[..., None] * state + _outer(k, v), query, key, value, decay
+        )
     weights = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", query, key), 0.0)
     return jnp.einsum("bnts,bsnv->btnv", weights / sums if normalize else weights, value)
-
-
-def _decayed_sums(query: Array, key: Array, value: Array, decay: Array) -> Float[Array, "B T N V"]:
-    """The recurrence with decay, for float32 arrays of N heads."""
-
-    def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, a = arrays
-        state = a[..., None] * state + jnp.einsum("bnh,bnv->bnhv", k, v)
-        return state, jnp.einsum("bnhv,bnh->bnv", state, q)
-
-    state = jnp.zeros((query.shape[0], *key.shape[2:], value.shape[3]), jnp.float32)
-    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, decay))
-    return jnp.swapaxes(lax.scan(token, state, tokens_first)[1], 0, 1)
 
 
 def luna_attention(
@@ -222,22 +212,60 @@ def kimi_delta_rule(
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """The delta rule on a state whose rows are first multiplied by exp(log_decay_t) (arXiv:2510.26692)."""
-    decay = jnp.repeat(jnp.exp(log_decay.astype(jnp.float32)), query.shape[2] // beta.shape[2], axis=2)
-    beta = jnp.repeat(beta.astype(jnp.float32), query.shape[2] // beta.shape[2], axis=2)
-    query, key, value = _float32_heads(query, key, value)
+    gates = {
+        "erase": jnp.broadcast_to(beta[..., None], key.shape),
+        "write": jnp.broadcast_to(beta[..., None], value.shape),
+    }
+    return gated_delta_rule_2(query, key, value, **gates, log_decay=log_decay, normalize_keys=normalize_keys)
+
+
+def gated_delta_rule_2(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    erase: Float[Array, "B T K H"],
+    write: Float[Array, "B T K V"],
+    log_decay: Float[Array, "B T K H"],
+    normalize_keys: bool = True,
+) -> Float[Array, "B T N V"]:
+    """D_t + k_t (write_t * v_t - D_t^T (erase_t * k_t))^T, D_t = diag(exp(log_decay_t)) S_(t-1) (arXiv:2605.22791)."""
+    key = key.astype(jnp.float32)
     if normalize_keys:
         key = key / jnp.sqrt(jnp.square(key).sum(-1, keepdims=True) + 1e-12)
+    decay, value = (
+        jnp.exp(log_decay.astype(jnp.float32)),
+        value.astype(jnp.float32) * write.astype(jnp.float32),
+    )
 
-    def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, b, a = arrays
+    def update(state: Array, k: Array, v: Array, e: Array, a: Array) -> Array:
         state = a[..., None] * state
-        error = v - jnp.einsum("bnhv,bnh->bnv", state, k)
-        state = state + jnp.einsum("bn,bnh,bnv->bnhv", b, k, error)
-        return state, jnp.einsum("bnhv,bnh->bnv", state, q)
+        return state + _outer(k, v - jnp.einsum("bnhv,bnh->bnv", state, e * k))
 
-    state = jnp.zeros((query.shape[0], *key.shape[2:], value.shape[3]), jnp.float32)
-    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, beta, decay))
-    return jnp.swapaxes(lax.scan(token, state, tokens_first)[1], 0, 1)
+    return _token_by_token(update, query, key, value, erase, decay)
+
+
+def rwkv7_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    removal_key: Float[Array, "B T K H"],
+    learning_rate: Float[Array, "B T K H"],
+    log_decay: Float[Array, "B T K H"],
+    normalize_keys: bool = True,
+) -> Float[Array, "B T N V"]:
+    """diag(exp(log_decay_t)) S_(t-1) - (rate_t * r_t) (S_(t-1)^T r_t)^T + k_t v_t^T (arXiv:2503.14456)."""
+    removal_key = removal_key.astype(jnp.float32)
+    if normalize_keys:
+        removal_key = removal_key / jnp.sqrt(jnp.square(removal_key).sum(-1, keepdims=True) + 1e-12)
+    decay = jnp.exp(log_decay.astype(jnp.float32))
+
+    def update(state: Array, k: Array, v: Array, r: Array, rate: Array, a: Array) -> Array:
+        removed = jnp.einsum("bnhv,bnh->bnv", state, r)
+        return a[..., None] * state - _outer(rate * r, removed) + _outer(k, v)
+
+    return _token_by_token(update, query, key, value, removal_key, learning_rate, decay)
 
 
 def gau_attention(
@@ -326,6 +354,25 @@ _FEATURE_MAPS = {
     "relu": jax.nn.relu,
     "identity": lambda x: x,
 }
+
+
+def _outer(k: Float[Array, "B N H"], v: Float[Array, "B N V"]) -> Float[Array, "B N H V"]:
+    return jnp.einsum("bnh,bnv->bnhv", k, v)
+
+
+def _token_by_token(update: Callable[..., Array], query: Array, *arrays: Array) -> Float[Array, "B T N V"]:
+    """out_t = S_t^T q_t with S_t = update(S_(t-1), arrays_t), for a key, a value and more with their K heads."""
+
+    def token(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, *rest = token
+        state = update(state, *rest)
+        return state, jnp.einsum("bnhv,bnh->bnv", state, q)
+
+    heads = query.shape[2]
+    repeated = [jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2) for x in (query, *arrays)]
+    state = jnp.zeros((query.shape[0], *repeated[1].shape[2:], repeated[2].shape[3]), jnp.float32)
+    _, out = lax.scan(token, state, tuple(jnp.swapaxes(x, 0, 1) for x in repeated))
+    return jnp.swapaxes(out, 0, 1)
 
 
 def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:

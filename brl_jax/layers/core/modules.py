@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -20,18 +21,47 @@ from brl_jax.sharding import constrain, gather_parameter
 GateActivation = Literal["silu", "sigmoid"]
 
 
+#: The names of the parameters that `Dimensions.lora_rank` adds to dense weights.
+LORA = ("lora_down", "lora_up")
+
+
 class _Dense(nn.DenseGeneral):
-    """A linear map whose output is sharded by the logical names of its kernel's last dimensions."""
+    """A linear map whose output is sharded by the logical names of its kernel's last dimensions.
 
+    With a rank it adds lora_scale * (x A) B, where B starts at zero (LoRA, arXiv:2106.09685, equation 3).
+    """
+
+    input_axes: tuple[str, ...] = ()
     output_axes: tuple[str, ...] = ()
+    lora_rank: int = 0
+    lora_scale: float = 1.0
 
+    @nn.compact
     def __call__(self, inputs: Any) -> Any:
         y = super().__call__(inputs)
+        if self.lora_rank:
+            y = y + self._low_rank(inputs.astype(self.dtype), y.shape[y.ndim - len(self.output_axes) :])
         if jax.sharding.get_abstract_mesh().empty:
             return y
         # The axes between batch and outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
+
+    def _low_rank(self, x: Any, outputs: tuple[int, ...]) -> Any:
+        contract, rank = len(self.input_axes), self.lora_rank
+        inputs = x.shape[-contract:]
+        normal = nn.initializers.normal(math.prod(inputs) ** -0.5)
+        sides = (
+            (normal, (*inputs, rank), (*self.input_axes, "projected")),
+            (nn.initializers.zeros_init(), (rank, *outputs), ("projected", *self.output_axes)),
+        )
+        down, up = (self._factor(name, init, shape, axes) for name, (init, shape, axes) in zip(LORA, sides))
+        narrow = jnp.tensordot(x, down, contract) * jnp.asarray(self.lora_scale, self.dtype)
+        return jnp.tensordot(narrow, up, 1)
+
+    def _factor(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+        value: Any = self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+        return gather_parameter(value, axes).astype(self.dtype)
 
 
 def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +80,8 @@ def dense(
     """Returns a linear map whose kernel carries the logical axis names `axes`, one for each dimension.
 
     Further keywords: `contract`, how many trailing axes of the input to contract (default 1); `scale`, the variance
-    factor of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's.
+    factor of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's. With
+    `dimensions.lora_rank` the map has a low-rank change too, in the parameters `LORA`.
     """
     contract = kwargs.pop("contract", 1)
     scale = kwargs.pop("scale", 1.0)
@@ -69,8 +100,11 @@ def dense(
         kernel_init=nn.with_logical_partitioning(kernel_init, axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[-outputs:]),
         dtype=dimensions.dtype,
-        param_dtype=dimensions.param_dtype,
+        param_dtype=dimensions.weight_dtype,
+        input_axes=axes[:contract],
         output_axes=axes[-outputs:],
+        lora_rank=dimensions.lora_rank,
+        lora_scale=dimensions.lora_alpha / max(dimensions.lora_rank, 1),
         dot_general=product,
         name=name,
         **kwargs,
@@ -78,10 +112,16 @@ def dense(
 
 
 def parameter(
-    module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    module: nn.Module,
+    name: str,
+    init: Any,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: Any = None,
 ) -> Any:
-    """Creates a parameter of `module` with logical axis names, and returns it ready for use (`gather_parameter`)."""
-    dtype = module.dimensions.param_dtype  # type: ignore[attr-defined]
+    """Creates a parameter of `module` with logical axis names, by default of the network's type for parameters, and
+    returns it ready for use (`gather_parameter`)."""
+    dtype = module.dimensions.param_dtype if dtype is None else dtype  # type: ignore[attr-defined]
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
     return gather_parameter(value, axes)
 

@@ -72,7 +72,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
-from brl_jax.fields import Checked, Count, NonNegative, Positive, Range
+from brl_jax.fields import Checked, Count, Natural, NonNegative, Positive, Range
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -100,6 +100,7 @@ class Dimensions(Checked):
       dropout: rate after the embedding, the mixer and the feed-forward network.
       residual_scale: variance factor of weights that write into the residual stream.
       dtype, param_dtype: of the computation and of the parameters.
+      lora_rank, lora_alpha: of the low-rank changes to dense weights (see `modules.dense`); 0 for none.
       implementation: passed to the attention functions.
       base_width, base_head_dim: model width and head width of the network whose scores muP preserves (Yang et al. 2022,
         arXiv:2203.03466); None without muP.
@@ -126,9 +127,16 @@ class Dimensions(Checked):
     residual_scale: NonNegative = 1.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora_rank: Natural = 0
+    lora_alpha: Positive = 16.0
     implementation: Implementation | None = None
     base_width: Count | None = None
     base_head_dim: Count | None = None
+
+    @property
+    def weight_dtype(self) -> Any:
+        """Of dense weights and embeddings. With `lora_rank` they do not change, so the computation's is enough."""
+        return self.dtype if self.lora_rank else self.param_dtype
 
     @property
     def head_score_factor(self) -> float:

@@ -82,6 +82,16 @@ class Convolutions:
         y, self.recent[name] = module(x, before, self._call.segment_ids, self._call.count)
         return y
 
+    def previous(self, x: Float[Array, "B T D"], *, name: str) -> Float[Array, "B T D"]:
+        """Returns the token before each token; zeros before the first of a sequence."""
+        before = None if self._before is None else self._before[name]
+        kernel = jnp.broadcast_to(jnp.asarray([[1.0], [0.0]], x.dtype), (2, x.shape[-1]))
+        call = self._call
+        y, self.recent[name] = short_convolution(
+            x, kernel, segment_ids=call.segment_ids, recent=before, count=call.count
+        )
+        return y
+
 
 class ConvolvedLayer(StateLayer):
     """A `StateLayer` with short convolutions over `mechanism.conv_size` tokens.
@@ -97,7 +107,8 @@ class ConvolvedLayer(StateLayer):
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
     ) -> StateAttention:
-        """`StateLayer.attention`; it must call convolve(array, *axes, name=...) once for each name."""
+        """`StateLayer.attention`; it must call convolve(array, *axes, name=...), or its `previous`,
+        once for each name."""
         raise NotImplementedError
 
     def init_cache(self, batch: int, length: int) -> StateCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -73,18 +74,23 @@ class KDA(ConvolvedLayer):
             unit(project("key", "kv_heads", d.num_kv_heads)),
         )
         value = project("value", "kv_heads", d.num_kv_heads)
-        beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
+        rule = self.rule(x)
         steps = self.low_rank(x, "step", d.num_kv_heads, "kv_heads", use_bias=False)
         function = functools.partial(
-            kimi_delta_rule,
+            rule,
             query * jnp.asarray(d.head_dim**-0.5, query.dtype),
             key,
-            beta=beta,
             log_decay=step_decay(self, steps, ("kv_heads", "head_dim"))[0],
             normalize_keys=False,
             chunk_size=self.mechanism.chunk_size,
         )
         return StateAttention(function, value)
+
+    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Any]:
+        """Returns the attention function, with the gates that the tokens give it."""
+        d = self.dimensions
+        beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
+        return functools.partial(kimi_delta_rule, beta=beta)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d = self.dimensions

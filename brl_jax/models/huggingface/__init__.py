@@ -28,12 +28,14 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
+from brl_jax.layers.core.modules import LORA
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, Architecture, architecture_of, text_part
 from brl_jax.models.huggingface.configs import TOKEN_IDS, PretrainedConfig, read_config, write_config
 from brl_jax.models.huggingface.files import CONFIG, GENERATION, open_tensors, read_json, write_folder
 from brl_jax.models.huggingface.weights import check_tensors, has_own_head, parts, to_parameters, to_tensors
+from brl_jax.models.lora import merged
 
 _TOKEN = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
@@ -76,7 +78,7 @@ def load_onto(params: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[s
     """Puts a folder's weights where a network's parameters are: on one device, or divided over a mesh.
 
     The host holds one tensor of the folder at a time. The devices hold no second copy, so `params` cannot be used
-    afterwards.
+    afterwards. Low-rank changes (`lora_rank`) stay as they are.
 
     Args:
       params: unboxed arrays, as `DecoderLM(load_config(path)).init` makes them.
@@ -89,7 +91,7 @@ def load_onto(params: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[s
     with _opened(path, "float32") as (config, architecture, read):
         shapes = nn.unbox(jax.eval_shape(DecoderLM(config).init, jax.random.key(0), _TOKEN)["params"])
         expected = {place: leaf.shape for place, leaf in traverse_util.flatten_dict(shapes).items()}
-        if expected != {place: leaf.shape for place, leaf in leaves.items()}:
+        if expected != {place: leaf.shape for place, leaf in leaves.items() if place[-1] not in LORA}:
             raise ValueError(f"params must be of the network that {os.fspath(path)} describes")
         for place, repeat, part in parts(config, architecture, read):
             leaf = leaves[place]
@@ -153,7 +155,8 @@ def save(
 
     Args:
       path: a new folder. It appears once it is complete.
-      config, params: of a `DecoderLM`, for example from `load` or from training.
+      config, params: of a `DecoderLM`, for example from `load` or from training. Low-rank changes are added to the
+        weights.
       tokenizer: a folder whose tokenizer files are copied.
       dtype: of the weights in the file.
       max_length: the value of max_position_embeddings in config.json; by default what the folder that `load` read has,
@@ -170,7 +173,7 @@ def save(
 
     If no supported architecture scales its embeddings as this network does, the table is written twice, once scaled.
     """
-    params = nn.unbox(params)
+    config, params = merged(config, nn.unbox(params))
     if max_length is None and isinstance(config, PretrainedConfig):
         max_length = config.max_length
     try:

@@ -1,6 +1,6 @@
 """Writes the table of all mechanisms and README's picture from what was measured: python -m eval.overview.
 
-The table stands in docs/mechanisms.md, and five of its rows in README.md. What a mechanism can do comes from
+The table stands in docs/mechanisms.md, and seven of its rows in README.md. What a mechanism can do comes from
 `brl_jax.MECHANISMS`. Its figures come from the pages that they were published on, so that no number is kept twice.
 The picture shows docs/data/cost.json, which `eval.speed` measured on a CPU, and the H200's table in docs/measured.md.
 

@@ -21,6 +21,8 @@ _RECALL_NAMES = {
     "native sparse attention": "native_sparse",
     "DeltaNet": "deltanet",
     "KDA": "kda",
+    "Gated DeltaNet-2": "gated_deltanet_2",
+    "RWKV-7": "rwkv7",
     "Mamba-2": "mamba2",
     "Gated DeltaNet": "gated_deltanet",
     "BSBR, chunks of 8": "bsbr",

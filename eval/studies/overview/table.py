@@ -16,7 +16,7 @@ from eval.speed.layers import default_config
 from eval.studies.overview.pages import Figures
 
 #: The rows of README's table.
-SHORT = ("full", "local", "brl", "deltanet", "mamba2")
+SHORT = ("full", "local", "brl", "deltanet", "mamba2", "gated_deltanet_2", "rwkv7")
 #: Where a figure comes from, by the label of its link.
 SOURCES = {
     "r": "recall.md#what-came-out",
@@ -58,8 +58,8 @@ def short_table(figures: Figures) -> str:
         "mechanism", "recall, %", "nats a byte", "state, KiB", "CPU, k tokens/s", "H200, M tokens/s"
     )
     for name in SHORT:
-        recall, nats, cpu, gpu = measured(name, figures)
-        table.add(f"`{name}`", recall, nats, state(name), cpu, gpu or "-")
+        recall, nats, cpu, gpu = (cell or "-" for cell in measured(name, figures))
+        table.add(f"`{name}`", recall, nats, state(name), cpu, gpu)
     return str(table)
 
 

@@ -24,14 +24,15 @@ class Factors(NamedTuple):
     Attributes:
       start: factor on the state that a token reads.
       end: factor on a token's contribution to the state at the end of its chunk.
-      log_decay: the logarithm, at most 0 and finite, of the factor by which the state shrinks before the token.
+      log_decay: the logarithm, at most 0 and finite, of the factor by which the state shrinks before the token, or one
+        for each feature. Then start, end and total do not contain decays.
       beta: the strength of the delta rule; None adds outer products without correcting them.
       total: factor by which the state shrinks over a chunk of `CHUNK` tokens.
     """
 
     start: Float[Array, "B T K"] | None = None
     end: Float[Array, "B T K"] | None = None
-    log_decay: Float[Array, "B T K"] | None = None
+    log_decay: Float[Array, "B T K"] | Float[Array, "B T K F"] | None = None
     beta: Float[Array, "B T K"] | None = None
     total: Float[Array, "B chunks K"] | None = None
 
@@ -74,11 +75,17 @@ _walk.defvjp(_walk_fwd, _walk_bwd)
 
 
 def recurrence_unsupported(
-    query: Shaped, key: Shaped, value: Shaped, *, delta: bool = False, chip: str | None = None
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
+    delta: bool = False,
+    by_feature: bool = False,
+    chip: str | None = None,
 ) -> str | None:
     """Returns why `recurrence` does not support a call, from shapes and dtypes without tracing it; None if it does."""
     numbers = NUMBERS if delta else NUMBERS[:-1]
-    most = {"totals": True, "weighs": True, "segments": True}
+    most = {"by_feature": by_feature, "totals": True, "weighs": True, "segments": True}
     return refusal(plan_recurrent, query, key, value, numbers=numbers, **most, chip=chip)
 
 
@@ -104,7 +111,9 @@ def recurrence(
         z      = factor z + (end K)^T 1
 
     U is V; with beta it is (I + A)^-1 diag(beta) (V - start K S), where A is the strictly lower part of
-    diag(beta) (K K^T * D) (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3).
+    diag(beta) (K K^T * D) (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3). With decay by
+    feature, each feature of Q K^T and K K^T has its own D (arXiv:2312.06635, arXiv:2510.26692), and the kernels
+    compute the decays of what tokens read and write.
 
     Args:
       query: (B, T, N, F), features; key: (B, T, K, F), K divides N; value: (B, T, K, V), all float32 or bfloat16.
@@ -121,8 +130,13 @@ def recurrence(
     Raises:
       NotImplementedError, ValueError: the dtype or a size is not supported.
     """
+    log_decay = factors.log_decay
+    by_feature = log_decay is not None and log_decay.ndim == 4
+    if by_feature:
+        factors = factors._replace(log_decay=None)
     numbers = tuple(name for name in NUMBERS if getattr(factors, name) is not None)
     given = {
+        "by_feature": by_feature,
         "totals": factors.total is not None,
         "weighs": key_sum is not None,
         "segments": segments is not None,
@@ -146,6 +160,8 @@ def recurrence(
         "key": side_by_side(key, call.features),
         "value": side_by_side(value, call.value_dim),
     }
+    if by_feature and log_decay is not None:
+        arrays["decays"] = side_by_side(log_decay.astype(jnp.float32), call.features)
     if numbers:
         rows = jnp.stack([getattr(factors, name).astype(jnp.float32) for name in numbers], axis=1)
         arrays["numbers"] = fill(fill(jnp.moveaxis(rows, 3, 1), 2, ROWS), 3, padded)

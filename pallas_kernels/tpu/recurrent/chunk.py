@@ -15,11 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu.core import arithmetic
 from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
+from pallas_kernels.tpu.recurrent.by_feature import ROWS, Decayed, decayed, pairs
 
 #: Tokens in a chunk: the lanes of a register.
 CHUNK = 128
-#: Rows of an array with identical rows: the sublanes of a register.
-ROWS = 8
 
 
 class State(NamedTuple):
@@ -35,7 +34,8 @@ class Chunk(NamedTuple):
     Attributes:
       query: one array for each query head that shares the key.
       start, end: factors on the state that a token's query reads, and on its key's contribution; None for 1.
-      log_decay: log of the factor by which the state shrinks before each token; None without decay.
+      log_decay: log of the factor by which the state shrinks before each token, or before each token by feature; None
+        without decay. `start` and `end` do not contain decays by feature, nor does `total`.
       beta: the strengths of the delta rule; None for sums.
       total: the state's factor over the chunk, repeated for each of its columns; None for 1.
       segment: each token's segment, negative for padding; None if all tokens see each other.
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
     value: Float[Array, "C V"]
     start: Float[Array, "C 1"] | None
     end: Float[Array, "C 1"] | None
-    log_decay: Float[Array, "1 C"] | None
+    log_decay: Float[Array, "1 C"] | Float[Array, "C F"] | None
     beta: Float[Array, "C 1"] | None
     total: Float[Array, "1 V"] | None
     segment: Int[Array, "1 C"] | None
@@ -81,25 +81,19 @@ def _product_bwd(dims, dtype, residuals, grad):
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def _pairs() -> tuple[Int[Array, "C C"], Int[Array, "C C"]]:
-    """Returns each pair's query number, which is the row, and key number."""
-    shape = (CHUNK, CHUNK)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
 def _between(log_decay: Float[Array, "1 C"]) -> Float[Array, "C C"]:
     """Returns the sums of the logarithms from after the key to the query; 0 if the key comes later.
 
     Each sum is computed from its own tokens, as in `brl_jax.attention.recurrent.decay`.
     """
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     up_to = jnp.where(column <= row, jnp.broadcast_to(log_decay, (CHUNK, CHUNK)), 0.0)
     return product(up_to, jnp.where(row > column, 1.0, 0.0), NN, jnp.float32)
 
 
 def _seen(chunk: Chunk) -> Bool[Array, "C C"]:
     """Returns whether the query of each row sees the key of each column."""
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     if chunk.segment is None:
         return column <= row
     keys = jnp.broadcast_to(chunk.segment, (CHUNK, CHUNK))
@@ -113,7 +107,7 @@ def inverses(lowers: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array,
     In bfloat16 a step of Newton's method follows, X + X (I - (I + lower) X), whose residual uses both halves of its
     operands. It squares the error of a bfloat16 inverse, with a quarter of the passes of float32 products.
     """
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     one = jnp.where(row == column, 1.0, 0.0)
     found = [one] * len(lowers)
 
@@ -167,25 +161,23 @@ def walk(
     times = functools.partial(product, dtype=dtype)
     count = len(heads[0])
     chunks = [chunk for head in heads for chunk in head]
-    row, column = _pairs()
+    row, column = pairs(CHUNK)
     ones = jnp.ones((ROWS, CHUNK), jnp.float32)
     seen = [_seen(chunk) for chunk in chunks]
-    decays = [None if c.log_decay is None else jnp.exp(_between(c.log_decay)) for c in chunks]
+    delta = chunks[0].beta is not None
+    group = len(chunks[0].query)
+    products = _products(chunks, delta, dtype)
 
-    def weigh(rows: list[Array], seen: list[Array]) -> list[Array]:
-        scores = [times(x, chunk.key, NT) for chunk, x in zip(chunks, rows)]
-        scores = [_scaled(x, decay) for x, decay in zip(scores, decays)]
-        return [jnp.where(pairs, x, 0.0) for pairs, x in zip(seen, scores)]
+    def weigh(place: int, seen: list[Array]) -> list[Array]:
+        return [jnp.where(visible, x.products[place], 0.0) for visible, x in zip(seen, products)]
 
-    group = range(len(chunks[0].query))
-    weights = [weigh([chunk.query[g] for chunk in chunks], seen) for g in group]
-    keys = [_scaled(chunk.key, chunk.end) for chunk in chunks]
+    weights = [weigh(g, seen) for g in range(group)]
+    keys = [_scaled(x.key, chunk.end) for chunk, x in zip(chunks, products)]
     values = [chunk.value for chunk in chunks]
-    if chunks[0].beta is not None:
-        earlier = [pairs & (column < row) for pairs in seen]
-        overlaps = weigh([chunk.key for chunk in chunks], earlier)
+    if delta:
+        overlaps = weigh(group, [visible & (column < row) for visible in seen])
         found = inverses([_scaled(x, chunk.beta) for chunk, x in zip(chunks, overlaps)], dtype)
-        reads = [_scaled(_scaled(chunk.key, chunk.start), chunk.beta) for chunk in chunks]
+        reads = [_scaled(_scaled(x.reads[group], c.start), c.beta) for c, x in zip(chunks, products)]
         values = [times(x, _scaled(c.value, c.beta), NN) for c, x in zip(chunks, found)]
         reads = [times(x, key, NN) for key, x in zip(reads, found)]
         added = None
@@ -205,11 +197,12 @@ def walk(
             if sums is not None and state.key is not None:
                 factor = None if total is None else total[:, :1]
                 summed = _scaled(state.key, factor) + sums[at]
-            last[head] = State(_scaled(state.key_value, total) + new, summed)
+            kept = _scaled(_scaled(state.key_value, total), products[at].total)
+            last[head] = State(kept + new, summed)
     read = [state for _, state in sorted(before, key=lambda item: item[0])]
     outputs = [Outputs([], None if sums is None else []) for _ in chunks]
-    for g in group:
-        rows = [_scaled(chunk.query[g], chunk.start) for chunk in chunks]
+    for g in range(group):
+        rows = [_scaled(x.reads[g], chunk.start) for chunk, x in zip(chunks, products)]
         outside = [times(x, state.key_value, NN) for x, state in zip(rows, read)]
         inside = [times(x, value, NN) for value, x in zip(values, weights[g])]
         for at, output in enumerate(outputs):
@@ -218,6 +211,20 @@ def walk(
                 counted = times(read[at].key, rows[at], NT) + times(ones, weights[g][at], NT)
                 output.weight.append(counted)
     return [outputs[head * count : (head + 1) * count] for head in range(len(heads))], last
+
+
+def _products(chunks: list[Chunk], delta: bool, dtype: Any) -> list[Decayed]:
+    """Returns the products of each chunk's queries, and for the delta rule of its key, with the key."""
+    log = chunks[0].log_decay
+    if log is not None and log.shape[0] == CHUNK:
+        return [decayed(c.query, c.key, c.log_decay, delta, dtype) for c in chunks]
+    rows = [[*chunk.query, chunk.key] if delta else list(chunk.query) for chunk in chunks]
+    decays = [None if c.log_decay is None else jnp.exp(_between(c.log_decay)) for c in chunks]
+    found = []
+    for place in range(len(rows[0])):
+        scores = [product(x[place], chunk.key, NT, dtype) for chunk, x in zip(chunks, rows)]
+        found.append([_scaled(x, decay) for x, decay in zip(scores, decays)])
+    return [Decayed(list(x), given, c.key, None) for x, given, c in zip(zip(*found), rows, chunks)]
 
 
 def _scaled(x: Array, factor: Array | None) -> Array:

@@ -15,14 +15,14 @@ from pallas_kernels.tpu.recurrent.chunk import CHUNK, ROWS, Chunk, State, walk
 from pallas_kernels.tpu.recurrent.plan import RecurrentCall
 from pallas_kernels.varying import result_like
 
-#: Arrays by name: query, key and value are (batch, tokens, heads * size); numbers (batch, key heads, rows, tokens);
-#: totals (batch, key heads, blocks, chunks, value_dim); segment (batch, 1, 1, tokens). The state is key_value
+#: Arrays by name: query, key, value and decays are (batch, tokens, heads * size); numbers (batch, key heads, rows,
+#: tokens); totals (batch, key heads, blocks, chunks, value_dim); segment (batch, 1, 1, tokens). The state is key_value
 #: (batch, key heads, features, value_dim) and, if weights are summed, key (batch, key heads, rows, features).
 Arrays = dict[str, Array]
 
 
 def _input_names(call: RecurrentCall) -> list[str]:
-    names = ["query", "key", "value"]
+    names = ["query", "key", "value", "decays"] if call.by_feature else ["query", "key", "value"]
     names += ["numbers"] if call.numbers else []
     names += ["totals"] if call.totals else []
     return names + (["segment"] if call.segments else [])
@@ -37,6 +37,7 @@ def _input_specs(call: RecurrentCall, *, backward: bool) -> dict[str, pl.BlockSp
         "query": call.by_token(call.group * call.features, backward=backward),
         "key": call.by_token(call.features, backward=backward),
         "value": call.by_token(call.value_dim, backward=backward),
+        "decays": call.by_token(call.features, backward=backward),
         "numbers": call.by_row(ROWS, backward=backward),
         "totals": call.by_block(call.chunks, call.value_dim, backward=backward),
         "segment": call.by_row(1, backward=backward, by_head=False),
@@ -76,7 +77,7 @@ def _load(refs: dict[str, Any], call: RecurrentCall) -> list[list[Chunk]]:
             part("value", h, call.value_dim),
             found.get("start"),
             found.get("end"),
-            found.get("log_decay"),
+            part("decays", h, call.features) if call.by_feature else found.get("log_decay"),
             found.get("beta"),
             refs["totals"][0, h, 0, number : number + 1, :] if call.totals else None,
             refs["segment"][0, 0, :, tokens] if call.segments else None,
@@ -215,6 +216,8 @@ def _store(results: dict[str, Any], h: int, number: int, chunk: Chunk, call: Rec
         put("query", h * call.group + g, x)
     put("key", h, chunk.key)
     put("value", h, chunk.value)
+    if call.by_feature and chunk.log_decay is not None:
+        put("decays", h, chunk.log_decay)
     if call.numbers:
         lane = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, ROWS), 1)
         row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, CHUNK), 0)

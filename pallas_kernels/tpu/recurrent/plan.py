@@ -29,6 +29,7 @@ class RecurrentCall:
       chunks: in a grid step.
       blocks: grid steps for a row and its heads.
       numbers: the numbers that each token has, a subset of `NUMBERS`.
+      by_feature: whether each feature has its own decay.
       totals: whether the state shrinks from chunk to chunk.
       weighs: whether to sum the weights.
       segments: whether tokens have segments.
@@ -43,6 +44,7 @@ class RecurrentCall:
     chunks: int
     blocks: int
     numbers: tuple[str, ...]
+    by_feature: bool
     totals: bool
     weighs: bool
     segments: bool
@@ -98,7 +100,8 @@ def heads_together(heads: int, features: int, value_dim: int) -> int:
 def recurrent_bytes(call: RecurrentCall) -> int:
     """Returns the VMEM of a step of the backward pass: double-buffered float32 blocks, and what is in flight."""
     units = call.heads * call.chunks
-    width = call.heads * (call.group * (call.features + call.value_dim) + call.features + call.value_dim)
+    sizes = call.features * (1 + call.by_feature) + call.value_dim
+    width = call.heads * (call.group * (call.features + call.value_dim) + sizes)
     blocks = 2 * 4 * call.tokens * 2 * (width + 2 * ROWS * call.heads)
     states = 4 * call.features * call.value_dim * (units + 6 * call.heads)
     flight = 4 * CHUNK * CHUNK * units * (4 * call.group + (14 if "beta" in call.numbers else 4))
@@ -112,6 +115,7 @@ def plan_recurrent(
     value: Shaped,
     *,
     numbers: tuple[str, ...],
+    by_feature: bool,
     totals: bool,
     weighs: bool,
     segments: bool,
@@ -137,7 +141,7 @@ def plan_recurrent(
     def of(chunks: int) -> RecurrentCall:
         blocks = -(-count // chunks)
         sizes = (heads, group, features, value_dim, chunks, blocks)
-        return RecurrentCall(*sizes, numbers, totals, weighs, segments, None)
+        return RecurrentCall(*sizes, numbers, by_feature, totals, weighs, segments, None)
 
     chunks = 4
     while chunks > 1 and (

@@ -25,24 +25,29 @@ class HistoryTile(NamedTuple):
     num_stages: int
 
 
-# The forward and the backward kernel's, by minimum compute capability. Chosen by the compiler's counts of registers and
-# spills (`python -m eval.gpu_costs`).
+class HistoryTiles(NamedTuple):
+    """The sizes of the forward kernel and of the one or two backward kernels."""
+
+    forward: HistoryTile
+    backward: HistoryTile
+
+
+# By minimum compute capability. Chosen by the compiler's counts of registers and spills (`python -m eval.gpu_costs`).
 _TILES = {
-    100: (HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)),
-    90: (HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)),
-    80: (HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)),
+    100: HistoryTiles(HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)),
+    90: HistoryTiles(HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)),
+    80: HistoryTiles(HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)),
 }
-_FLOAT32 = HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
-_INTERPRETED = HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
-# For the forward kernel and both kernels of `tiled_backward`; the second of these takes _TILED_TOKENS at a time.
-# time.
-_TILED = HistoryTile(32, 8, 2), HistoryTile(32, 8, 2)
+_FLOAT32 = HistoryTiles(HistoryTile(32, 8, 1), HistoryTile(16, 8, 1))
+_INTERPRETED = HistoryTiles(HistoryTile(16, 4, 1), HistoryTile(16, 4, 1))
+# For `tiled_backward`, whose second kernel takes _TILED_TOKENS at a time.
+_TILED = HistoryTiles(HistoryTile(32, 8, 2), HistoryTile(32, 8, 2))
 _TILED_TOKENS = 32
 
 
 @adjustable("compress")
-def choose_tiles(query: Any) -> tuple[HistoryTile, HistoryTile]:
-    """Returns the sizes of the forward and backward kernels for these tokens on the target GPU."""
+def choose_tiles(query: Any) -> HistoryTiles:
+    """Returns the kernels' sizes for these tokens on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     if takes_tiled_backward(query):
@@ -192,7 +197,7 @@ def _run_forward(call: _CompressCall):
 
     def run(query, key, contrast_key, value, lengths):
         batch, tokens, heads, head_dim = query.shape
-        tile, _ = choose_tiles(query)
+        tile = choose_tiles(query).forward
         constants = _constants(call, query, key, tile)
         rows = jax.ShapeDtypeStruct((attentions, constants["SPLITS"], batch, heads, tokens), jnp.float32)
         totals, tops, sums = bridge.launch(
@@ -215,7 +220,7 @@ def _run_backward(call: _CompressCall):
 
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape
-        _, tile = choose_tiles(query)
+        tile = choose_tiles(query).backward
         constants = _constants(call, query, key, tile)
         statistics = (jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas))
         arrays = (query, key, contrast_key, value, lengths, d_out, *statistics, gamma)

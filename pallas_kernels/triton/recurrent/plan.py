@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 
 #: Features of queries and keys that one program holds.
 MOST_FEATURES = 256
@@ -194,6 +194,7 @@ _INTERPRETED = (
 )
 
 
+@adjustable("sum")
 def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
     if bridge.interprets():
@@ -207,6 +208,7 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
+@adjustable("sum_by_feature")
 def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
     """The same for sums with a decay by feature."""
     if bridge.interprets():
@@ -216,6 +218,7 @@ def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
     return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
 
 
+@adjustable("delta")
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     """The same for the delta rule."""
     if bridge.interprets():
@@ -225,6 +228,7 @@ def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
 
 
+@adjustable("delta_by_feature")
 def feature_delta_sizes(features: int, dtype: Any) -> FeatureDeltaSizes:
     """The same for the delta rule with a decay by feature."""
     if bridge.interprets():

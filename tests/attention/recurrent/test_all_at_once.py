@@ -14,8 +14,8 @@ import pytest
 import brl_jax
 from brl_jax.attention.recurrent import reference, squared_relu
 from tests.marks import slow_unless
-from tests.oracles.parts import FEATURES, relu
-from tests.oracles.recurrent import decayed, delta
+from tests.oracles.parts import FEATURES, relu, sigmoid
+from tests.oracles.recurrent import decayed, delta, gated_delta_2, rwkv7
 from tests.support.attention import close
 
 # On a CPU, XLA of JAX 0.10.2 once crashed in the gradient of decays by feature ("feature_decayed", GLA) with 8 or more
@@ -84,8 +84,14 @@ def oracle(name, query, key, value, beta, segments):
             each = STRENGTHS if name == "feature_decayed" else np.ones(SIZE)
             out.append(decayed(q, k, v, np.exp(_log_decay(b)[:, None] * each), segments))
             continue
-        weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
         by_feature = np.exp(_log_decay(b)[:, None] * STRENGTHS)
+        if name == "gated_2":
+            out.append(gated_delta_2(q, unit(k), v, sigmoid(2 * v), sigmoid(k), by_feature, segments))
+            continue
+        if name == "rwkv7":
+            out.append(rwkv7(q, k, v, unit(k + v), sigmoid(2 * v), by_feature, segments))
+            continue
+        weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
         decays = {"delta": None, "gated": np.exp(_log_decay(b)), "kimi": by_feature}
         out.append(
             delta(q, unit(k), v, b, decays[name], segments) if name in decays else weigh[name](q, k, seen) @ v
@@ -117,6 +123,16 @@ def call(name, query, key, value, beta, **options):
         case "kimi":
             decay = _log_decay(beta.astype(jnp.float32))[..., None] * STRENGTHS[None, None, None]
             return brl_jax.kimi_delta_rule(query, key, value, beta=beta, log_decay=decay, **options)
+        case "gated_2" | "rwkv7":
+            options["log_decay"] = (
+                _log_decay(beta.astype(jnp.float32))[..., None] * STRENGTHS[None, None, None]
+            )
+            gate = jax.nn.sigmoid(2 * value)
+            if name == "rwkv7":
+                options |= {"removal_key": key + value, "learning_rate": gate}
+                return brl_jax.rwkv7_attention(query, key, value, **options)
+            write = jax.nn.sigmoid(key)
+            return brl_jax.gated_delta_rule_2(query, key, value, erase=gate, write=write, **options)
     return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
 
 
@@ -133,8 +149,11 @@ def with_states(name, arrays, ids, lengths):
     return [first, second, call(name, *rest, state=state)]
 
 
-SLOW = ("cosformer", "performer", "feature_decayed", "kimi")
-NAMES = ("linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "kimi", "mixed")
+SLOW = ("cosformer", "performer", "feature_decayed", "kimi", "gated_2")
+NAMES = (
+    "linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "kimi", "gated_2", "rwkv7",
+    "mixed",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

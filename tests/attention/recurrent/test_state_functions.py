@@ -53,6 +53,25 @@ def _kimi_delta(query, key, value, **options):
     return brl_jax.kimi_delta_rule(query, key, value, beta=beta, log_decay=log_decay, **options)
 
 
+def _gates(key, value):
+    """The decay, and gates of the keys' and the values' shapes."""
+    log_decay, gate, other = -jnp.exp(2 * key), jax.nn.sigmoid(3 * value), jax.nn.sigmoid(2 * key)
+    return {"log_decay": jax.lax.stop_gradient(log_decay)}, *jax.lax.stop_gradient((gate, other))
+
+
+def _gated_delta_2(query, key, value, **options):
+    decay, erase, write = _gates(key, value)
+    return brl_jax.gated_delta_rule_2(query, key, value, erase=erase, write=write, **decay, **options)
+
+
+def _rwkv7(query, key, value, **options):
+    decay, rate, _ = _gates(key, value)
+    removal_key = key[..., ::-1]
+    return brl_jax.rwkv7_attention(
+        query, key, value, removal_key=removal_key, learning_rate=rate, **decay, **options
+    )
+
+
 def _linear(query, key, value, **options):
     return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
 
@@ -139,6 +158,8 @@ CASES = {
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "gated_delta": Case(_gated_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "kimi_delta": Case(_kimi_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
+    "gated_delta_2": Case(_gated_delta_2, lambda b, k, h: init_delta_state(b, k, h, h)),
+    "rwkv7": Case(_rwkv7, lambda b, k, h: init_delta_state(b, k, h, h)),
 }
 
 
@@ -157,9 +178,10 @@ def compiled(name: str, return_state: bool) -> Callable[..., Any]:
 
 
 each = pytest.mark.parametrize("name", CASES)
-# Fast: a sum of outer products, the delta rule's triangular systems, and a state with keys. tests/laws checks pieces
+# Fast: a sum of outer products, the delta rule's triangular systems, without and with removal keys, and a state with
+# keys. tests/laws checks pieces
 # and packing of layers of every kind.
-each_engine = pytest.mark.parametrize("name", slow_unless(CASES, ("linear", "delta", "bsbr")))
+each_engine = pytest.mark.parametrize("name", slow_unless(CASES, ("linear", "delta", "rwkv7", "bsbr")))
 
 
 @each_engine
@@ -204,7 +226,7 @@ def test_padding_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize(
-    "name", slow_unless([name for name, case in CASES.items() if case.packs], ("linear", "delta"))
+    "name", slow_unless([name for name, case in CASES.items() if case.packs], ("linear", "delta", "rwkv7"))
 )
 def test_segments_are_apart(name):
     """A segment gives the same as alone. The given state precedes the first segment; the returned one follows the
@@ -252,7 +274,7 @@ def test_bad_input(name):
     case = CASES[name]
     query, key, value = inputs(9)
     state = case.init(2, 2, 8)
-    other = CASES["delta" if "delta" not in name else "linear"].init(2, 2, 8)
+    other = CASES["linear" if "delta" in name or name == "rwkv7" else "delta"].init(2, 2, 8)
     with_kernels = (
         "linear",
         "feature_decay",
@@ -262,6 +284,8 @@ def test_bad_input(name):
         "delta",
         "gated_delta",
         "kimi_delta",
+        "gated_delta_2",
+        "rwkv7",
     )
     of_triton = "'triton' or 'triton_interpret'"
     implementations = "None or 'xla'"

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from brl_jax import state_functions
 from tests.marks import slow_unless
-from tests.oracles.recurrent import decayed, delta
+from tests.oracles.recurrent import decayed, delta, gated_delta_2, rwkv7
 from tests.support.meshes import check_equal, draw, with_gradients
 
 B, T, N, K, H, DEVICES = 2, 44, 4, 2, 8, 4
@@ -25,6 +25,8 @@ CASES = {
     "deltanet": ({}, ("beta",)),
     "gated_deltanet": ({}, ("beta", "log_decay")),
     "kda": ({}, ("beta", "log_decays")),
+    "gated_deltanet_2": ({}, ("erase", "write", "log_decays")),
+    "rwkv7": ({}, ("removal_key", "learning_rate", "log_decays")),
 }
 
 
@@ -35,6 +37,10 @@ def drawn(name):
     made = {
         "beta": jax.nn.sigmoid(draw(B, T, K, seed=3)),
         "log_decay": (-jnp.exp(draw(B, T, K, seed=4) - 2)).at[1, 30].set(-jnp.inf),
+        "erase": jax.nn.sigmoid(draw(B, T, K, H, seed=6)),
+        "write": jax.nn.sigmoid(draw(B, T, K, H, seed=7)),
+        "removal_key": draw(B, T, K, H, seed=8),
+        "learning_rate": jax.nn.sigmoid(draw(B, T, K, H, seed=6)),
         "log_decays": (-jnp.exp(2 * draw(B, T, K, H, seed=4) - 3)).at[1, 30].set(-jnp.inf),
     }
     return query, key, value, {x.rstrip("s"): made[x] for x in CASES[name][1]}
@@ -80,7 +86,7 @@ PARTS = {name: functools.partial(_compared, name) for name in CASES}
 
 
 @pytest.mark.xdist_group("devices")
-@pytest.mark.parametrize("name", slow_unless(CASES, ("linear, decay of a token", "kda")))
+@pytest.mark.parametrize("name", slow_unless(CASES, ("linear, decay of a token", "kda", "rwkv7")))
 def test_a_caller_divides_sequences_over_devices(devices, name):
     expected, got = devices.ask(__name__, name)
     # The gradient with respect to a logarithm of -inf is 0 on both sides.
@@ -93,21 +99,28 @@ def _oracle(name):
     """The outputs, token by token in float64."""
     *qkv, arrays = (jax.tree.map(lambda x: np.asarray(x, np.float64), x) for x in drawn(name))
     query, key, value = qkv
-    if "beta" in arrays:
-        key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    removal = arrays.get("removal_key", key)
+    removal = removal / np.linalg.norm(removal, axis=-1, keepdims=True)
     out = np.empty((B, T, N, H))
     for b, n in np.ndindex(B, N):
         k = n // (N // K)
         decay = np.exp(arrays["log_decay"][b, :, k]).reshape(T, -1) if "log_decay" in arrays else None
         tokens = query[b, :, n], key[b, :, k], value[b, :, k]
-        if "beta" in arrays:
-            out[b, :, n] = delta(*tokens, arrays["beta"][b, :, k], decay)
+        unit, gates = removal[b, :, k], {gate: x[b, :, k] for gate, x in arrays.items()}
+        if name == "rwkv7":
+            out[b, :, n] = rwkv7(*tokens, unit, gates["learning_rate"], decay)
+        elif name == "gated_deltanet_2":
+            out[b, :, n] = gated_delta_2(tokens[0], unit, tokens[2], gates["erase"], gates["write"], decay)
+        elif "beta" in arrays:
+            out[b, :, n] = delta(tokens[0], unit, tokens[2], gates["beta"], decay)
         else:
             out[b, :, n] = decayed(*tokens, decay)
     return out
 
 
-@pytest.mark.parametrize("name", slow_unless(CASES, ("linear", "linear, decay of a feature", "kda")))
+@pytest.mark.parametrize(
+    "name", slow_unless(CASES, ("linear", "linear, decay of a feature", "kda", "gated_deltanet_2"))
+)
 def test_summaries_join_and_give_the_state_after_any_state(name):
     rule = functions(name)
     query, key, value, arrays = drawn(name)
@@ -137,7 +150,8 @@ def test_summaries_join_and_give_the_state_after_any_state(name):
 def test_bad_input():
     _, key, value, arrays = drawn("kda")
     with pytest.raises(
-        ValueError, match="summarize needs one of linear, deltanet, gated_deltanet, kda, got 'norm'"
+        ValueError,
+        match="summarize needs one of linear, deltanet, gated_deltanet, kda, gated_deltanet_2, rwkv7, got",
     ):
         state_functions("norm").summarize(key, value)
     with pytest.raises(ValueError, match="summarize of 'kda' takes beta, log_decay, got 'segment_ids'"):

@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from brl_jax.attention.core.by_platform import platform_jaxpr
 from eval.chips import gpu_check, gpu_operations, gpu_worker
-from pallas_kernels.triton.compress import api as compress
+from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import adjusted_tiles
 from pallas_kernels.triton.local import api as local
 from train.engine.errors import UserError
@@ -49,9 +51,40 @@ def test_the_tasks_name_operations_and_kernels_that_exist():
         gpu_operations.Size(**task["size"])
     only = gpu_check.tasks(gpu_check.parse(["--only", "fla", "local"]))
     assert {task["operation"].split()[0] for task in only} == {"fla", "local"}
-    names = {family: names for family, (_, names) in gpu_check.TUNED.items()}
-    assert names["local"] == local.LocalTiles._fields
-    assert len(names["compress"]) == len(compress.choose_tiles(np.zeros((1, 8, 1, 64), np.float32)))
+
+
+def trace_for_cuda(jaxpr):
+    """Traces what a program runs on a GPU, which JAX does when it lowers the program."""
+    for equation in jaxpr.eqns:
+        for value in (platform_jaxpr(equation, "cuda"), *equation.params.values()):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                trace_for_cuda(inner)
+
+
+@pytest.mark.parametrize("family", gpu_check.TUNED)
+def test_a_tuned_call_launches_the_kernels_that_are_tuned(family, monkeypatch):
+    """What a call takes by default can be another's kernel: a plain window takes cuDNN's."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
+    tasks = [
+        task for task in gpu_check.tasks(gpu_check.parse(["--tune"])) if task.get("family", "") == family
+    ]
+    size = gpu_operations.Size(**tasks[0]["size"] | {"n": 1024})
+    call = gpu_operations.OPERATIONS[tasks[0]["operation"]].call(size, tasks[0]["implementation"])
+    arrays = gpu_operations.arrays(tasks[0]["operation"], size, "bfloat16")
+    found = {}
+
+    def adjust(family, sizes):
+        found[family] = sizes
+        return sizes
+
+    with adjusted_tiles(adjust):
+        trace_for_cuda(jax.make_jaxpr(call)(*arrays).jaxpr)
+    for task in tasks:
+        assert len(gpu_worker.neighbours(getattr(found[family], task["kernel"]))) > 2
+    kernels = [name for name, size in found[family]._asdict().items() if isinstance(size, tuple)]
+    assert sorted(task["kernel"] for task in tasks) == sorted(kernels)
 
 
 def test_a_recurrence_by_hand():
@@ -117,6 +150,39 @@ def test_the_end_is_hard(tmp_path):
     assert found["not_reached"]
 
 
+TUNE = """
+import itertools
+import json
+import sys
+
+from eval.chips import gpu_worker
+
+task = json.loads(sys.argv[1])
+worker = gpu_worker.Worker(lambda message: None, interpret=True)
+print(json.dumps([*itertools.islice(gpu_worker.tune(task, worker), 3)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("triton")
+@pytest.mark.parametrize(("family", "kernel"), [("local", "key_gradient"), ("delta_by_feature", "states")])
+def test_tuning_in_tritons_interpreter(family, kernel):
+    pytest.importorskip("triton")
+    todo = gpu_check.tasks(gpu_check.parse(["--tune"]))
+    task = next(t for t in todo if (t.get("family"), t.get("kernel")) == (family, kernel))
+    task |= {"size": {"n": 40, "heads": 1, "head_dim": 16, "window": 9}, "dtype": "float32"}
+    environment = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", TUNE, json.dumps(task)], cwd=ROOT, env=os.environ | environment,
+        input=3 * "go\n", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len({tuple(row["tile"]) for row in rows}) == 3
+    assert all(row["ms"] > 0 for row in rows)
+    assert all(row["worst"] < 1e-5 for row in rows[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("triton")
 def test_the_checks_in_tritons_interpreter(tmp_path):
@@ -132,3 +198,4 @@ def test_the_checks_in_tritons_interpreter(tmp_path):
     )
     for row in found["rows"]:
         assert 0 < row["worst"] <= gpu_worker.TOLERANCE[row["dtype"]]
+        assert row["by"] == ("XLA" if row["implementation"] == "default" else "interpreter")

@@ -426,6 +426,11 @@ def test_shard_map():
         ("v5p", 1 << 14, 8, 1, 128, ("start", "end", "log_decay"), jnp.bfloat16),
         ("v6e", 1 << 14, 8, 8, 256, ("start", "end", "log_decay", "beta"), jnp.bfloat16),
         ("7x", 1 << 10, 8, 8, 80, ("beta",), jnp.bfloat16),
+        ("v5e", 1 << 14, 8, 8, 128, ("by feature",), jnp.bfloat16),
+        ("v6e", 1000, 4, 2, 64, ("by feature", "start", "end", "beta"), jnp.float32),
+        ("v5e", 1 << 12, 8, 2, 64, ("by feature", "beta"), jnp.bfloat16),
+        ("v4", 1 << 12, 2, 2, 256, ("by feature", "beta"), jnp.float32),
+        ("7x", 1 << 12, 8, 8, 32, ("by feature", "start", "end"), jnp.bfloat16),
     ],
 )
 def test_recurrence(chip, n, heads, groups, head_dim, numbers, dtype):
@@ -433,7 +438,10 @@ def test_recurrence(chip, n, heads, groups, head_dim, numbers, dtype):
 
     def f(query, key, value):
         # Numbers that depend on the arrays, so that their gradients are compiled as well.
-        given = {name: -jax.nn.sigmoid(key[..., 0].astype(jnp.float32)) for name in numbers}
+        gates = -jax.nn.sigmoid(key.astype(jnp.float32))
+        given = {name: gates[..., 0] for name in numbers if name != "by feature"}
+        if "by feature" in numbers:
+            given["log_decay"] = gates
         segments = jnp.arange(n, dtype=jnp.int32)[None] // 300
         out = recurrence(query, key, value, state, None, Factors(**given), segments=segments, chip=chip).total
         return out.astype(query.dtype)

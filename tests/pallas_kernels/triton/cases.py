@@ -1,4 +1,4 @@
-"""Cases of the GPU kernels for Triton's interpreter: each compares results and gradients with the oracle.
+"""Cases of the GPU kernels: each compares results and gradients with the oracle. `pytest -m gpu` runs them natively.
 
 `python -m tests.pallas_kernels.triton.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and
 writes each result: an empty text, or why the case failed."""
@@ -18,9 +18,12 @@ import numpy as np
 import brl_jax
 from brl_jax.attention.local import far_patterns, patterns
 from pallas_kernels import triton
+from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.selected import api
 from tests.pallas_kernels.triton import oracle
 
+#: The implementation that runs the kernels in this process.
+KERNELS = "triton_interpret" if bridge.interprets() else "triton"
 ENDS = np.iinfo(np.int32)
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3}
 
@@ -220,7 +223,7 @@ def gau(
     key = random(1, batch, total, heads[1], head_dim, dtype=dtype)
     value = random(2, batch, total, heads[1], value_dim, dtype=dtype)
     vectors = [random(seed, heads[0], 8, dtype="float32") for seed in (3, 4)]
-    options = {"is_causal": is_causal, "chunk_size": 16, "implementation": "triton_interpret"}
+    options = {"is_causal": is_causal, "chunk_size": 16, "implementation": KERNELS}
     starts = np.maximum(before - np.asarray([3, 0]), 0)
     at_query, at_key = np.arange(length)[None, :, None] + starts[:, None, None], np.arange(total)[None, None]
     seen = np.broadcast_to(at_key <= at_query if is_causal else True, (batch, length, total))
@@ -362,7 +365,7 @@ def sharded():
 
         got, want = (
             jax.jit(jax.grad(functools.partial(loss, implementation=i), (0, 1, 2)))(query, few, heads)
-            for i in ("triton_interpret", "xla")
+            for i in (KERNELS, "xla")
         )
         close([f"{name} {what}" for what in ("query", "few", "heads")], got, want, "float32")
 
@@ -384,7 +387,7 @@ def public(pattern, *, is_causal=False, offset=0, **options):
 
         return both(query, key, value)
 
-    close(("out", "d_query", "d_key", "d_value"), run("triton_interpret"), run("xla"), "float32")
+    close(("out", "d_query", "d_key", "d_value"), run(KERNELS), run("xla"), "float32")
 
 
 def public_compress():
@@ -400,7 +403,7 @@ def public_compress():
         return out, *pull(jnp.ones_like(out))
 
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
-    close(names, run("triton_interpret"), run("xla"), "float32")
+    close(names, run(KERNELS), run("xla"), "float32")
 
 
 def public_compress_blocks(score="softmax", contrast=True):
@@ -416,7 +419,7 @@ def public_compress_blocks(score="softmax", contrast=True):
         return brl_jax.compress_blocks(
             query, key, contrast_key if contrast else None, value, gamma=gamma if contrast else None,
             block_size=block_size, history_size=history, score=score, history_lengths=jnp.asarray(lengths),
-            implementation="triton_interpret",
+            implementation=KERNELS,
         )  # fmt: skip
 
     out, pull = jax.vjp(jax.jit(run), query, key, contrast_key, value, gamma)
@@ -456,9 +459,7 @@ def public_propagate():
         out, pull = jax.vjp(jax.jit(call), query, key, value, strength)
         return out, *pull(jnp.ones_like(out))
 
-    close(
-        ("out", "d_query", "d_key", "d_value", "d_strength"), run("triton_interpret"), run("xla"), "float32"
-    )
+    close(("out", "d_query", "d_key", "d_value", "d_strength"), run(KERNELS), run("xla"), "float32")
 
 
 SLIDING = patterns.SlidingWindow

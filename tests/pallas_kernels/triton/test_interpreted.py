@@ -1,4 +1,5 @@
-"""The GPU kernels' numbers in Triton's interpreter, which a process must choose before it imports Triton."""
+"""The GPU kernels' numbers: natively with `-m gpu`, else in Triton's interpreter, which a process must choose before it
+imports Triton."""
 
 import importlib.util
 import json
@@ -7,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from pallas_kernels.triton.core.bridge import interprets, target_capability
+from tests.laws.cases import ON_GPU_KERNELS
 from tests.pallas_kernels.triton.cases import CASES
+from tests.support.gpu import is_native
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,38 +47,22 @@ def found(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-# Mechanisms for each operation: local attention and gated attention units in a decoder, compress and propagate in an
-# encoder, compress by blocks in a decoder, native sparse attention, and each kind of recurrence.
-LAWS = (
-    "law_1_causal[local-sinks]",
-    "law_1_causal[gau]",
-    "law_2_generation_is_training[local-sinks]",
-    "law_3_oracle[local-sinks-causal]",
-    "law_3_oracle[gau-causal]",
-    "law_3_oracle[native_sparse-causal]",
-    "law_3_oracle[linear-causal]",
-    "law_3_oracle[mamba2-causal]",
-    "law_3_oracle[gla-causal]",
-    "law_3_oracle[deltanet-causal]",
-    "law_3_oracle[gated_deltanet-causal]",
-    "law_3_oracle[kda-causal]",
-    "law_3_oracle[brl-output-bidirectional]",
-    "law_3_oracle[brl-output-causal]",
-    "law_4_packing[local-sinks]",
-    "law_4_packing[gau]",
-    "law_4_packing[native_sparse]",
-    "law_4_packing[gated_deltanet]",
-    "law_4_padding[brl-output]",
-)
-
-
 def test_laws():
-    names = [f"tests/laws/test_laws.py::test_{name}" for name in LAWS]
-    options = ["-n", "0", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
-    out = run("pytest", *options, *names, BRL_JAX_LAWS_IMPLEMENTATION="triton_interpret")
-    assert f"{len(LAWS)} passed" in out
+    out = run("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/laws")
+    assert f"{len(ON_GPU_KERNELS)} passed" in out
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients(found, name):
-    assert found[name] == "", found[name]
+def test_results_and_gradients(request, name):
+    if not is_native(request.config):
+        found = request.getfixturevalue("found")
+        assert found[name] == "", found[name]
+        return
+    if name == "shard-map" and jax.device_count() < 2:
+        pytest.skip(f"needs two devices, got {jax.device_count()}")
+    if "ampere" in name and not interprets() and target_capability() // 10 != 8:
+        pytest.skip("needs an A100, whose code other GPUs cannot run")
+    # The process that interprets has JAX's own rules too.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        CASES[name]()

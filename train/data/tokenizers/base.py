@@ -78,6 +78,10 @@ class Tokenizer(abc.ABC):
         """Hash of everything that the encoding of a text depends on."""
         return hashlib.sha256(json.dumps([self.spec, self._payload()]).encode()).hexdigest()
 
+    def equals(self, other: Tokenizer) -> bool:
+        """Whether another tokenizer gives every text the same tokens; their names may be the paths of two copies."""
+        return type(self) is type(other) and self._payload() == other._payload()
+
     @abc.abstractmethod
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         """Tokens of `text`, (length,) int32. Raises UserError if a part of the text has no token."""

@@ -13,8 +13,16 @@ from brl_jax.attention.recurrent.linear import LinearState
 from pallas_kernels import tpu
 from tests.marks import slow_unless
 
-# Logarithms of a token's decay; the last entry alternates a weak decay with one that empties the state.
-DECAYS = {"none": None, "weak": [-1e-3], "strong": [-20.0], "mixed": [0.0, -1e3, -1e-3, -0.5, -90.0, -1e-2]}
+# Logarithms of a token's decay; mixed entries alternate a weak decay with one that empties the state.
+MIXED = [0.0, -1e3, -1e-3, -0.5, -90.0, -1e-2]
+DECAYS = {"none": None, "weak": [-1e-3], "strong": [-20.0], "mixed": MIXED}
+# For each feature its own; the numbers run over tokens and features.
+BY_FEATURE = {
+    "features weak": [-1e-3, 0.0, -2e-2, -0.1, -1e-5],
+    "features strong": [-20.0, -60.0, -5.0],
+    "features mixed": [*MIXED, -np.inf, -0.1, 0.0, -2e-2, -3.0],
+}
+DECAYS |= BY_FEATURE
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -30,7 +38,8 @@ def expected(arrays, segments):
         if segments is not None:
             state = np.where((segments[:, t] == segment)[:, None, None, None], state, 0)
         if log_decay is not None:
-            state = np.exp(log_decay[:, t])[..., None, None] * state
+            decay = np.exp(log_decay[:, t])[..., None]
+            state = (decay if log_decay.ndim == 4 else decay[..., None]) * state
         if beta is not None:
             v = beta[:, t][..., None] * (v - np.einsum("bnf,bnfv->bnv", k, state))
         state = state + k[..., None] * v[:, :, None]
@@ -43,15 +52,16 @@ def expected(arrays, segments):
     return np.stack(out, 1), state[:, ::group]
 
 
-def function(delta, decayed):
+def function(delta, decay):
     """The public function that uses the tested kernel, of query, key, value, state, beta and log_decay."""
 
     def run(query, key, value, state, beta, log_decay, **options):
         options |= {"return_state": True, "implementation": "pallas_interpret"}
         if delta:
             options |= {"normalize_keys": False, "state": DeltaState(state)}
-            if decayed:
-                return brl_jax.gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay, **options)
+            if decay != "none":
+                rule = brl_jax.kimi_delta_rule if decay in BY_FEATURE else brl_jax.gated_delta_rule
+                return rule(query, key, value, beta=beta, log_decay=log_decay, **options)
             return brl_jax.delta_rule(query, key, value, beta=beta, **options)
         options |= {"normalize": False, "feature_map": "identity", "is_causal": True}
         options["state"] = LinearState(state, None)
@@ -73,8 +83,11 @@ def check(length, heads, sizes, delta, decay, dtype, packed):
     arrays.append(rng.standard_normal((2, heads[1], features, value_dim)))
     arrays.append(rng.random((2, length, heads[1])) if delta else None)
     table = DECAYS[decay]
-    logs = None if table is None else np.resize(table, length)[None, :, None] + np.zeros((2, 1, heads[1]))
-    arrays.append(logs)
+    if decay in BY_FEATURE:
+        arrays.append(np.resize(table, arrays[1].shape))
+    else:
+        logs = None if table is None else np.resize(table, length)[None, :, None] + np.zeros((2, 1, heads[1]))
+        arrays.append(logs)
     segments, options = None, {}
     if packed:
         ids = np.sort(rng.integers(0, 4, (2, length)), axis=1)
@@ -98,7 +111,7 @@ def check(length, heads, sizes, delta, decay, dtype, packed):
             every = list(given)
             for i, x in zip(moving, moved):
                 every[i] = x
-            out, state = function(delta, decay != "none")(*every, **options)
+            out, state = function(delta, decay)(*every, **options)
             totals = (jnp.sum(a.astype(jnp.float32) * w) for a, w in zip((out, state[0]), weights))
             return sum(totals), (out, state[0])
 
@@ -128,7 +141,7 @@ CASES = [
     for decay in DECAYS
     for dtype, packed in (("float32", length > 1), ("bfloat16", False))
 ]
-FAST = [(130, True, "mixed", "float32", True)]
+FAST = [(130, True, "mixed", "float32", True), (130, True, "features mixed", "float32", True)]
 
 
 @pytest.mark.parametrize(("length", "delta", "decay", "dtype", "packed"), slow_unless(CASES, FAST))

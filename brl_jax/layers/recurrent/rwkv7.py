@@ -1,0 +1,139 @@
+"""RWKV-7's time mixing as a layer: a delta rule with one key for removing and another for writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.recurrent.delta import DeltaState, init_delta_state, rwkv7_attention
+from brl_jax.fields import Count
+from brl_jax.layers.core.modules import dense, parameter, scale_scores
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV7Config(Mechanism):
+    """RWKV-7 (Peng et al. 2025, arXiv:2503.14456)."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+    any_head_dim: ClassVar[bool] = True
+    # Tokens are mixed with the one before.
+    conv_size: ClassVar[int] = 2
+
+    rank: Count | None = None
+    """Inner width of the low-rank maps to the decay, the learning rate and the gate; None for the width of a head."""
+    chunk_size: Count = 128
+    """Tokens in a chunk; changes time and memory, not results."""
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return RWKV7(self, dimensions, **kwargs)
+
+
+class RWKV7(ConvolvedLayer):
+    """`rwkv7_attention` on tokens mixed with the ones before them (section 4.1 of the paper).
+
+    Each projection has its own mixture x_t + mu (x_(t-1) - x_t). With k = x W_k, the log decay is -exp(-1/2)
+    sigmoid(tanh(x W_1) W_2 + b), the learning rate a = sigmoid(x W_3 W_4 + b), the removal key k * xi, normalised in
+    each head, and the written key k * (1 + (a - 1) * alpha). The output is gate * (norm(out) + (r . (rho * key))
+    value) with a norm of each head and gate = sigmoid(x W_5) W_6.
+
+    The paper's value residual, which mixes the first layer's values into later layers' values, is left out: layers of
+    a stack are alike. Its channel mixing is a feed-forward network of the block.
+    """
+
+    def convolved(self) -> dict[str, tuple[int, ...]]:
+        return {"shift": (self.dimensions.d_model,)}
+
+    def init_state(self, batch: int, length: int) -> DeltaState:
+        d = self.dimensions
+        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        d, heads, kv_heads = self.dimensions, self.dimensions.num_heads, self.dimensions.num_kv_heads
+        mixture = parameter(self, "mixture", _mixtures, (len(_POWERS), x.shape[-1]), (None, "embed"))
+        change = convolve.previous(x, name="shift") - x
+        mixed = {name: x + change * mu.astype(x.dtype)[None, None] for name, mu in zip(_POWERS, mixture)}
+
+        def project(name: str, number: int, axis: str) -> Array:
+            return dense(d, (number, d.head_dim), ("embed", axis, "head_dim"), name=name)(mixed[name])
+
+        def of_features(name: str, init: Any, number: int = kv_heads, axis: str = "kv_heads") -> Array:
+            x = parameter(self, name, init, (number, d.head_dim), (axis, "head_dim"))
+            return x.astype(d.dtype)[None, None]
+
+        def low_rank(name: str, number: int, axis: str, inner: Callable[[Array], Array]) -> Array:
+            rank = self.mechanism.rank or d.head_dim
+            narrow = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(mixed[name])
+            axes = ("projected", axis, "head_dim")
+            return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=False)(inner(narrow))
+
+        query = project("query", heads, "heads")
+        key, value = (project(name, kv_heads, "kv_heads") for name in ("key", "value"))
+        decay = low_rank("decay", kv_heads, "kv_heads", jnp.tanh) + of_features("decay_bias", _decay_biases)
+        rate = low_rank("rate", kv_heads, "kv_heads", lambda x: x)
+        rate = jax.nn.sigmoid(rate + of_features("rate_bias", nn.initializers.zeros_init()))
+        gate = low_rank("gate", heads, "heads", jax.nn.sigmoid)
+        removal_key = key * of_features("removal", nn.initializers.ones_init())
+        key = key * (1 + (rate - 1) * of_features("replacement", nn.initializers.ones_init()))
+        bonus = of_features("bonus", nn.initializers.constant(-0.04), heads, "heads")
+        own = jnp.sum(query * bonus * jnp.repeat(key, heads // kv_heads, axis=2), axis=-1, keepdims=True)
+        own = scale_scores(own, d.head_score_factor**2)
+        rule = functools.partial(
+            rwkv7_attention,
+            query,
+            key,
+            removal_key=removal_key,
+            learning_rate=rate,
+            log_decay=-math.exp(-0.5) * jax.nn.sigmoid(decay.astype(jnp.float32)),
+            chunk_size=self.mechanism.chunk_size,
+        )
+
+        def attend(value: Array, **options: Any) -> Any:
+            result = rule(value, **options)
+            out, *state = result if options.get("return_state") else (result,)
+            out = self.norm()(out) + own * jnp.repeat(value, heads // kv_heads, axis=2)
+            return (out * gate, *state) if state else out * gate
+
+        return StateAttention(attend, value, linear_part=rule)
+
+    def norm(self) -> nn.Module:
+        """Returns the norm of each head."""
+        d, axes = self.dimensions, ("heads", "head_dim")
+        return nn.LayerNorm(
+            epsilon=1e-5 * d.head_dim,
+            dtype=d.dtype,
+            param_dtype=d.param_dtype,
+            reduction_axes=-1,
+            feature_axes=(-2, -1),
+            scale_init=nn.with_logical_partitioning(nn.initializers.ones_init(), axes),
+            bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), axes),
+            name="head_norm",
+        )
+
+
+#: The first shares of the token before are 1 - (channel / width)^power; by projection, as in the published networks.
+_POWERS = {"query": 0.2, "decay": 0.9, "key": 0.7, "value": 0.7, "rate": 0.9, "gate": 0.2}
+
+
+def _mixtures(key: Any, shape: tuple[int, int], dtype: Any) -> Array:
+    place = jnp.arange(shape[1], dtype=jnp.float32)[None] / shape[1]
+    return (1 - place ** jnp.asarray(list(_POWERS.values()))[:, None]).astype(dtype)
+
+
+def _decay_biases(key: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """From factors near 1 to factors near 0.7, evenly over all features."""
+    return jnp.linspace(-5.5, 0.5, math.prod(shape), dtype=dtype).reshape(shape)

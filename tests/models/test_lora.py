@@ -1,0 +1,112 @@
+"""Low-rank changes to a decoder's dense weights."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import generate
+from brl_jax.layers import BRLConfig, FullConfig, GatedDeltaNetConfig
+from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
+from brl_jax.models.lora import merged
+
+SIZES = {"num_layers": 3, "d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 40}
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
+
+
+def network(**options):
+    """A decoder with changes of rank 3, its parameters, and those without the changes."""
+    config = DecoderConfig(**SIZES, lora_rank=3, lora_alpha=6.0, **options)
+    params = nn.unbox(DecoderLM(config).init(jax.random.key(0), TOKENS[:, :1])["params"])
+    return config, params, without(params)
+
+
+def without(params):
+    return {
+        name: without(value) if isinstance(value, dict) else value
+        for name, value in params.items()
+        if not name.startswith("lora")
+    }
+
+
+def changed(params):
+    """The parameters with changes that are not zero."""
+
+    def draw(path, x):
+        return 0.1 * jax.random.normal(jax.random.key(1), x.shape) if path[-1].key == "lora_up" else x
+
+    return jax.tree_util.tree_map_with_path(draw, params)
+
+
+def logits(config, params):
+    return np.asarray(DecoderLM(config).apply({"params": params}, TOKENS)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mechanism", [FullConfig(), GatedDeltaNetConfig()])
+def test_a_network_starts_as_the_one_without(mechanism, dtype):
+    # Flax's norms promote bfloat16.
+    with jax.numpy_dtype_promotion("standard"):
+        config, params, base = network(mechanism=mechanism, dtype=dtype)
+        plain = dataclasses.replace(config, lora_rank=0)
+        np.testing.assert_array_equal(logits(config, params), logits(plain, base))
+        assert np.abs(logits(config, changed(params)) - logits(plain, base)).max() > 0.1
+    layer = params["stack"]["layers_0"]["block_0"]["feed_forward"]["down"]
+    assert {layer["kernel"].dtype, params["embedding"].dtype} == {jnp.dtype(dtype)}
+    others = (layer["lora_down"], layer["lora_up"], params["stack"]["final_norm"]["scale"])
+    assert {x.dtype for x in others} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("mechanism", [FullConfig(), BRLConfig(window=4, num_compressed=3, compressed_dim=8)])
+def test_merged_weights_are_the_products_of_the_paper(mechanism):
+    """W + (alpha / rank) A B in float64, for stacked layers, two axes of inputs or outputs, and carriers."""
+    config, params, _ = network(mechanism=mechanism)
+    params = changed(params)
+    plain, got = merged(config, params)
+    assert plain.lora_rank == 0
+    count = 0
+
+    def check(changed, merged):
+        nonlocal count
+        for name, value in merged.items():
+            if isinstance(value, dict):
+                check(changed[name], value)
+            elif name != "kernel" or "lora_up" not in changed:
+                np.testing.assert_array_equal(value, changed[name])
+            else:
+                down, up = (np.asarray(changed[part], np.float64) for part in ("lora_down", "lora_up"))
+                kernels = np.asarray(changed[name], np.float64)
+                if kernels.ndim == down.ndim + up.ndim - 2:
+                    kernels, value, down, up = (x[None] for x in (kernels, value, down, up))
+                for w, a, b, x in zip(kernels, down, up, value):
+                    np.testing.assert_allclose(x, w + 2 * np.tensordot(a, b, 1), rtol=1e-5, atol=1e-6)
+                count += 1
+
+    check(params, got)
+    assert count >= 7
+    np.testing.assert_allclose(logits(plain, got), logits(config, params), rtol=1e-4, atol=1e-4)
+
+
+def test_generation_and_export_have_the_changes(tmp_path):
+    pytest.importorskip("safetensors")
+    config, params, _ = network(mechanism=FullConfig(), norm="rms", ffn="swiglu")
+    params = changed(params)
+    plain, weights = merged(config, params)
+    options = {"max_new_tokens": 6, "temperature": 0}
+    np.testing.assert_array_equal(
+        generate(DecoderLM(config), {"params": params}, TOKENS, **options),
+        generate(DecoderLM(plain), {"params": weights}, TOKENS, **options),
+    )
+    huggingface.save(tmp_path / "out", config, params)
+    read, loaded = huggingface.load(tmp_path / "out")
+    np.testing.assert_allclose(logits(read, loaded), logits(config, params), rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_changes_is_refused():
+    with pytest.raises(ValueError, match="lora_rank must be 0 with mup_base_width, got 2"):
+        DecoderConfig(**SIZES, mup_base_width=32, lora_rank=2)
+    with pytest.raises(ValueError, match="lora_rank must be 0 in an encoder-decoder, got 2"):
+        EncoderDecoderConfig(lora_rank=2)
