@@ -168,9 +168,10 @@ def matching_errors(
 
     def layer(mechanism: Mechanism, own: Any, carries: Any, read: Array, target: Array) -> tuple[Any, Array]:
         key = keys[mechanism]
-        y, carry, _ = mechanism.layer(d, parent=None).apply(
+        results: Any = mechanism.layer(d, parent=None).apply(
             {"params": own}, read, carry=carries.get(key), deterministic=deterministic, rngs=rngs, **calls
         )
+        y, carry, _ = results
         return (carries | {key: carry} if key in carries else carries), _share(y, target, weights)
 
     errors, first = [], 0
@@ -198,7 +199,7 @@ def matching_errors(
 def _share(y: Array, target: Array, weights: Float[Array, "B T"]) -> Float[Array, ""]:
     """The squared error of y over the variance of the target, each over all tokens by their weight."""
     y, target, weights = y.astype(jnp.float32), target.astype(jnp.float32), weights[..., None]
-    mean = jnp.sum(target * weights, (0, 1)) / jnp.maximum(jnp.sum(weights), 1e-9)
+    mean = jnp.sum(target * weights, (0, 1), keepdims=True) / jnp.maximum(jnp.sum(weights), 1e-9)
     variance = jnp.sum(jnp.square(target - mean) * weights)
     return jnp.sum(jnp.square(y - target) * weights) / jnp.maximum(variance, 1e-30)
 

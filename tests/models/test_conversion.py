@@ -116,7 +116,7 @@ def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
         block = jax.tree.map(lambda a, i=i: a[i], blocks)
         centred = x - x.mean(-1, keepdims=True)
         read = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-        read = read * block["mixer_norm"]["scale"]
+        read = read * block["mixer_norm"]["scale"][None, None]
         target, *_ = FullConfig().layer(dimensions, parent=None).apply({"params": block["mixer"]}, read)
         new = mechanism if i % 2 == 0 else FullConfig()
         mixer = jax.tree.map(lambda a, i=i: a[i // 2], own[f"block_{i % 2}"]["mixer"])
@@ -131,7 +131,7 @@ def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
         feed_forward = nn.unbox(block["feed_forward"])
         centred = x - x.mean(-1, keepdims=True)
         normed = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-        normed = normed * block["feed_forward_norm"]["scale"]
+        normed = normed * block["feed_forward_norm"]["scale"][None, None]
         inside = jax.nn.relu(normed @ feed_forward["gate"]["kernel"]) * (
             normed @ feed_forward["up"]["kernel"]
         )
