@@ -56,7 +56,7 @@ def test_a_week_repeats_its_choice_and_weeks_see_all():
     ],
 )
 def test_a_run_of_the_whole_suite_is_a_sample(asked, source, keyword, cases):
-    option = types.SimpleNamespace(cases=asked, keyword=keyword)
+    option = types.SimpleNamespace(cases=asked, keyword=keyword, markexpr="not slow")
     conftest.pytest_configure(
         types.SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource[source])
     )

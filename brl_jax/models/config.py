@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import jax.numpy as jnp
 
@@ -174,8 +174,11 @@ class StackConfig(Checked):
             late_mechanism=None if late is None else late.for_training(length),
         )
 
-    def make_dimensions(self, is_causal: bool) -> Dimensions:
+    def make_dimensions(self, is_causal: bool, **options: Any) -> Dimensions:
         """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.
+
+        Args:
+          options: further fields of `Dimensions`.
 
         Raises:
           ValueError: a mechanism does not support this kind of network, or an option is incompatible with it.
@@ -207,6 +210,7 @@ class StackConfig(Checked):
             implementation=self.implementation,
             base_width=base_width,
             base_head_dim=None if base_width is None else base_width // base_heads,
+            **options,
         )
         for mechanism in set(self.mechanisms):
             _check_options(mechanism, dimensions)

@@ -59,8 +59,7 @@ class DecoderConfig(StackConfig):
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that each layer is built with."""
-        dimensions = self.make_dimensions(is_causal=True)
-        return dataclasses.replace(dimensions, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
+        return self.make_dimensions(is_causal=True, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
 
     @property
     def added_positions(self) -> Positions:

@@ -46,7 +46,10 @@ def reference() -> dict[str, dict[str, list[str]]]:
             and module != _PROTOCOL
         ):
             section = path[1]
-            page = "configurations" if path[0] == "layers" else "attention" if path[-1] == "api" else path[-1]
+            page = "attention" if path[-1] == "api" else path[-1]
+            if path[0] == "layers":
+                convolved = hasattr(getattr(brl_jax, name), "conv_size")
+                page = "configurations_with_convolutions" if convolved else "configurations"
         pages[section].setdefault(page, []).append(name)
     return pages
 
@@ -66,7 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for section, pages in reference().items():
         for page, names in pages.items():
             title = page.replace("_", " ").capitalize()
-            letters = [_LETTERS] if section != "networks" and page != "configurations" else []
+            letters = [_LETTERS] if section != "networks" and not page.startswith("configurations") else []
             parts = [f"# {title}", *letters, *(f"::: brl_jax.{name}" for name in sorted(names, key=_order))]
             files.append(File.generated(config, _address(section, page), content="\n\n".join(parts) + "\n"))
     return files

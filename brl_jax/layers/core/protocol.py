@@ -62,6 +62,7 @@ and anything else under other names.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -133,7 +134,7 @@ class Dimensions(Checked):
     base_width: Count | None = None
     base_head_dim: Count | None = None
 
-    @property
+    @functools.cached_property
     def weight_dtype(self) -> Any:
         """Of dense weights and embeddings. With `lora_rank` they do not change, so the computation's is enough."""
         return self.dtype if self.lora_rank else self.param_dtype

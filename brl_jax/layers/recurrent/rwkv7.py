@@ -50,7 +50,7 @@ class RWKV7(ConvolvedLayer):
     value) with a norm of each head and gate = sigmoid(x W_5) W_6.
 
     The paper's value residual, which mixes the first layer's values into later layers' values, is left out: layers of
-    a stack are alike. Its channel mixing is a feed-forward network of the block.
+    a stack are alike. So is its channel mixing: the block has the network's feed-forward network.
     """
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
