@@ -105,6 +105,8 @@ def recurrent_bytes(call: RecurrentCall) -> int:
     blocks = 2 * 4 * call.tokens * 2 * (width + 2 * ROWS * call.heads)
     states = 4 * call.features * call.value_dim * (units + 6 * call.heads)
     flight = 4 * CHUNK * CHUNK * units * (4 * call.group + (14 if "beta" in call.numbers else 4))
+    if call.by_feature:
+        flight += 4 * CHUNK * call.features * units * 18  # the decays of the levels, and of their gradients
     # The compiler keeps more alive than the program needs at any time: up to 2.2 times as much was measured.
     return (blocks + states + flight) * 9 // 4
 

@@ -429,7 +429,7 @@ def test_shard_map():
         ("v5e", 1 << 14, 8, 8, 128, ("by feature",), jnp.bfloat16),
         ("v6e", 1000, 4, 2, 64, ("by feature", "start", "end", "beta"), jnp.float32),
         ("v5e", 1 << 12, 8, 2, 64, ("by feature", "beta"), jnp.bfloat16),
-        ("v4", 1 << 12, 2, 2, 256, ("by feature", "beta"), jnp.float32),
+        ("v4", 1 << 12, 2, 2, 128, ("by feature", "beta"), jnp.float32),
         ("7x", 1 << 12, 8, 8, 32, ("by feature", "start", "end"), jnp.bfloat16),
     ],
 )

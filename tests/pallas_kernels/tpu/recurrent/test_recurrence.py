@@ -226,3 +226,10 @@ def test_what_the_kernel_refuses(shape, dtype, words):
     assert words in tpu.recurrence_unsupported(x, x, x)
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(lambda x: tpu.recurrence(x, x, x, None, None, tpu.Factors()), x)
+
+
+def test_wide_heads_with_decay_by_feature_need_more_than_16_mib():
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 256), jnp.float32)
+    options = {"delta": True, "by_feature": True}
+    assert "VMEM" in tpu.recurrence_unsupported(x, x, x, **options, chip="v4")
+    assert tpu.recurrence_unsupported(x, x, x, **options, chip="v5e") is None
