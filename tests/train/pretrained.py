@@ -19,6 +19,15 @@ TEMPLATE = (
 GENERATION = {"eos_token_id": [3, 5], "temperature": 0.5}
 
 
+def write_text(folder):
+    """Two lines about colours, many times; returns the value of --data for them."""
+    for split, count in (("train", 60), ("valid", 6)):
+        (folder / f"{split}.txt").write_text(
+            "the colour of the sky is blue\nthe colour of grass is green\n" * count
+        )
+    return f"text:{folder}/*.txt"
+
+
 def write_tokenizer(folder, template=TEMPLATE):
     """Bytes, a few pairs of them, and special tokens."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())

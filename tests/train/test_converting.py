@@ -18,7 +18,7 @@ from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import write_model, write_tokenizer
+from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.cli.command import command
 from train.data import load_tokenizer
 from train.engine.mesh import open_mesh
@@ -38,12 +38,7 @@ BRL = "--mechanism brl --mechanism.window 8 --mechanism.num_compressed 4 --mecha
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    place = tmp_path_factory.mktemp("text")
-    for split, count in (("train", 60), ("valid", 6)):
-        (place / f"{split}.txt").write_text(
-            "the colour of the sky is blue\nthe colour of grass is green\n" * count
-        )
-    return f"text:{place}/*.txt"
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def words(text, workdir, *more):
@@ -222,6 +217,7 @@ def test_layers_that_stay_have_no_gradient(teacher, text, tmp_path):
     batch = {"tokens": jnp.arange(64).reshape(2, 32)}
     params = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last").params
     grads = jax.jit(jax.grad(lambda p: objective.loss(p, None, batch, None)[0]))(params)
+    assert objective.split(params)[0].keys() == {"student"}
     student = grads["student"]["stack"]
     assert any(np.asarray(x).any() for x in jax.tree.leaves(student["layers_0"]))
     for still in (student["layers_1"], grads["teacher"]):

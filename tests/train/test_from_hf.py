@@ -20,7 +20,7 @@ from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_tokenizer
+from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_text, write_tokenizer
 from train.cli.command import command
 from train.engine.mesh import open_mesh
 from train.tasks.lm import LM
@@ -43,12 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    place = tmp_path_factory.mktemp("text")
-    for split, count in (("train", 60), ("valid", 6)):
-        (place / f"{split}.txt").write_text(
-            "the colour of the sky is blue\nthe colour of grass is green\n" * count
-        )
-    return f"text:{place}/*.txt"
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def words(text, workdir, *more):

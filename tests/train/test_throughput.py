@@ -58,7 +58,7 @@ def test_a_step_takes_three_times_the_operations_of_the_forward_pass():
     weights += sizes.d_model * sizes.vocab_size
     pairs = sizes.num_layers * 2 * length * sizes.d_model
     assert counted == pytest.approx(6 * rows * length * (weights + pairs), rel=0.01)
-    frozen = dataclasses.replace(objective, trained=("lora_up",))
+    frozen = dataclasses.replace(objective, trained=lambda path: path[-1] == "lora_up")
     assert 3 * step_flops(frozen, params, {"tokens": tokens, "targets": tokens}) == 2 * counted
 
 

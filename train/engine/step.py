@@ -68,8 +68,8 @@ class Objective:
         (higher is better).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
       start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
-      trained: the last names of the parameters that steps change, for the others have no gradients and no optimiser
-        state; None: all.
+      trained: path of a parameter (its names, from the outside in) -> whether steps change it; the others have no
+        gradients and no optimiser state. None: all are changed.
     """
 
     init: Callable[[Array], Any]
@@ -79,7 +79,7 @@ class Objective:
     best: str = "loss"
     rates: Callable[[Any], Any] = lambda boxed: None
     start: Callable[[Any], Any] = lambda params: params
-    trained: tuple[str, ...] | None = None
+    trained: Callable[[tuple[str, ...]], bool] | None = None
 
     def split(self, params: Any) -> tuple[Any, Any]:
         """The parameters (nested dicts) that steps change, and the others."""
@@ -87,7 +87,7 @@ class Objective:
             return params, {}
         parts: tuple[dict[Any, Any], ...] = {}, {}
         for path, leaf in traverse_util.flatten_dict(params).items():
-            parts[path[-1] not in self.trained][path] = leaf
+            parts[not self.trained(path)][path] = leaf
         trained, frozen = map(traverse_util.unflatten_dict, parts)
         return trained, frozen
 

@@ -209,7 +209,7 @@ def matching_config(config: Any) -> Any:
         patience=0,
         log_gradient_std=False,
     )
-    # Without weight decay nothing moves that has no gradient.
+    # Without weight decay the layers that keep their mechanism, which have no gradient, do not move.
     optimizer = dataclasses.replace(
         config.optimizer,
         learning_rate=config.match_learning_rate,
@@ -247,7 +247,7 @@ def matching_objective(config: ConvertibleConfig) -> Objective:
     """The mean over the replaced layers of `brl_jax.models.conversion.matching_errors`, on the tokens of a batch; of
     each microbatch, if there are several.
 
-    Its parameters are the trained network's, which have no gradient, and the mechanisms' of the new one.
+    Its parameters are the trained network's, which stay as they are, and the mechanisms' of the new one.
     """
     found = teacher_of(config)
     own = {name: getattr(config.model, name) for name in ("dtype", "remat", "implementation")}
@@ -281,7 +281,8 @@ def matching_objective(config: ConvertibleConfig) -> Objective:
         student = jax.jit(lambda own, trained: taken(own, teacher=trained), out_shardings=places)
         return {"teacher": trained, "student": student(params["student"], trained)}
 
-    return Objective(_both(config.model, teacher), loss, start=start)
+    own_parameters = lambda path: path[0] == "student"  # noqa: E731
+    return Objective(_both(config.model, teacher), loss, start=start, trained=own_parameters)
 
 
 class Matching:

@@ -77,7 +77,7 @@ def lm_objective(
         inputs = batch["tokens"], batch["targets"], batch.get("weights")
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
-    trained = LORA if model.config.lora_rank else None
+    trained = (lambda path: path[-1] in LORA) if model.config.lora_rank else None
     return Objective(
         init, loss, model.init_memory, rates=make_rates(model.config), start=start, trained=trained
     )
