@@ -12,7 +12,7 @@ A mesh axis shards one dimension of an array, the first whose name maps to it. T
 its width stays whole; a parameter has no rows, so its width is sharded.
 
 Layers need only a jitted call inside `with jax.set_mesh(make_mesh(config)):`. Without a mesh, or on one device, the
-functions that layers call here do nothing.
+functions that layers call here do nothing. Attention functions divide themselves (`brl_jax.attention.core.on_mesh`).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def row_shards(mesh: Mesh) -> int:
 # --- Functions for layers ---
 
 
-def _automatic_axes() -> dict[str, int]:
+def automatic_axes() -> dict[str, int]:
     """Returns the axis sizes of the mesh around this trace; empty if the compiler has nothing to partition."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) != set(AXES) or set(mesh.axis_types) != {AxisType.Auto}:
@@ -255,7 +255,7 @@ def _automatic_axes() -> dict[str, int]:
 
 def current_shards(name: str) -> int:
     """Returns the number of shards of dimensions with this name, assuming that it divides them; 1 without a mesh."""
-    sizes = _automatic_axes()
+    sizes = automatic_axes()
     return math.prod(sizes.get(axis, 1) for axis in RULES[name])
 
 
@@ -281,7 +281,7 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
     Args:
       names: for each dimension, a name in `RULES` or None (whole).
     """
-    if jax.sharding.get_abstract_mesh().empty or not (sizes := _automatic_axes()):
+    if jax.sharding.get_abstract_mesh().empty or not (sizes := automatic_axes()):
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
@@ -300,7 +300,7 @@ def gather_parameter(x: jax.Array, names: Names) -> jax.Array:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    sizes = _automatic_axes()
+    sizes = automatic_axes()
     if sizes.get(_KEPT_OVER[1], 1) == 1 or _is_vector(names):
         return x
     used = partition_spec(names, x.shape, sizes)
@@ -346,7 +346,7 @@ def shard_call(
         `function` expects.
       out_names: the names of the result's dimensions; a tuple of these for several results.
     """
-    sizes = _automatic_axes()
+    sizes = automatic_axes()
     if not sizes:
         return function(*operands)
     arrays = [(x.shape, dims) for x, dims in zip(operands, names) if x is not None]

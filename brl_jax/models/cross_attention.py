@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,13 +13,11 @@ from jaxtyping import Array, Float
 from brl_jax.attention.compressed.propagate import propagate
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.fields import Checked, Count
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, token_positions
-from brl_jax.sharding import shard_call
 
 # Initial strength of the compressed tokens; BRL's propagation starts with the same value.
 _STRENGTH = 0.5
@@ -156,21 +153,15 @@ class CrossAttention(nn.Module):
         # Full attention has no Pallas kernel, but a network may request "pallas" for its mechanism.
         dense_one = d.implementation if d.implementation in ("xla", "cudnn") else None
         if window is None:
-            return dense_on_mesh(
+            return full_attention(
                 query, read.key, read.value, key_value_seq_lengths=read.lengths, implementation=dense_one
             )
         side = window // 2
         if start is None:
-            function = functools.partial(
-                local_attention, pattern=SlidingWindow(side, side), implementation=d.implementation
-            )
-            keys = ("batch", None, "kv_heads", None)
-            return shard_call(
-                lambda query, key, value, lengths: function(query, key, value, key_value_seq_lengths=lengths),
-                (query, read.key, read.value, read.lengths),
-                [("batch", None, "heads", None), keys, keys, ("batch",)],
-                ("batch", None, "heads", None),
-            )
+            return local_attention(
+                query, read.key, read.value, pattern=SlidingWindow(side, side), key_value_seq_lengths=read.lengths,
+                implementation=d.implementation,
+            )  # fmt: skip
         # Generation, from any position: slice out the keys that these tokens can see.
         length, available = query.shape[1], read.key.shape[1]
         size = min(available, length + 2 * side)
@@ -190,12 +181,5 @@ class CrossAttention(nn.Module):
         query = dense(d, heads, ("embed", "heads", "head_dim"), name="compressed_query")(x)
         init = nn.initializers.constant(_STRENGTH)
         strength = parameter(self, "lambda", init, (d.num_heads,), ("heads",))
-        names = ("batch", None, "heads", None)
-        return shard_call(
-            lambda query, key, value, strength: propagate(
-                query, key, value, strength=strength, implementation=d.implementation
-            ),
-            (scale_scores(query, d.head_score_factor), key, value, strength),
-            [names, names, names, ("heads",)],
-            names,
-        )
+        query = scale_scores(query, d.head_score_factor)
+        return propagate(query, key, value, strength=strength, implementation=d.implementation)

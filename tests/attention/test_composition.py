@@ -16,6 +16,8 @@ from tests.marks import slow_unless
 
 # The fast tests take one function with a custom gradient and one that uses only kernels.
 _QUICK = ("local_both_sides", "propagate")
+# The functions whose calls take a TPU's kernel, at lengths that are worth it.
+_KERNELS = ("full", "local", "local_alibi", "compress", "compress_blocks", "propagate", "hopfield")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 
@@ -82,11 +84,27 @@ def test_only_the_batch_is_symbolic():
 @pytest.mark.xdist_group("devices")
 @pytest.mark.parametrize("name", _EACH)
 def test_an_explicit_mesh(name, devices):
-    worst, spec = devices.ask("tests.attention.explicit_meshes", name)
+    worst, spec = devices.ask("tests.attention.on_meshes", f"explicit {name}")
     assert worst < 1e-4
     heads = 3 if name == "compress_blocks" else 2  # its outputs are (B, C, M, N, H)
     assert (spec[0], spec[heads]) == ("batch", "heads")
     assert not any(spec[1:heads])
+
+
+@pytest.mark.xdist_group("devices")
+@pytest.mark.parametrize("divided", ["heads", "tokens"])
+@pytest.mark.parametrize("name", _EACH)
+def test_an_automatic_mesh_divides_rows_and_heads_or_tokens(name, divided, devices):
+    worst, spec = devices.ask("tests.attention.on_meshes", f"{divided} {name}")
+    assert worst < 1e-4
+    assert spec[0] == "data"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("devices")
+@pytest.mark.parametrize("name", _KERNELS)
+def test_kernels_are_divided(name, devices):
+    assert devices.ask("tests.attention.on_meshes", f"kernels {name}")
 
 
 @pytest.mark.parametrize("name", slow_unless(["diag", "mlr", "long_short"], ("diag",)))

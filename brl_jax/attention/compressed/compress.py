@@ -24,8 +24,9 @@ from brl_jax.attention.core.checks import (
     check_within,
     require,
 )
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.on_mesh import Cut
 from brl_jax.attention.core.scores import (
     Score,
     accumulation_dtype,
@@ -35,6 +36,7 @@ from brl_jax.attention.core.scores import (
     weights_dtype,
 )
 from brl_jax.attention.core.varying import vary_like
+from brl_jax.sharding import sequence_axis
 
 # Longer histories are read in pieces, except on GPUs, so that the (M, S) logits never all exist at once.
 _WHOLE = 4096
@@ -61,7 +63,12 @@ def check_readers(
         check_floating(query=query, contrast_key=contrast_key)
 
 
-@attention_function
+def _cut(*_: Any, key: Array, **__: Any) -> Cut:
+    axis = sequence_axis(key.shape[1])
+    return Cut() if axis is None else Cut({"S": "length"}, {"axis_name": axis})
+
+
+@divided(_cut)
 def compress(
     query: Float[Array, "B M N H"],
     key: Float[Array, "B S N H"],

@@ -23,13 +23,14 @@ from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import check_within, require
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.on_mesh import rows_and_heads
 from brl_jax.attention.core.scores import Score
 from brl_jax.fields import Count
 
 
-@attention_function
+@divided(rows_and_heads)
 def compress_blocks(
     query: Float[Array, "B C M N H"],
     key: Float[Array, "B S N H"],
@@ -42,7 +43,7 @@ def compress_blocks(
     history_lengths: Int[Array, "C"] | Int[Array, "B C"] | None = None,
     scale: float | None = None,
     score: Score = "softmax",
-    bias: Float[Array, "N M R"] | PositionBias | None = None,
+    bias: Float[Array, "#N #M #R"] | PositionBias | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B C M N V"]:
     """`compress` for C consecutive blocks at once, each of which reads the history before it.

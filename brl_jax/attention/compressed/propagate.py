@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import gpu, tpu
@@ -17,8 +19,9 @@ from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import without_kept
 from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.on_mesh import Cut
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.scores import (
     Score,
@@ -28,12 +31,19 @@ from brl_jax.attention.core.scores import (
     hide_infinite_bias,
     weights_dtype,
 )
+from brl_jax.sharding import sequence_axis
 
 # Queries in a block on a CPU, so that their weights stay in cache.
 _CHUNK = 512
 
 
-@attention_function
+def _cut(*_: Any, query: Array, bias: Any, **__: Any) -> Cut:
+    # A `PositionBias` counts from the first token.
+    cuts = not isinstance(bias, PositionBias) and sequence_axis(query.shape[1]) is not None
+    return Cut({"T": "length"} if cuts else {})
+
+
+@divided(_cut)
 def propagate(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B M N H"],
@@ -90,6 +100,38 @@ def propagate(
     scale = check_scale(scale, head_dim)
     operands = (query, key, value, strength, bias)
     return _choose(*operands, scale=scale, score=score, implementation=implementation)
+
+
+def _cut_blocks(*_: Any, query: Array, key: Array, **__: Any) -> Cut:
+    length, blocks = query.shape[1], key.shape[1]
+    if sequence_axis(length, length // blocks if blocks > 1 else 1) is None:
+        return Cut()
+    return Cut({"T": "length", "C": "blocks"} if blocks > 1 else {"T": "length", "t": "length"})
+
+
+@divided(_cut_blocks)
+def propagate_blocks(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B C M N H"],
+    value: Float[Array, "B C M N V"],
+    *,
+    strength: Float[Array, "N"],
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N t #M"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """`propagate` for C blocks of t = T / C tokens, each of which reads its own compressed tokens."""
+    out = propagate(
+        *merge_blocks(query, key), merge_blocks(query, value)[1],
+        strength=strength, score=score, bias=bias, implementation=implementation,
+    )  # fmt: skip
+    return out.reshape(*query.shape[:3], value.shape[4])
+
+
+def merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]) -> tuple[Array, Array]:
+    """Reshapes blocks to rows of a batch: their tokens (B C, T / C, N, H) and their offers (B C, M, N, H)."""
+    query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
+    return query, rearrange(offered, "b c m n h -> (b c) m n h")
 
 
 # Compiled on its own, so that calls outside jit are traced once.

@@ -14,15 +14,25 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import compress_blocks as of_one_device
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.decorators import divided
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.halo import tokens_before
+from brl_jax.attention.core.on_mesh import Cut
+from brl_jax.attention.core.scores import Score
 
 
+def _cut(*_: Any, **__: Any) -> Cut:
+    return Cut({"C": "blocks", "T": "length"})
+
+
+@divided(_cut)
 def compress_blocks(
     query: Float[Array, "B C M N H"],
     key: Float[Array, "B T N H"],
     contrast_key: Float[Array, "B T N H"] | None,
     value: Float[Array, "B T N V"],
     *,
+    gamma: Float[Array, "N"] | float | None,
     axis_name: str,
     block_size: int,
     history_size: int,
@@ -30,7 +40,10 @@ def compress_blocks(
     earlier_key: Float[Array, "B R N H"] | None = None,
     earlier_contrast_key: Float[Array, "B R N H"] | None = None,
     earlier_value: Float[Array, "B R N H"] | None = None,
-    **options: Any,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#N #M #R"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B C M N V"]:
     """`brl_jax.compress_blocks` of sequences that are sharded over `axis_name`, C blocks per device.
 
@@ -43,7 +56,7 @@ def compress_blocks(
       history_lengths: of this device's blocks.
       earlier_key, earlier_contrast_key, earlier_value: of the history_size tokens before the whole sequence, the same
         on all devices.
-      block_size, history_size, options: as in `brl_jax.compress_blocks`.
+      gamma, block_size, history_size, scale, score, bias, implementation: as in `brl_jax.compress_blocks`.
 
     Returns:
       (B, C, M, N, H) in query's dtype.
@@ -75,6 +88,10 @@ def compress_blocks(
         with_history(value, earlier_value),
         block_size=block_size,
         history_size=history_size,
+        gamma=gamma,
         history_lengths=history_lengths,
-        **options,
+        scale=scale,
+        score=score,
+        bias=bias,
+        implementation=implementation,
     )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention.core.decorators import divided
+from brl_jax.attention.core.on_mesh import rows_and_heads
 from brl_jax.attention.core.scores import Score, accumulation_dtype, elementwise_weights, weights_dtype
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -174,6 +176,7 @@ def forward(
     return tuple(jnp.swapaxes(out, 1, 2) for out in outs), log_sums
 
 
+@divided(rows_and_heads)
 def read_cache(
     query: Float[Array, "B N M H"],
     key: Float[Array, "B N S H"],

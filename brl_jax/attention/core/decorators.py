@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from brl_jax.attention.core.by_platform import replaced
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.on_mesh import Rule, call_on_mesh
 from brl_jax.fields import argument_checks
 
 P = ParamSpec("P")
@@ -33,6 +34,15 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
     The first argument must be the queries, the values or the tokens, with the batch as first axis.
     """
+    return _decorated(function, None)
+
+
+def divided(rule: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`attention_function`, for a function that divides itself over the automatic mesh around a call (`on_mesh`)."""
+    return lambda function: _decorated(function, rule)
+
+
+def _decorated(function: Callable[P, R], rule: Rule | None) -> Callable[P, R]:
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
     check_arguments = argument_checks(function)
@@ -49,6 +59,8 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
                 if any(map(jax.export.is_symbolic_dim, x.shape)):
                     symbolic.append(i)
         if not symbolic and not explicit:
+            if rule is not None and not jax.sharding.get_abstract_mesh().empty:
+                return call_on_mesh(function, rule, args, kwargs)
             return function(*args, **kwargs)
 
         def of_leaves(*given: Any, **options: Any) -> Any:

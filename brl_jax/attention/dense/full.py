@@ -24,8 +24,9 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.cudnn import cudnn_unsupported
-from brl_jax.attention.core.decorators import attention_function, batch_optional
+from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
+from brl_jax.attention.core.on_mesh import Cut
 from brl_jax.attention.dense.full_xla import FullArrays, attend_at_once, attend_in_blocks, zero_unseen
 from brl_jax.fields import Positive
 
@@ -53,8 +54,14 @@ def full_attention(
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
+def _cut(*args: Any, **arguments: Any) -> Cut | None:
+    from brl_jax.attention.dense import sharded  # it imports this module
+
+    return sharded.cut(sharded.full_attention, *args, **arguments)
+
+
 @batch_optional
-@attention_function
+@divided(_cut)
 def full_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -104,7 +111,7 @@ def full_attention(
       implementation: None picks by platform: "pallas" on a TPU if T and S are at least 1,024; "cudnn" on an NVIDIA
         GPU if it supports the call; else "xla". "pallas_interpret" interprets the TPU kernel, which takes float32 and
         bfloat16, heads of up to 256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and
-        masks of keys, (B or 1, 1, 1, S). The compiler cannot divide a kernel over a mesh: use `jax.shard_map` or "xla".
+        masks of keys, (B or 1, 1, 1, S).
       return_residual: also return the log-sum-exp of each query's scores; not with "cudnn".
 
     Returns:

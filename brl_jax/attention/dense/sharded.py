@@ -32,6 +32,7 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.on_mesh import Cut, absent
 from brl_jax.attention.core.softmax import (
     SoftmaxSums,
     add_sinks,
@@ -41,9 +42,10 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.dense.full import attend
+from brl_jax.attention.dense.full import MANY_TOKENS, attend
 from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.fields import Positive
+from brl_jax.sharding import sequence_axis
 
 
 def full_attention(
@@ -116,6 +118,39 @@ def hopfield_attention(
     for _ in range(steps - 1):
         query = full_attention(query, key, key, **options)
     return full_attention(query, key, value, **options)
+
+
+def cut(around: Callable[..., Array], function: Callable[..., Array], **arguments: Any) -> Cut | None:
+    """The rule of `full_attention` and `hopfield_attention`; `around` is this module's function.
+
+    If rows are cut, the keys travel around the devices, with causal work balanced. With a bias, a mask or an offset,
+    each device gathers all keys of its rows instead. The compiler divides calls with few tokens and calls to cuDNN.
+    """
+    implementation, ids = arguments["implementation"], arguments["segment_ids"]
+    length, keys = arguments["query"].shape[1], arguments["key"].shape[1]
+    many = implementation in (None, "xla") and min(length, keys) >= MANY_TOKENS
+    if not many and implementation not in ("pallas", "pallas_interpret"):
+        return None
+    axis = sequence_axis(length)
+    if axis is None:
+        return Cut()
+    fits = (
+        sequence_axis(keys)
+        if not arguments["is_causal"]
+        else length == keys and sequence_axis(length, block=2)
+    )
+    if fits and absent(arguments, "bias", "mask", "query_seq_lengths", "query_offset", "return_residual"):
+        return Cut({"T": "length", "S": "length"}, run=functools.partial(around, axis_name=axis))
+    pair = ids if ids is None or isinstance(ids, tuple | list) else (ids, ids)
+    return Cut({"T": "length"}, {"segment_ids": pair}, functools.partial(_read_all, axis, function))
+
+
+def _read_all(axis: str, function: Callable[..., Any], **arguments: Any) -> Any:
+    first = jnp.int32(arguments["query"].shape[1]) * lax.axis_index(axis)
+    lengths = arguments.get("query_seq_lengths")
+    if lengths is not None:
+        arguments["query_seq_lengths"] = jnp.maximum(lengths - first.astype(lengths.dtype), 0)
+    return function(**arguments | {"query_offset": arguments.get("query_offset", 0) + first})
 
 
 def attend_around(

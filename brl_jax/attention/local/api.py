@@ -29,12 +29,13 @@ from brl_jax.attention.core.arguments import (
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.decorators import attention_function, batch_optional
+from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
     dispatch,
 )
+from brl_jax.attention.core.on_mesh import Cut
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -79,8 +80,14 @@ def local_attention(
 ) -> tuple[Array, LocalState]: ...  # fmt: skip
 
 
+def _cut(*args: Any, **arguments: Any) -> Cut | None:
+    from brl_jax.attention.local import sharded  # it imports this module
+
+    return sharded.cut(*args, **arguments)
+
+
 @batch_optional
-@attention_function
+@divided(_cut)
 def local_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

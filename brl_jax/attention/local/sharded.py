@@ -7,6 +7,9 @@ differentiable. A device holds the keys of a whole sequence only if the pattern 
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -15,9 +18,28 @@ from brl_jax.attention.core.arguments import check_lengths, check_segments
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.halo import with_halo
+from brl_jax.attention.core.on_mesh import Cut, absent
 from brl_jax.attention.local import api
 from brl_jax.attention.local.patterns import Dilated, Pattern, SlidingWindow
+from brl_jax.sharding import sequence_axis
 from pallas_kernels.absent import mark_absent
+
+
+def cut(function: Any, **arguments: Any) -> Cut | None:
+    """The rule of `local_attention`: of tokens too, where queries and keys are the same and the reach is bounded."""
+    pattern, length = arguments["pattern"], arguments["query"].shape[1]
+    if arguments["local_window_size"] is not None:
+        pattern = SlidingWindow.of_size(arguments["local_window_size"])
+    if not isinstance(pattern, Pattern) or not absent(arguments, "state", "return_state"):
+        return None
+    bounded = pattern.lookback is not None and (arguments["is_causal"] or pattern.lookahead is not None)
+    others = ("bias", "mask", "query_seq_lengths", "query_offset", "key_offset", "return_residual")
+    same = arguments["key"].shape[1] == length and absent(arguments, *others)
+    axis = sequence_axis(length) if bounded and same else None
+    if axis is None:
+        return Cut()
+    run = functools.partial(local_attention, axis_name=axis)
+    return Cut({"T": "length", "S": "length"}, {"pattern": pattern, "local_window_size": None}, run)
 
 
 def local_attention(
@@ -30,7 +52,7 @@ def local_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,

@@ -19,7 +19,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
-from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece, read_pieces
@@ -167,7 +167,7 @@ def bsbr_attention(
     }
     retrieval = _Retrieval(compression, strength * scale)
     if state is None and not return_state:
-        near = local_attention_on_mesh(
+        near = local_attention(
             inputs["query"], inputs["key"], inputs["value"], pattern=BlockDiagonal(chunk_size),
             is_causal=is_causal, scale=scale, key_value_seq_lengths=lengths, implementation=implementation,
         )  # fmt: skip
@@ -303,7 +303,7 @@ def _prompt(
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
     aligned |= {name: prompt.move(inputs[name], getattr(state, name)) for name in ("key", "value")}
-    near = local_attention_on_mesh(
+    near = local_attention(
         aligned["query"], aligned["key"], aligned["value"], pattern=BlockDiagonal(chunk_size), is_causal=True,
         scale=scale, key_value_seq_lengths=prompt.total[:, 0], implementation=implementation,
     )  # fmt: skip

@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.on_mesh import whole_rows
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.core.state import KeyValueCache, check_state
@@ -102,7 +103,7 @@ def init_informer_state(
     )
 
 
-@attention_function
+@divided(whole_rows("query", "key", "value"))
 def informer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -16,7 +16,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Count, check_value, declared
@@ -354,7 +354,7 @@ def native_sparse_attention(
         aligned=segment_ids is None,
         implementation=implementation,
     )
-    last = local_attention_on_mesh(
+    last = local_attention(
         query,
         window_key,
         window_value,

@@ -11,9 +11,10 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
+from brl_jax.attention.core.on_mesh import whole_rows
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import MASKED, block_sums
 from brl_jax.attention.core.state import KeyValueCache, check_state
@@ -98,7 +99,7 @@ def init_reformer_state(
     return ReformerState(past, codes, jnp.zeros((*rows, num_buckets), jnp.int32))
 
 
-@attention_function
+@divided(whole_rows("query", "value"))
 def reformer_attention(
     query: Float[Array, "B T N H"],
     value: Float[Array, "B T K V"],

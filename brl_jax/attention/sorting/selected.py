@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
+from brl_jax.attention.core.on_mesh import rows_and_heads
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.core.triton import triton_backend
-from brl_jax.sharding import shard_call
 
 # Queries at a time: each reads M * size different keys, the largest array in memory.
 _QUERY_BLOCK = 64
@@ -27,12 +28,13 @@ _ALL_KEYS = 4
 _MOST_COMPARISONS = 32
 
 
+@divided(rows_and_heads)
 def selected_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     starts: Int[Array, "B T K M"],
-    offset: Any = 0,
+    offset: int | Int[Array, ""] = 0,
     *,
     size: int,
     scale: float,
@@ -59,23 +61,15 @@ def selected_attention(
     Returns:
       (B, T, N, V), 0 if a query sees nothing.
     """
-
-    def attend(query, key, value, starts, offset):
-        xla = functools.partial(_through_xla, size=size, scale=scale)
-        backends = {
-            "tpu": (_pallas(query, key, known, size=size, scale=scale, aligned=aligned),),
-            "cuda": (_triton(size=size, scale=scale),),
-        }
-        results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), jnp.float32)
-        return dispatch(
-            "native_sparse_attention", implementation, backends, xla, query, key, value, starts, offset,
-            results=results,
-        )  # fmt: skip
-
-    queries, keys = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
     known = offset if isinstance(offset, int) else None
-    offset = jnp.asarray(offset, jnp.int32)
-    return shard_call(attend, (query, key, value, starts, offset), [queries, keys, keys, keys, ()], queries)
+    xla = functools.partial(_through_xla, size=size, scale=scale)
+    backends = {
+        "tpu": (_pallas(query, key, known, size=size, scale=scale, aligned=aligned),),
+        "cuda": (_triton(size=size, scale=scale),),
+    }
+    operands = (query, key, value, starts, jnp.asarray(offset, jnp.int32))
+    results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), jnp.float32)
+    return dispatch("native_sparse_attention", implementation, backends, xla, *operands, results=results)
 
 
 def _through_xla(

@@ -10,13 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtype, check_lengths, zero_padding
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.decorators import attention_function
+from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.on_mesh import whole_rows
 
 Order = Literal["ascending", "descending", "interleaved", "max_exchange"]
 
 
-@attention_function
+@divided(whole_rows("value"))
 def sliceformer_attention(
     value: Float[Array, "B T N V"],
     *,

@@ -12,7 +12,6 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.sharding import sequence_axis
 
@@ -31,7 +30,7 @@ def feature_attention(
 ) -> Float[Array, "B T N V"]:
     """softmax(query key^T) value with unscaled scores; value heads and key heads may be grouped differently.
 
-    On a mesh that shards sequences, keys go around the devices (`dense_on_mesh`).
+    On a mesh that shards sequences, keys go around the devices.
 
     Args:
       query, key, value: (B, T, N, F), (B, S, K, F) and (B, S, J, V) of one dtype. J divides K, and K divides N.
@@ -50,7 +49,7 @@ def feature_attention(
     same_tokens = query.shape[1] == key.shape[1] and is_int(query_offset) and query_offset == 0
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     if same_tokens and sequence_axis(query.shape[1]) is not None:
-        out = dense_on_mesh(
+        out = full_attention(
             zero_padding(query, query_lengths), key, value, scale=1.0, is_causal=is_causal, segment_ids=segment_ids,
             key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
         )  # fmt: skip

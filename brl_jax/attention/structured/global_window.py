@@ -11,7 +11,7 @@ from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.fields import Count
@@ -91,7 +91,7 @@ def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array
     query, key, wide_value = (
         jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (query, key, value)
     )
-    return local_attention_on_mesh(query, key, wide_value, **options)[..., : value.shape[3]]
+    return local_attention(query, key, wide_value, **options)[..., : value.shape[3]]
 
 
 def check_split(ranks: Any, head_dim: int) -> int:

@@ -11,14 +11,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention.compressed.propagate import propagate, propagate_weights
+from brl_jax.attention.compressed.propagate import merge_blocks, propagate_blocks, propagate_weights
 from brl_jax.layers.compressed.brl_memory import BRLCache, BRLCarrierCache, BRLCarry, BRLMemory, BRLPast
 from brl_jax.layers.compressed.compressed_tokens import (
     COMPRESSED,
     CompressedStream,
-    each_shard,
-    merge_blocks,
-    named,
     position_bias,
     spread,
 )
@@ -263,31 +260,10 @@ class BRLAttention(MechanismLayer):
             weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)
 
-        def read(query, key, value, strength, bias):
-            merged, value = merge_blocks(query, value)
-            out = propagate(
-                merged,
-                merge_blocks(query, key)[1],
-                value,
-                strength=strength,
-                bias=bias,
-                score=mechanism.score,
-                implementation=d.implementation,
-            )
-            return out.reshape(query.shape)
-
-        tokens = None if sequence_axis(query.shape[1], size if aligned else 1) is None else "length"
-        queries = ("batch", tokens, "heads", None)
-        offers = ("batch", "blocks" if aligned and tokens else None, None, "heads", None)
-        rows = None if bias is None or bias.shape[0] == 1 else "batch"
-        out = each_shard(
-            read,
-            queries,
-            query=(query, queries),
-            **named(offers, {"key": key, "value": value}),
-            strength=(strength, ("heads",)),
-            bias=(bias, (rows, "heads", None if aligned else tokens, None)),
-        )
+        out = propagate_blocks(
+            query, key, value,
+            strength=strength, bias=bias, score=mechanism.score, implementation=d.implementation,
+        )  # fmt: skip
         if aligned and packed is not None:
             further = packed.back(out[:, blocks * size :], size)
             out = jnp.where(packed.is_first[:, :, None, None], out[:, :length], further)

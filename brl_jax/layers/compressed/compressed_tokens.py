@@ -27,7 +27,7 @@ from brl_jax.layers.core.modules import (
     scale_scores,
 )
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
+from brl_jax.sharding import constrain
 
 # Logical names of the compressed tokens' dimensions (B, C, M, E), for dividing them over a mesh.
 COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
@@ -173,18 +173,8 @@ class CompressedStream(nn.Module):
                 mask=None if mask is None else mask[:, None, None],
             )
             self._sow(weigh, read)
-        axis = sequence_axis(length)
-        tokens = None if axis is None else "length"
-        rows = None if bias is None or bias.shape[0] == 1 else "batch"
-        return each_shard(
-            functools.partial(compress, axis_name=axis, **static),
-            ("batch", None, "heads", None),
-            query=(query, ("batch", None, "heads", None)),
-            **named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
-            gamma=(gamma, ("heads",)),
-            bias=(bias, (rows, "heads", None, tokens)),
-            key_value_seq_lengths=(lengths, ("batch",)),
-        )
+        read = {"contrast_key": None, **read}
+        return compress(query, **read, gamma=gamma, bias=bias, key_value_seq_lengths=lengths, **static)
 
     def _sow(self, weigh, read):
         self.sow("maps", "compress", weigh(read.get("contrast_key")))
@@ -194,12 +184,11 @@ class CompressedStream(nn.Module):
         """`_read` in a decoder: each block reads the tokens before it."""
         mechanism = self.mechanism
         block, size = mechanism.block, mechanism.history
-        blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
         if axis_name is None:
             missing = size + (query.shape[1] - 1) * block - read["key"].shape[1]
             padding = ((0, 0), (missing, 0), (0, 0), (0, 0))
             read = {name: jnp.pad(array, padding) for name, array in read.items()}
-            function = compress_blocks
+            function: Any = compress_blocks
             if sown and maps_wanted(self):
                 weigh = functools.partial(
                     compress_blocks_weights,
@@ -217,45 +206,10 @@ class CompressedStream(nn.Module):
         else:
             function = functools.partial(sharded.compress_blocks, axis_name=axis_name)
         before = {f"earlier_{name}": array for name, array in before.items()}
-        return each_shard(
-            functools.partial(function, block_size=block, history_size=size, **static),
-            ("batch", blocks, None, "heads", None),
-            query=(query, ("batch", blocks, None, "heads", None)),
-            **named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
-            **named(("batch", None, "heads", None), before),
-            gamma=(gamma, ("heads",)),
-            bias=(bias, ("heads", None, None)),
-            history_lengths=(lengths, (blocks,) if lengths.ndim == 1 else ("batch", blocks)),
-        )
-
-
-def merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]):
-    """Reshapes blocks to rows of a batch: their tokens (B C, T / C, N, H) and their offers (B C, M, N, H)."""
-    query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
-    return query, rearrange(offered, "b c m n h -> (b c) m n h")
-
-
-def named(names: Names, arrays: dict[str, Any]) -> dict[str, tuple[Any, Names]]:
-    """Operands of `each_shard` whose dimensions all have the same names."""
-    return {name: (array, names) for name, array in arrays.items()}
-
-
-def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -> Any:
-    """Computes function(**operands) on each device's shards.
-
-    Args:
-      out_names: logical names of the result's dimensions (see `shard_call`).
-      operands: for each argument, an array and the names of its dimensions. Values other than arrays are passed on as
-        they are, and their names are ignored.
-    """
-    arrays = {name: pair for name, pair in operands.items() if isinstance(pair[0], jax.Array)}
-    rest = {name: value for name, (value, _) in operands.items() if name not in arrays}
-    return shard_call(
-        lambda *shards: function(**rest, **dict(zip(arrays, shards))),
-        [array for array, _ in arrays.values()],
-        [names for _, names in arrays.values()],
-        out_names,
-    )
+        return function(
+            query, **{"contrast_key": None, **read}, **before, gamma=gamma, bias=bias, history_lengths=lengths,
+            block_size=block, history_size=size, **static,
+        )  # fmt: skip
 
 
 def spread(count: int, length: int, lengths: Any) -> jax.Array:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.fields import Range
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.protocol import Dimensions, LayerCall
@@ -36,7 +35,7 @@ class FullAttention(SoftmaxLayer):
     """See `brl_jax.layers.core.protocol` for the call and `full_attention` for the mathematics."""
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        return dense_on_mesh(query, key, value, **options)
+        return full_attention(query, key, value, **options)
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         mechanism, d = self.mechanism, self.dimensions

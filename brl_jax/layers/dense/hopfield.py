@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array
 
-from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.hopfield import hopfield_attention
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import scale_scores
@@ -43,15 +40,8 @@ class HopfieldAttention(AttentionLayer):
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m, factor = self.mechanism, self.dimensions.head_score_factor
         if factor == 1.0:
-            return self._retrieve(query, key, value, scale=m.beta, **options)
+            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **options)
         # The queries already have muP's factor, but it would only act on the first step, so move it into the scale.
         beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
         query = scale_scores(query, 1 / factor)
-        return self._retrieve(query, key, value, scale=beta * factor, **options)
-
-    def _retrieve(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        retrieve, around = (
-            functools.partial(function, steps=self.mechanism.steps)
-            for function in (hopfield_attention, sharded.hopfield_attention)
-        )
-        return dense_on_mesh(query, key, value, function=retrieve, around=around, **options)
+        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **options)

@@ -10,7 +10,7 @@ import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.local import far_patterns, patterns
-from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.api import local_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
@@ -129,7 +129,7 @@ class LocalAttention(SoftmaxLayer):
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         options["pattern"] = self.mechanism.make_pattern(self.dimensions.is_causal)
-        return local_attention_on_mesh(query, key, value, **options)
+        return local_attention(query, key, value, **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, WindowCache]:
         batch, length = query.shape[:2]
@@ -137,7 +137,7 @@ class LocalAttention(SoftmaxLayer):
         reach = cache.key.shape[1]
         key, last_keys = slide(cache.key, key, count)
         value, last_values = slide(cache.value, value, count)
-        attended = local_attention_on_mesh(
+        attended = local_attention(
             query,
             key,
             value,

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.informer import (
     InformerState,
     informer_attention,
@@ -65,13 +64,9 @@ class InformerAttention(MechanismLayer):
             )
             return merge_heads(d, out), state
 
-        def attend(value: Array) -> Array:
-            def of_rows(query: Array, key: Array, value: Array, lengths: Any, rng: Any) -> Any:
-                return informer_attention(
-                    query, key, value, rng=rng, key_value_seq_lengths=lengths, **options
-                )
-
-            return by_heads(of_rows, (query, key, value), (None if d.is_causal else call.lengths,), (rng,))
+        def attend(value: Array) -> Any:
+            lengths = None if d.is_causal else call.lengths
+            return informer_attention(query, key, value, rng=rng, key_value_seq_lengths=lengths, **options)
 
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import KeyValueCache
-from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
@@ -212,7 +212,7 @@ class NativeSparseAttention(MechanismLayer):
         reach = cache.window.key.shape[1]
         key, last_keys = slide(cache.window.key, window.key, count)
         value, last_values = slide(cache.window.value, window.value, count)
-        last = local_attention_on_mesh(
+        last = local_attention(
             query,
             key,
             value,

@@ -9,7 +9,6 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.reformer import (
     ReformerState,
     init_reformer_state,
@@ -81,11 +80,9 @@ class ReformerAttention(MechanismLayer):
             )
             return merge_heads(d, out), state
 
-        def attend(value: Array) -> Array:
-            def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Any:
-                return reformer_attention(query, value, rotations, key_value_seq_lengths=lengths, **options)
-
-            return by_heads(of_rows, (query, value), (None if d.is_causal else call.lengths,), (rotations,))
+        def attend(value: Array) -> Any:
+            lengths = None if d.is_causal else call.lengths
+            return reformer_attention(query, value, rotations, key_value_seq_lengths=lengths, **options)
 
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.sliceformer import Order, sliceformer_attention
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -44,11 +43,7 @@ class SliceformerAttention(MechanismLayer):
         d, m = self.dimensions, self.mechanism
         m.check(d)
         value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
-
-        def of_rows(value: Array, lengths: Any) -> Array:
-            return sliceformer_attention(
-                value, order=m.order, key_value_seq_lengths=lengths, implementation=d.implementation
-            )
-
-        out = by_heads(of_rows, (value,), (call.lengths,))
+        out = sliceformer_attention(
+            value, order=m.order, key_value_seq_lengths=call.lengths, implementation=d.implementation
+        )
         return merge_heads(d, out), None

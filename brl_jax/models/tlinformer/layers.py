@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -14,11 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed.compress import compress
 from brl_jax.attention.compressed.xla import read_cache
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.modules import FeedForward, merge_heads, norm, project_qkv
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.sharding import shard_call
 
 
 class _Mixer(nn.Module):
@@ -60,23 +58,17 @@ def _attend_history(query: Array, key: Array, value: Array, length: Any, impleme
     """Attends from queries (B, T, N, H) to the first `length` of the keys (B, S, K, H); zeros if length is 0."""
     rows = _rows_of_heads(query, key.shape[2])
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
-    attend = functools.partial(
-        _compress,
-        scale=query.shape[3] ** -0.5,
+    out = compress(
+        rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, scale=query.shape[3] ** -0.5,
         implementation=None if implementation == "cudnn" else implementation,
-    )
-    names = ("batch", None, "kv_heads", None)
-    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
+    )  # fmt: skip
     return _heads_of_rows(out, query)
 
 
 def _attend_cache(query: Array, key: Array, value: Array, length: Any) -> Array:
     """`_attend_history` for a cache's keys and values (B, K, S, H), which it does not copy."""
     rows = jnp.swapaxes(_rows_of_heads(query, key.shape[1]), 1, 2)
-    attend = functools.partial(read_cache, scale=query.shape[3] ** -0.5)
-    names = ("batch", "kv_heads", None, None)
-    operands = (rows, key, value, jnp.asarray(length, jnp.int32))
-    out = shard_call(attend, operands, (names, names, names, ()), names)
+    out = read_cache(rows, key, value, jnp.asarray(length, jnp.int32), scale=query.shape[3] ** -0.5)
     return _heads_of_rows(jnp.swapaxes(out, 1, 2), query)
 
 
@@ -94,10 +86,6 @@ def _heads_of_rows(rows: Array, query: Array) -> Array:
     return jnp.moveaxis(rows.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3).reshape(
         query.shape
     )
-
-
-def _compress(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
-    return compress(rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +123,7 @@ class Layers:
         )
 
     def attend(self, query: Array, key: Array, value: Array, **kwargs: Any) -> Array:
-        return dense_on_mesh(query, key, value, implementation=self._full_implementation, **kwargs)
+        return full_attention(query, key, value, implementation=self._full_implementation, **kwargs)
 
     def attend_history(self, query: Array, key: Array, value: Array, length: Any) -> Array:
         return _attend_history(query, key, value, length, self.dimensions.implementation)

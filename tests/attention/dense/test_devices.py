@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
-from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 from tests.support import meshes
@@ -171,7 +170,7 @@ def work():
     return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("shard")))())
 
 
-def shared_queries(is_causal, function=full_attention, around=None, **options):
+def shared_queries(is_causal, function=full_attention, **options):
     """Output and gradients on one device and on the mesh."""
     *arrays, d_out = random_qkv(MANY_TOKENS, batch=2)
     ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(0, 3, (2, MANY_TOKENS))))
@@ -188,22 +187,14 @@ def shared_queries(is_causal, function=full_attention, around=None, **options):
         return [np.asarray(x) for x in program(arrays, d_out)]
 
     expected = both(functools.partial(function, implementation="xla", **options))
-    if around is not None:
-        options |= {"function": function, "around": around}
-    on_mesh = functools.partial(dense_on_mesh, **options)
     with jax.set_mesh(meshes.mesh()):
-        return expected, both(on_mesh)
+        return expected, both(functools.partial(function, **options))
 
 
 QUERIES = {
     "causal": functools.partial(shared_queries, True),
     "both ways, sinks": functools.partial(shared_queries, False, sinks=jnp.array([0.5, -1.0, 2.0, 0.0])),
-    "hopfield": functools.partial(
-        shared_queries,
-        True,
-        functools.partial(hopfield_attention, steps=2),
-        functools.partial(sharded.hopfield_attention, steps=2),
-    ),
+    "hopfield": functools.partial(shared_queries, True, hopfield_attention, steps=2),
 }
 PARTS = {name: functools.partial(compared, name) for name in CASES}
 PARTS |= {f"after {place}": functools.partial(after, place) for place in (1, 17, 30)}

@@ -8,38 +8,32 @@ import jax.numpy as jnp
 import pytest
 
 from brl_jax import informer_attention, reformer_attention, reformer_rotations, sliceformer_attention
-from brl_jax.attention.core.whole_rows import by_heads
 from tests.marks import slow_unless
 from tests.support.meshes import check_equal, compared, draw, moved
 
 pytestmark = pytest.mark.xdist_group("devices")
 
 
-def reformer(query, value, lengths=None, **options):
-    def of_rows(query, value, lengths, rotations):
-        return reformer_attention(
-            query, value, rotations, chunk_size=8, key_value_seq_lengths=lengths, **options
-        )
-
+def reformer(query, value, **options):
     rotations = reformer_rotations(jax.random.key(0), query.shape[3], num_rounds=2, num_buckets=4)
-    return by_heads(of_rows, (query, value), (lengths,), (rotations,))
+    return reformer_attention(query, value, rotations, chunk_size=8, **options)
 
 
 def informer(query, key, value, **options):
-    def of_rows(query, key, value, rng):
-        return informer_attention(query, key, value, rng=rng, factor=2, **options)
-
-    return by_heads(of_rows, (query, key, value), whole=(jax.random.key(1),))
+    return informer_attention(query, key, value, rng=jax.random.key(1), factor=2, **options)
 
 
 # The function, and the number of heads of each of its arrays.
 CASES = {
     "reformer": (functools.partial(reformer, is_causal=True), (4, 4)),
     "reformer, fewer heads than devices": (functools.partial(reformer, is_causal=True), (4, 2)),
-    "reformer, one head, padded": (functools.partial(reformer, lengths=jnp.array([13, 64])), (1, 1)),
+    "reformer, one head, padded": (
+        functools.partial(reformer, key_value_seq_lengths=jnp.array([13, 64])),
+        (1, 1),
+    ),
     "informer": (functools.partial(informer, is_causal=True), (4, 4, 4)),
     "informer, fewer heads than devices": (informer, (6, 2, 2)),
-    "sliceformer": (lambda value: by_heads(sliceformer_attention, (value,)), (4,)),
+    "sliceformer": (sliceformer_attention, (4,)),
 }
 
 

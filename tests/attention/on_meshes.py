@@ -1,0 +1,69 @@
+"""Every attention function on meshes, computed in the process of simulated devices."""
+
+import functools
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from brl_jax.attention.dense import sharded
+from brl_jax.sharding import MeshConfig, make_mesh
+from tests.attention import calls
+from tests.attention.calls import CALLS
+
+
+def _explicit(name):
+    """The largest difference in outputs and gradients from one device, and the output's sharding."""
+    mesh = jax.make_mesh(
+        (2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    return _compare(name, mesh, P("batch", None, "heads"))
+
+
+def _automatic(name, **sizes):
+    """The same on an automatic mesh, which may also divide the 12 tokens of a row."""
+    mesh = make_mesh(MeshConfig(fsdp=1, **sizes), jax.devices()[: 2 * sizes["data"]])
+    # Full attention divides fewer tokens than this only on a TPU's kernel.
+    with mock.patch.object(calls, "LENGTH", 12), mock.patch.object(sharded, "MANY_TOKENS", 12):
+        return _compare(name, mesh, P("data"))
+
+
+def _kernels(name):
+    """The kernels in the program of 2,048 tokens for four TPUs. To lower it fails if the compiler must divide one."""
+    make, call = CALLS[name]
+    with (
+        mock.patch.object(calls, "LENGTH", 2048),
+        jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), jax.devices()[:4])),
+    ):
+        arrays = make(2)
+        text = jax.jit(lambda *x: call(*x)).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    return re.findall(r'kernel_name = "(\w+)"', text)
+
+
+def _compare(name, mesh, spec):
+    make, call = CALLS[name]
+    arrays = make(2)
+
+    def loss(arrays):
+        out = call(*arrays)
+        return jnp.square(out).sum(), out
+
+    both = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, out), gradients = both(arrays)
+    with jax.set_mesh(mesh):
+        specs = [spec if x.ndim == 4 else P(*spec[:1]) for x in arrays]
+        placed = tuple(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs))
+        (_, got), got_gradients = both(placed)
+    pairs = zip(jax.tree.leaves((got, got_gradients)), jax.tree.leaves((out, gradients)))
+    worst = max(float(np.abs(np.asarray(x) - y).max() / (1 + np.abs(y).max())) for x, y in pairs)
+    return worst, tuple(got.sharding.spec)
+
+
+PARTS = {f"explicit {name}": functools.partial(_explicit, name) for name in CALLS}
+PARTS |= {f"heads {name}": functools.partial(_automatic, name, data=2, tensor=2) for name in CALLS}
+PARTS |= {f"tokens {name}": functools.partial(_automatic, name, data=2, sequence=2) for name in CALLS}
+PARTS |= {f"kernels {name}": functools.partial(_kernels, name) for name in CALLS}
