@@ -17,7 +17,7 @@ from tests.marks import slow_unless
 # The fast tests take one function with a custom gradient and one that uses only kernels.
 _QUICK = ("local_both_sides", "propagate")
 # The functions whose calls take a TPU's kernel, at lengths that are worth it.
-_KERNELS = ("full", "local", "local_alibi", "compress", "compress_blocks", "propagate", "hopfield")
+_KERNELS = ("full", "local", "local_alibi", "compress", "propagate", "hopfield")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 
