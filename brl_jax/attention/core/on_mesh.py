@@ -110,7 +110,7 @@ def call_on_mesh(function: Callable[..., Any], rule: Rule, args: Any, kwargs: An
     arguments = {**bound.arguments, **cut.given}
     arguments = {name: x for name, x in arguments.items() if x is not defaults[name]}
     leaves, structure = jax.tree.flatten(list(arguments.values()))
-    letters = [each for name, value in arguments.items() for each in _letters(value, hints[name])]
+    letters: list[Any] = [each for name, value in arguments.items() for each in _letters(value, hints[name])]
     if None in letters:
         return function(*args, **kwargs)
     places = [i for i, x in enumerate(leaves) if _is_array(x)]

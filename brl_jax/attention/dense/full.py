@@ -34,6 +34,12 @@ from brl_jax.fields import Positive
 MANY_TOKENS = 1024
 
 
+def _cut(*args: Any, **arguments: Any) -> Cut | None:
+    from brl_jax.attention.dense import sharded  # it imports this module
+
+    return sharded.cut(sharded.full_attention, *args, **arguments)
+
+
 @overload
 def full_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
@@ -52,12 +58,6 @@ def full_attention(
     query_offset: int | Array = 0, sinks: Array | None = None, logits_soft_cap: float | None = None,
     implementation: Implementation | None = None, return_residual: Literal[True],
 ) -> tuple[Array, Array]: ...  # fmt: skip
-
-
-def _cut(*args: Any, **arguments: Any) -> Cut | None:
-    from brl_jax.attention.dense import sharded  # it imports this module
-
-    return sharded.cut(sharded.full_attention, *args, **arguments)
 
 
 @batch_optional

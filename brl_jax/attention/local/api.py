@@ -44,6 +44,12 @@ from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 from brl_jax.fields import Natural, Positive
 
 
+def _cut(*args: Any, **arguments: Any) -> Cut | None:
+    from brl_jax.attention.local import sharded  # it imports this module
+
+    return sharded.cut(*args, **arguments)
+
+
 @overload
 def local_attention(
     query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
@@ -78,12 +84,6 @@ def local_attention(
     implementation: Implementation | None = None, return_residual: Literal[False] = False,
     return_state: Literal[True],
 ) -> tuple[Array, LocalState]: ...  # fmt: skip
-
-
-def _cut(*args: Any, **arguments: Any) -> Cut | None:
-    from brl_jax.attention.local import sharded  # it imports this module
-
-    return sharded.cut(*args, **arguments)
 
 
 @batch_optional

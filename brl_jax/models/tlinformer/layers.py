@@ -17,6 +17,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.modules import FeedForward, merge_heads, norm, project_qkv
 from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.sharding import shard_call
 
 
 class _Mixer(nn.Module):
@@ -58,10 +59,16 @@ def _attend_history(query: Array, key: Array, value: Array, length: Any, impleme
     """Attends from queries (B, T, N, H) to the first `length` of the keys (B, S, K, H); zeros if length is 0."""
     rows = _rows_of_heads(query, key.shape[2])
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
-    out = compress(
-        rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, scale=query.shape[3] ** -0.5,
-        implementation=None if implementation == "cudnn" else implementation,
-    )  # fmt: skip
+
+    # Every device reads the whole history: `compress` alone would sum over devices in each window of the loop.
+    def attend(rows: Array, key: Array, value: Array, lengths: Array) -> Any:
+        return compress(
+            rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, scale=query.shape[3] ** -0.5,
+            implementation=None if implementation == "cudnn" else implementation,
+        )  # fmt: skip
+
+    names = ("batch", None, "kv_heads", None)
+    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
     return _heads_of_rows(out, query)
 
 
