@@ -69,7 +69,7 @@ def _traced_norm(of, through, scale, weights, x, tokens):
     def output(own):
         scored, weighed = (x.at[3].set(jnp.where(along, own, x[3])) for along in through)
         query, key, value = heads(tokens @ to_query, scored @ to_key, weighed @ to_value)
-        compressed = compress(query, key, key, value, gamma=0.0, scale=scale)[0, :, 0]
+        compressed = compress(scale * query, key, key, value, gamma=0.0, scale=1.0)[0, :, 0]
         if of == "compressed":
             return compressed.ravel()
         read = heads(x[20:21] @ to_read, compressed @ to_offer, compressed @ to_hold)
