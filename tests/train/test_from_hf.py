@@ -91,18 +91,8 @@ def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
         ["--workdir", str(copied), "--prompt", "the colour of the", "--tokens", "4", "--temperature", "0"]
     )
     assert capsys.readouterr().out.startswith("the colour of the")
-    eval.tasks.export.main(
-        [
-            "--workdir",
-            str(copied),
-            "--out",
-            str(tmp_path / "out"),
-            "--layout",
-            "huggingface",
-            "--checkpoint",
-            "last",
-        ]
-    )
+    line = f"--workdir {copied} --out {tmp_path / 'out'} --layout huggingface --checkpoint last"
+    eval.tasks.export.main(line.split())
     out = tmp_path / "out"
     params = huggingface.load(out)[1]
     opened = open_run([LM], str(run), "last")
