@@ -96,9 +96,9 @@ def test_the_likeliest_tokens_are_the_same(name):
     stop = int(expected[1, 9])
     stopped = generate(model, variables, PROMPTS, **settings, stop_tokens=[stop])
     for draft, stops, tokens in (
-        (Draft(*other, tokens=3), None, expected),
+        (Draft(*other, tokens=3), [], expected),
         (Draft(model, nearly(variables, 0.02)), [stop], stopped),
-        (Draft(*other, tokens=1), None, expected),
+        (Draft(*other, tokens=1), [], expected),
     ):
         found = generate(model, variables, PROMPTS, **settings, draft=draft, stop_tokens=stops)
         np.testing.assert_array_equal(found, tokens)

@@ -75,7 +75,7 @@ def _traced_norm(of, through, scale, weights, x, tokens):
         read = heads(x[20:21] @ to_read, compressed @ to_offer, compressed @ to_hold)
         return propagate(*read, strength=1.0)[0, 0, 0]
 
-    return jnp.linalg.norm(jax.jacobian(output)(x[3]), 2)
+    return jnp.linalg.norm(jax.jacfwd(output)(x[3]), 2)
 
 
 def test_m1_bounds_the_path_through_the_weights_alone():
