@@ -65,6 +65,13 @@ def pytest_configure(config):
         config.option.cases = 1 if whole and not gpu.is_native(config) else 0
 
 
+def pytest_itemcollected(item):
+    """Groups the tests that share fixtures of their module; otherwise each worker would make these fixtures."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    if group_of(item) is None and any(found[-1].scope == "module" for found in fixtures):
+        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
 def pytest_report_header(config):
     cases, chosen = config.getoption("cases"), config.getoption("cases_of")
     return f"cases: {cases} of each test, --cases-of {chosen}" if cases else None

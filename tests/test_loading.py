@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,14 +23,22 @@ from train.tasks.lm import LM
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_run_is_what_evaluation_reads(tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
     for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
+        (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
     line = (
-        f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
+        f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
         "--d_model 16 --num_heads 2 --d_ff 16 --mechanism.block_size 8 --tensorboard False --sample_tokens 0"
     )
     train.lm.main(line.split())
+    return folder / "run"
+
+
+def test_a_run_is_what_evaluation_reads(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
     _, _, model, params, step = open_run([LM], f"{tmp_path}/run", "best")
     loaded = load_run(tmp_path / "run")
     assert repr(loaded).startswith("LoadedRun(model=DecoderLM, step=")
@@ -39,7 +48,8 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], params)
     tokens = np.arange(12, dtype=np.int32)[None]
     np.testing.assert_array_equal(
-        loaded.model.apply(loaded.variables, tokens)[0], model.apply({"params": params}, tokens)[0]
+        jax.jit(loaded.model.apply)(loaded.variables, tokens)[0],
+        jax.jit(model.apply)({"params": params}, tokens)[0],
     )
     with pytest.raises(FileNotFoundError, match=r"checkpoint: expected one of best, last, 2, got 7"):
         load_run(tmp_path / "run", 7)
@@ -60,18 +70,12 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
         load_run(tmp_path / "run")
 
 
-def test_a_flipped_bit_is_found_in_one_line(tmp_path):
+def test_a_flipped_bit_is_found_in_one_line(finished, tmp_path):
     """At some offsets of the array files a flip changes neither length nor checksum; at others Orbax raises hundreds of
     lines."""
-    (tmp_path / "train.txt").write_text("alpha beta gamma " * 40)
-    (tmp_path / "valid.txt").write_text("alpha beta gamma " * 40)
-    line = (
-        f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run --steps 1 --batch 2 --length 16 --num_layers 1 "
-        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
-    )
-    train.lm.main(line.split())
+    shutil.copytree(finished, tmp_path / "run")
     good = load_run(tmp_path / "run").variables
-    files = sorted((tmp_path / "run/checkpoints/1/params").rglob("d/*"))
+    files = sorted((tmp_path / "run/checkpoints/2/params").rglob("d/*"))
     assert files
     rng = np.random.default_rng(0)
     for _ in range(6):

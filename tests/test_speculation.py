@@ -95,11 +95,13 @@ def test_the_likeliest_tokens_are_the_same(name):
     expected = np.asarray(generate(model, variables, PROMPTS, **settings))
     stop = int(expected[1, 9])
     stopped = generate(model, variables, PROMPTS, **settings, stop_tokens=[stop])
-    for draft in (Draft(*other, tokens=3), Draft(model, nearly(variables, 0.02)), Draft(*other, tokens=1)):
-        found = generate(model, variables, PROMPTS, **settings, draft=draft)
-        np.testing.assert_array_equal(found, expected)
-        found = generate(model, variables, PROMPTS, **settings, draft=draft, stop_tokens=[stop])
-        np.testing.assert_array_equal(found, stopped)
+    for draft, stops, tokens in (
+        (Draft(*other, tokens=3), [], expected),
+        (Draft(model, nearly(variables, 0.02)), [stop], stopped),
+        (Draft(*other, tokens=1), [], expected),
+    ):
+        found = generate(model, variables, PROMPTS, **settings, draft=draft, stop_tokens=stops)
+        np.testing.assert_array_equal(found, tokens)
 
 
 @pytest.mark.slow
@@ -119,10 +121,10 @@ def test_the_large_model_is_called_once_for_several_tokens():
     model, variables = made("hybrid")
     prompts, new = PROMPTS[1:], 40
     calls = {}
+    expected = generate(model, variables, prompts, max_new_tokens=new, temperature=0)
     for noise in (0.0, 0.02, 1.0):
         draft = Draft(model, nearly(variables, noise), tokens=4)
         tokens, calls[noise] = rounds(model, variables, draft, prompts, new)
-        expected = generate(model, variables, prompts, max_new_tokens=new, temperature=0)
         np.testing.assert_array_equal(tokens, np.asarray(expected)[:, 5:])
     assert calls[0.0] == new // 5  # a draft that is always right: four drafted tokens and one more
     assert calls[0.0] <= calls[0.02] <= new // 2
@@ -142,7 +144,7 @@ def test_sampled_tokens_have_the_exact_distribution(options):
 
     def probabilities(model, variables):
         tokens = np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1)
-        logits, _ = model.apply(variables, jnp.asarray(tokens))
+        logits, _ = jax.jit(model.apply)(variables, jnp.asarray(tokens))
         cut = {name: options.get(name) for name in ("top_k", "top_p")}
         each = jax.nn.softmax(likely(logits[:, 1:4] / options.get("temperature", 1.0), **cut))
         return np.asarray(np.take_along_axis(np.asarray(each, np.float64), texts[..., None], 2).prod((1, 2)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -122,8 +123,7 @@ def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
 
 def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
     """A small configuration of a task with a mechanism; None if the mechanism does not support the task."""
-    options = f"--batch {_ROWS} --accumulation 1 {_OPTIONS[task.name]}"
-    config = parse(task.presets, task.default_preset, options.split(), prog="", about="")
+    config = _default_config(task.name)
     try:
         sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "d_ff": 64, "dropout": 0.0}
         layers = 2 * mechanism.group
@@ -132,6 +132,12 @@ def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
         return None
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
     return task.sized(dataclasses.replace(config, model=model, optimizer=optimizer))
+
+
+@functools.cache
+def _default_config(task: str) -> Any:
+    options = f"--batch {_ROWS} --accumulation 1 {_OPTIONS[task]}"
+    return parse(TASKS[task].presets, TASKS[task].default_preset, options.split(), prog="", about="")
 
 
 def make_batch(task: Task[Any, Any], config: Any, step: int) -> Batch:

@@ -39,7 +39,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -599,11 +599,12 @@ def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
     )
 
 
-def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
-    """Measures every case for one chip and prints a JSON object in a line for each. libtpu must write to `folder`."""
+def compile_chip(options: ScheduleOptions, chip: str, folder: Path, first: int) -> None:
+    """Measures the cases from number `first` on for one chip and prints a JSON object in a line for each. libtpu must
+    write to `folder`."""
     device = described_devices(chip)[0]
     seen: set[str] = set()
-    for case in cases(options):
+    for case in itertools.islice(cases(options), first, None):
         try:
             row = measure(case, options, chip, device, folder, seen)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -614,37 +615,46 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
 
 
 def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
-    """`compile_chip` in a separate process, because libtpu reads its flags only once, when it is loaded."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
-        }
-        code = (
-            "import sys, json, pathlib; from eval.chips import tpu_schedule as s; o = json.loads(sys.argv[1]); "
-            "s.compile_chip(s.ScheduleOptions(**o), sys.argv[2], pathlib.Path(sys.argv[3]))"
-        )
-        given = json.dumps(dataclasses.asdict(options))
-        # A file, because a pipe that nobody reads stops the process when it is full.
-        with (
-            tempfile.TemporaryFile("w+") as errors,
-            subprocess.Popen(
-                [sys.executable, "-c", code, given, chip, folder],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-            process.wait()
+    """The costs of all cases for one chip. Another library's or XLA's form at which libtpu aborts has none.
+
+    Raises:
+      RunError: one of our forms does not compile.
+    """
+    todo, done = list(cases(options)), 0
+    while done < len(todo):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+            for row in _run_from(options, chip, done, folder, errors):
+                done += 1
+                yield row
             errors.seek(0)
             lines = errors.read().strip().splitlines() or ["no message"]
-        if process.returncode:
-            raise RunError(f"compiling for {chip} failed: {lines[-1][:200]}")
+        if done < len(todo):
+            case = todo[done]
+            if case.label == "ours":
+                raise RunError(f"compiling {case.kind} for {chip} failed: {lines[-1][:200]}")
+            yield {"kind": case.kind, "label": case.label, "cost": None, "detail": lines[-1][:100]}
+            done += 1
+
+
+def _run_from(
+    options: ScheduleOptions, chip: str, first: int, folder: str, errors: IO[str]
+) -> Iterator[dict[str, Any]]:
+    """`compile_chip` in a separate process, because libtpu reads its flags only once, when it is loaded. Its messages
+    go to a file, because a pipe that nobody reads stops the process when it is full."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+    }
+    code = (
+        "import sys, json, pathlib; from eval.chips import tpu_schedule as s; o = json.loads(sys.argv[1]); "
+        "s.compile_chip(s.ScheduleOptions(**o), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))"
+    )
+    line = [sys.executable, "-c", code, json.dumps(dataclasses.asdict(options)), chip, folder, str(first)]
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if text.startswith("{"):
+                yield json.loads(text)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -50,6 +50,7 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
         CrossConfig(), dataclasses.replace(D, num_heads=4, head_dim=4, num_kv_heads=kv_heads)
     )
 
+    @jax.jit
     def run(encoded):
         return layer.apply(variables, x, CrossCall(encoded))[0]
 
@@ -119,7 +120,8 @@ def test_dropout_reaches_each_sublayer(sublayer):
     """One sublayer's contribution, with the others silent: half of it is 0, the other half doubled."""
     block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=CrossConfig())
     x, encoded = draw(2, 40, 16), Encoded(draw(2, 5, 16, seed=1))
-    params = nn.unbox(block.init(jax.random.key(0), x, None, None, CALL, True, CrossCall(encoded)))["params"]
+    init = jax.jit(lambda key: block.init(key, x, None, None, CALL, True, CrossCall(encoded)))
+    params = nn.unbox(init(jax.random.key(0)))["params"]
     last = {"mixer": "out", "cross_mixer": "out", "feed_forward": "down"}
     for other, layer in last.items():
         if other != sublayer:
@@ -194,11 +196,12 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     x, outputs, compressed = draw(2, 7, 16), draw(2, 11, 16, seed=1), draw(2, 3, 6, seed=2)
     lengths = [6, 11]
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
-    variables = nn.unbox(layer.init(jax.random.key(0), x, call))
-    got = layer.apply(variables, x, call)[0]
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x, call))
+    run = jax.jit(lambda x, call: layer.apply(variables, x, call)[0])
+    got = run(x, call)
     for start in range(7):  # from any position, as in generation, which reads at most 8 of the 11 keys
         piece = slice(start, start + 2)
-        found = layer.apply(variables, x[:, piece], call._replace(start=jnp.int32(start)))[0]
+        found = run(x[:, piece], call._replace(start=jnp.int32(start)))
         assert relative_error(found, got[:, piece]) < 1e-5
     p = as_float64(variables["params"])
     x, outputs, compressed = (as_float64(a) for a in (x, outputs, compressed))

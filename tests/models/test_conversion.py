@@ -28,7 +28,7 @@ TOKENS = jax.random.randint(jax.random.key(7), (3, 24), 0, 61)
 
 
 def fresh(config, seed):
-    variables = DecoderLM(config).init(jax.random.key(seed), TOKENS[:1, :1])
+    variables = jax.jit(DecoderLM(config).init)(jax.random.key(seed), TOKENS[:1, :1])
     return nn.unbox(variables["params"])
 
 

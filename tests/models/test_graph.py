@@ -160,7 +160,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
     x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
     edges, relations = random_graph(padding=5)
     network = MessagePassing(config)
-    params = network.init(jax.random.key(0), x, edges, relations, True)
+    params = jax.jit(lambda key: network.init(key, x, edges, relations, True))(jax.random.key(0))
 
     def loss(params, x, edges, relations):
         y = network.apply(params, x, edges, relations, True)[:NODES]
@@ -222,14 +222,15 @@ def test_nodes_have_no_order(network):
     places = np.arange(4, dtype=np.int32)[None]
     model = NodeClassifier(config)
     graph = {"edges": edges[None], "relations": relations[None]} if config.has_edges else {}
-    params = model.init(jax.random.key(0), x, present, places=places, **graph)
-    y = model.apply(params, x, present, places=places, **graph)
+    params = jax.jit(model.init)(jax.random.key(0), x, present, places=places, **graph)
+    run = jax.jit(model.apply)
+    y = run(params, x, present, places=places, **graph)
     new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # each node's new position
     moved = np.zeros_like(x)
     moved[:, new[:NODES]] = x
     if graph:
         graph["edges"] = new[edges][None].astype(np.int32)
-    again = model.apply(params, moved, present, places=new[places].astype(np.int32), **graph)
+    again = run(params, moved, present, places=new[places].astype(np.int32), **graph)
     np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
 
 
@@ -242,10 +243,11 @@ def test_nodes_with_vectors_of_their_own_ignore_features():
     arguments = {"edges": edges, "relations": relations, "places": np.arange(4, dtype=np.int32)[None]}
     x, present = np.full((1, NODES, WIDTH), np.nan, np.float32), np.ones((1, NODES), np.int32)
     model = NodeClassifier(config)
-    params = model.init(jax.random.key(0), x, present, **arguments)
-    y = model.apply(params, x, present, **arguments)
+    params = jax.jit(model.init)(jax.random.key(0), x, present, **arguments)
+    run = jax.jit(model.apply)
+    y = run(params, x, present, **arguments)
     assert np.unique(np.asarray(y)[0, :, 0]).size == 4
-    np.testing.assert_array_equal(model.apply(params, np.zeros_like(x), present, **arguments), y)
+    np.testing.assert_array_equal(run(params, np.zeros_like(x), present, **arguments), y)
 
 
 def test_tokens_of_one_kind_have_no_order():
@@ -254,15 +256,16 @@ def test_tokens_of_one_kind_have_no_order():
     x = np.random.default_rng(7).standard_normal((1, 5, WIDTH)).astype(np.float32)
     present = np.array([[1, 1, 0, 1, 1]], np.int32)
     model = NodeClassifier(config)
-    params = model.init(jax.random.key(0), x, present)
-    y = np.asarray(model.apply(params, x, present))
+    params = jax.jit(model.init)(jax.random.key(0), x, present)
+    run = jax.jit(lambda x, present: model.apply(params, x, present))
+    y = np.asarray(run(x, present))
     assert y.shape == (1, 1, 2)
     order = np.array([0, 2, 3, 1, 4])
-    np.testing.assert_allclose(model.apply(params, x[:, order], present[:, order]), y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run(x[:, order], present[:, order]), y, rtol=1e-4, atol=1e-5)
     other = x.copy()
     other[:, 2] = np.nan
-    np.testing.assert_array_equal(model.apply(params, other, present), y)
-    assert not np.allclose(model.apply(params, x[:, [0, 4, 2, 3, 1]], present), y, atol=1e-3)
+    np.testing.assert_array_equal(run(other, present), y)
+    assert not np.allclose(run(x[:, [0, 4, 2, 3, 1]], present), y, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,13 @@ def test_an_encoder_gives_token_outputs_that_classifiers_pool():
     variables = make(classifier, TOKENS)
     lengths = jnp.array([4, 6])
     own = {"params": variables["params"]["encoder"]}
-    outputs = encoder.apply(own, TOKENS, lengths=lengths)
+    outputs = jax.jit(encoder.apply)(own, TOKENS, lengths=lengths)
     assert outputs.shape == (2, 6, 16)
     pooled = jnp.stack([outputs[0, :4].mean(axis=0), outputs[1].mean(axis=0)])
     head = variables["params"]["head"]
     hidden = jax.nn.relu(pooled @ head["hidden"]["kernel"] + head["hidden"]["bias"][None])
     expected = hidden @ head["out"]["kernel"] + head["out"]["bias"][None]
-    got = classifier.apply(variables, TOKENS, lengths=lengths)
+    got = jax.jit(classifier.apply)(variables, TOKENS, lengths=lengths)
     assert relative_error(got, expected) < 1e-5
 
 
@@ -90,18 +90,20 @@ def test_a_set_of_vectors_has_no_order(kind):
     order, lengths = jnp.array([3, 0, 2, 1, 4, 5]), jnp.array([4, 6])
     model = Classifier(config)
     variables = make(model, VECTORS)
-    logits = model.apply(variables, VECTORS, lengths=lengths)
-    assert relative_error(model.apply(variables, VECTORS[:, order], lengths=lengths), logits) < 1e-5
-    assert relative_error(model.apply(variables, -VECTORS, lengths=lengths), logits) > 1e-3
+    run = jax.jit(lambda v: model.apply(variables, v, lengths=lengths))
+    logits = run(VECTORS)
+    assert relative_error(run(VECTORS[:, order]), logits) < 1e-5
+    assert relative_error(run(-VECTORS), logits) > 1e-3
     # Token outputs move with the vectors, padding has no effect, and positions would matter.
     own = {"params": variables["params"]["encoder"]}
-    outputs = Encoder(config).apply(own, VECTORS, lengths=lengths)
-    moved = Encoder(config).apply(own, VECTORS[:, order], lengths=lengths)
+    encode = jax.jit(lambda v: Encoder(config).apply(own, v, lengths=lengths))
+    outputs, moved = encode(VECTORS), encode(VECTORS[:, order])
     assert relative_error(moved[1], outputs[1, order]) < 1e-5
     padded = VECTORS.at[0, 4:].set(jnp.nan)
-    np.testing.assert_array_equal(model.apply(variables, padded, lengths=lengths), logits)
+    np.testing.assert_array_equal(run(padded), logits)
     placed = Classifier(encoder_config(inputs="features", num_features=3, **options))
-    there, back = (placed.apply(variables, v, lengths=lengths) for v in (VECTORS, VECTORS[:, order]))
+    run = jax.jit(lambda v: placed.apply(variables, v, lengths=lengths))
+    there, back = run(VECTORS), run(VECTORS[:, order])
     assert relative_error(back, there) > 1e-4
 
 
@@ -119,11 +121,9 @@ def test_padded_vectors_that_are_nan_reach_no_gradient(network):
         out = model.apply(variables, vectors, lengths=lengths)
         return jnp.sum(jnp.sin(out[:, :4] + 1))
 
-    clean = jax.grad(loss)(variables, VECTORS.at[0, 4:].set(0.0))
-    for a, b in zip(
-        *map(jax.tree.leaves, (jax.grad(loss)(variables, VECTORS.at[0, 4:].set(jnp.nan)), clean))
-    ):
-        np.testing.assert_array_equal(a, b)
+    gradient = jax.jit(jax.grad(loss))
+    zeros, nans = (gradient(variables, VECTORS.at[0, 4:].set(x)) for x in (0.0, jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, nans, zeros)
 
 
 def test_pairs_of_sets():
@@ -158,11 +158,12 @@ def test_dropout_reaches_the_embedding(name):
     }
     params = {**params, "stack": {**params["stack"], "layers_0": {"block_0": {**block, **silent}}}}
 
+    @functools.partial(jax.jit, static_argnums=0)
     def run(deterministic, seed=0):
         out = model.apply(
             {"params": params}, inputs, deterministic=deterministic, rngs={"dropout": jax.random.key(seed)}
         )
-        return np.asarray(out[0] if isinstance(out, tuple) else out)
+        return out[0] if isinstance(out, tuple) else out
 
     assert relative_error(run(False), run(True)) > 0.1
     assert relative_error(run(False, 1), run(False)) > 0.1

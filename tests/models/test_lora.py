@@ -20,7 +20,7 @@ TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 def network(**options):
     """A decoder with changes of rank 3, its parameters, and those without the changes."""
     config = DecoderConfig(**SIZES, lora_rank=3, lora_alpha=6.0, **options)
-    params = nn.unbox(DecoderLM(config).init(jax.random.key(0), TOKENS[:, :1])["params"])
+    params = nn.unbox(jax.jit(DecoderLM(config).init)(jax.random.key(0), TOKENS[:, :1])["params"])
     return config, params, without(params)
 
 
@@ -42,7 +42,7 @@ def changed(params):
 
 
 def logits(config, params):
-    return np.asarray(DecoderLM(config).apply({"params": params}, TOKENS)[0])
+    return np.asarray(jax.jit(DecoderLM(config).apply)({"params": params}, TOKENS)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

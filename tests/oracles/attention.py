@@ -12,7 +12,7 @@ def softmax_attention(query, key, value, visible, bias=None, scale=None, sinks=N
     group = query.shape[2] // key.shape[2]
     key, value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
     scale = 1 / np.sqrt(query.shape[-1]) if scale is None else scale
-    scores = scale * np.einsum("btnh,bsnh->bnts", query, key)
+    scores = scale * _pairs(query, key)
     if cap is not None:
         scores = cap * np.tanh(scores / cap)
     if bias is not None:
@@ -24,7 +24,17 @@ def softmax_attention(query, key, value, visible, bias=None, scale=None, sinks=N
     if sinks is not None:
         total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - np.maximum(top, -600.0))
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return np.einsum("bnts,bsnh->btnh", weights, value), weights
+    return _sums(weights, value), weights
+
+
+def _pairs(x, y):
+    """The products of all pairs of rows, (B, N, T, S), of x (B, T, N, H) and y (B, S, N, H)."""
+    return np.moveaxis(x, 2, 1) @ np.moveaxis(y, 1, 3)
+
+
+def _sums(weights, x):
+    """The sums of x (B, S, N, H) with weights (B, N, T, S), (B, T, N, H)."""
+    return np.moveaxis(weights @ np.moveaxis(x, 2, 1), 1, 2)
 
 
 def softmax_attention_gradients(
@@ -36,14 +46,14 @@ def softmax_attention_gradients(
     _, weights = softmax_attention(query, key, value, visible, bias, scale, sinks, cap)
     query, key, value, d_out = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
     wide_key, wide_value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
-    d_weights = np.einsum("btnh,bsnh->bnts", d_out, wide_value)
+    d_weights = _pairs(d_out, wide_value)
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
     slope = scale
     if cap is not None:
-        slope = scale / np.cosh(scale * np.einsum("btnh,bsnh->bnts", query, wide_key) / cap) ** 2
-    d_query = np.einsum("bnts,bsnh->btnh", slope * d_scores, wide_key)
-    d_key = np.einsum("bnts,btnh->bsnh", slope * d_scores, query)
-    d_value = np.einsum("bnts,btnh->bsnh", weights, d_out)
+        slope = scale / np.cosh(scale * _pairs(query, wide_key) / cap) ** 2
+    d_query = _sums(slope * d_scores, wide_key)
+    d_key = _sums((slope * d_scores).swapaxes(2, 3), query)
+    d_value = _sums(weights.swapaxes(2, 3), d_out)
     fold = lambda x: x.reshape(*x.shape[:2], kv_heads, group, x.shape[3]).sum(3)  # noqa: E731
     if sinks is None:
         return d_query, fold(d_key), fold(d_value), d_scores

@@ -6,11 +6,11 @@ import numpy as np
 
 def check_read_alike(classifier, widths):
     """Asserts that one short sequence gets the same logits in rows of each of three widths."""
-    lengths, logits = np.array([7]), []
-    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    lengths, logits, apply = np.array([7]), [], jax.jit(classifier.apply)
+    params = jax.jit(classifier.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
     for width in widths:
         tokens = np.zeros((1, width), np.int32)
         tokens[:, :7] = np.arange(7) * 20
-        logits.append(classifier.apply(params, tokens, lengths=lengths))
+        logits.append(apply(params, tokens, lengths=lengths))
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)

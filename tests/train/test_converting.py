@@ -1,5 +1,6 @@
 """Runs that start from a trained network with other attention: --convert_from and --match_steps."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -29,11 +30,12 @@ pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.converting")
 
 SHORT = (
-    "--steps 8 --batch 4 --length 32 --eval_every 8 --checkpoint_every 4 --warmup_steps 2 --sample_tokens 0 "
+    "--steps 1 --batch 4 --length 32 --eval_every 100 --checkpoint_every 100 --warmup_steps 2 --sample_tokens 0 "
     "--learning_rate 1e-2 --eval_tokens 0 --tensorboard False"
 )
 SIZES = "--num_layers 2 --d_model 32 --num_heads 4 --d_ff 48 --mechanism full"
 BRL = "--mechanism brl --mechanism.window 8 --mechanism.num_compressed 4 --mechanism.history_size 16"
+CONVERTED = f"{BRL} --match_steps 60 --steps 40 --checkpoint_every 20 --convert_from"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def words(text, workdir, *more):
 def teacher(text, tmp_path_factory):
     """A run with full attention and its own tokenizer."""
     workdir = tmp_path_factory.mktemp("teacher") / "run"
-    train.lm.main(words(text, workdir, SIZES, "--tokenizer bpe:300 --steps 40 --eval_every 40"))
+    train.lm.main(words(text, workdir, SIZES, "--tokenizer bpe:300 --steps 40"))
     return workdir
 
 
@@ -67,9 +69,18 @@ def run(teacher, text, tmp_path_factory):
     """A converted run, whose teacher is gone."""
     workdir, copy = tmp_path_factory.mktemp("run") / "run", tmp_path_factory.mktemp("copy") / "run"
     shutil.copytree(teacher, copy)
-    train.lm.main(words(text, workdir, BRL, "--convert_from", copy, "--match_steps 60"))
+    train.lm.main(words(text, workdir, CONVERTED, copy))
     shutil.rmtree(copy)
     return workdir
+
+
+@contextlib.contextmanager
+def at_its_place(teacher, run):
+    """Puts the teacher back for as long as the matching needs it."""
+    place = json.loads((run / "matching" / "config.json").read_text())["convert_from"]
+    shutil.copytree(teacher, place)
+    yield place
+    shutil.rmtree(place)
 
 
 def params_of(workdir, checkpoint="last"):
@@ -82,10 +93,8 @@ def test_matching_brings_the_layers_nearer_and_moves_them_alone(run, teacher):
     lines = metrics_lines(run / "matching")
     assert [line["step"] for line in lines] == list(range(1, 61))
     assert lines[-1]["val_loss"] < lines[0]["loss"] / 2
-    place = json.loads((run / "matching" / "config.json").read_text())["convert_from"]
-    shutil.copytree(teacher, place)  # only the matching itself needs it
-    params = jax.device_get(open_run([LM_MATCHING], str(run / "matching"), "last").params)
-    shutil.rmtree(place)
+    with at_its_place(teacher, run):
+        params = jax.device_get(open_run([LM_MATCHING], str(run / "matching"), "last").params)
     both = traverse_util.flatten_dict(params, sep="/")
     trained = params_of(teacher, "best")
     assert {name for name in both if name.startswith("teacher/")} == {f"teacher/{name}" for name in trained}
@@ -98,63 +107,72 @@ def test_matching_brings_the_layers_nearer_and_moves_them_alone(run, teacher):
 def test_a_run_goes_on_from_the_matched_layers(run, teacher, capsys):
     """It learns, and needs its teacher no more."""
     lines = metrics_lines(run)
-    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines] == list(range(1, 41))
     assert lines[0]["loss"] < 2 < metrics_lines(teacher)[0]["loss"]
     capsys.readouterr()
     train.lm.main(["--workdir", str(run)])
-    assert "nothing is left to train: the run is at step 8" in capsys.readouterr().err
+    assert "nothing is left to train: the run is at step 40" in capsys.readouterr().err
     eval.tasks.lm.main(["--workdir", str(run), "--checkpoint", "last"])
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert measured["loss"] == pytest.approx(lines[-1]["val_loss"], rel=1e-5)
 
 
-def test_the_same_mechanism_goes_on_as_the_teacher(teacher, text, tmp_path):
-    """Its first loss is the teacher's."""
-    own = words(text, tmp_path / "run", "--mechanism full --convert_from", teacher, "--steps 1")
-    train.lm.main(own)
-    opened = open_run([LM], str(teacher), "best")
-    data = LM.load(opened.config, ("train", "valid"))
-    objective = LM.objective(opened.model, opened.config)
-    config = open_run([LM], str(tmp_path / "run"), "last").config
+def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_path, monkeypatch, capsys):
+    """Its first loss is the teacher's, by the teacher's tokenizer; tokens of another tokenizer are refused."""
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text("other words altogether, not about skies\n" * 60)
+    other = f"text:{tmp_path}/*.txt"
+    train.lm.main(words(other, tmp_path / "run", "--mechanism full --convert_from", teacher))
+    tokenizers = [load_tokenizer(place) for place in (teacher, tmp_path / "run")]
+    assert tokenizers[0].digest == tokenizers[1].digest
+    opened, config = (
+        open_run([LM], str(teacher), "best"),
+        open_run([LM], str(tmp_path / "run"), "last").config,
+    )
+    objective, data = LM.objective(opened.model, opened.config), LM.load(config, ("train", "valid"))
     batch = next(iter(LM.training_stream(config, data, open_mesh(config.mesh, config.loop, config.model))))
-    sums, _ = objective.sums(opened.params, None, batch.arrays, None)
+    sums = jax.jit(lambda params, batch: objective.sums(params, None, batch, None)[0])(
+        opened.params, batch.arrays
+    )
     first = metrics_lines(tmp_path / "run")[0]["loss"]
     np.testing.assert_allclose(first, sums["loss"] / sums["weight"], rtol=1e-6)
+    train.tokenize.main(["--data", other, "--tokenizer", "bpe:300", "--out", f"{tmp_path}/tokens"])
+    line = words(f"tokens:{tmp_path}/tokens", tmp_path / "refused", BRL, "--convert_from", teacher)
+    monkeypatch.setattr(sys, "argv", ["name", *line])
+    assert command(train.lm.main, "name") == 2
+    assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stops", [(4, None), (8, 4)])
-def test_a_stopped_run_goes_on(teacher, text, tmp_path, stops, run):
-    """In the matching or after it, bit for bit."""
-    matching, training = stops
-    line = words(text, tmp_path / "a", BRL, "--convert_from", teacher, "--match_steps 8 --decay constant")
-    whole = tmp_path / "whole"
-    train.lm.main(last_wins([*line, "--workdir", str(whole)]))
-    if training is None:  # what a stop in the matching leaves
-        shutil.copytree(whole, tmp_path / "a")
-        for name in ("checkpoints", "config.json", "metrics.jsonl"):
-            place = tmp_path / "a" / name
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
-        shutil.rmtree(tmp_path / "a" / "matching" / "checkpoints" / "8")
-        assert (tmp_path / "a" / "matching" / "checkpoints" / str(matching)).is_dir()
-    else:
-        train.lm.main(last_wins([*line, "--steps", str(training)]))
-    train.lm.main(line)
-    for place in ("", "matching"):
-        lost = [[x["loss"] for x in metrics_lines(tmp_path / name / place)] for name in ("a", "whole")]
-        assert lost[0] == lost[1]
-        assert len(lost[0]) == 8
-    ours, theirs = params_of(tmp_path / "a"), params_of(whole)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+def test_a_stopped_run_goes_on(teacher, text, tmp_path, run):
+    """After the matching without its teacher, or in the matching, bit for bit."""
+    for place, last in ((tmp_path / "after", "checkpoints/40"), (tmp_path / "in", "matching/checkpoints/60")):
+        shutil.copytree(run, place)
+        shutil.rmtree(place / last)
+    train.lm.main(["--workdir", str(tmp_path / "after")])
+    for name in (
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+    ):  # what a stop in the matching has not written
+        place = tmp_path / "in" / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    with at_its_place(teacher, run) as place:
+        train.lm.main(words(text, tmp_path / "in", CONVERTED, place))
+    for folder in (tmp_path / "after", tmp_path / "in"):
+        for part in (".", "matching"):
+            losses = [[x["loss"] for x in metrics_lines(place / part)] for place in (folder, run)]
+            assert losses[0] == losses[1]
+        jax.tree.map(np.testing.assert_array_equal, params_of(folder), params_of(run))
 
 
 def test_a_folder_of_transformers(folder, text, tmp_path):
-    """Half of its layers stay, with their parameters, and the tokenizer is its own."""
+    """Half of its layers stay, with their parameters and without a gradient, and the tokenizer is its own."""
     line = words(
         text,
         tmp_path / "run",
-        "--mechanism gated_deltanet --late_mechanism full --schedule alternate --convert_from",
+        "--mechanism linear --late_mechanism full --schedule alternate --convert_from",
         folder,
-        "--match_steps 8 --steps 1 --learning_rate 1e-30 --weight_decay 0 --warmup_steps 0",
+        "--match_steps 8 --learning_rate 1e-30 --weight_decay 0 --warmup_steps 0",
     )
     train.lm.main(line)
     config, trained = huggingface.load(folder)
@@ -173,55 +191,29 @@ def test_a_folder_of_transformers(folder, text, tmp_path):
     )
     lines = metrics_lines(tmp_path / "run" / "matching")
     assert lines[-1]["loss"] < lines[0]["loss"]
-
-
-def test_a_run_reads_other_text_by_its_teachers_tokenizer(teacher, tmp_path, monkeypatch, capsys):
-    """A text of tokens that another tokenizer made is refused."""
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("other words altogether, not about skies\n" * 60)
-    other = f"text:{tmp_path}/*.txt"
-    train.lm.main(words(other, tmp_path / "run", BRL, "--convert_from", teacher, "--steps 1"))
-    tokenizers = [load_tokenizer(place) for place in (teacher, tmp_path / "run")]
-    assert tokenizers[0].digest == tokenizers[1].digest
-    train.tokenize.main(["--data", other, "--tokenizer", "bpe:300", "--out", f"{tmp_path}/tokens"])
-    line = words(
-        f"tokens:{tmp_path}/tokens", tmp_path / "refused", BRL, "--convert_from", teacher, "--steps 1"
-    )
-    monkeypatch.setattr(sys, "argv", ["name", *line])
-    assert command(train.lm.main, "name") == 2
-    assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
-
-
-def test_recall_is_converted_too(tmp_path):
-    short = "--steps 4 --eval_every 4 --num_layers 2 --d_model 32 --num_heads 4 --d_ff 48 --batch 4 --warmup_steps 1"
-    train.recall.main(last_wins(f"full {short} --workdir {tmp_path}/full"))
-    short = "--steps 4 --eval_every 4 --batch 4 --warmup_steps 1"
-    train.recall.main(
-        last_wins(f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local")
-    )
-    assert len(metrics_lines(tmp_path / "local" / "matching")) == 4
-    assert "val_accuracy" in metrics_lines(tmp_path / "local")[-1]
-
-
-def test_layers_that_stay_have_no_gradient(teacher, text, tmp_path):
-    line = words(
-        text,
-        tmp_path / "run",
-        f"{BRL} --late_mechanism full --schedule split --early_layers 1 --convert_from",
-        teacher,
-        "--match_steps 1 --steps 1",
-    )
-    train.lm.main(line)
-    config = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last").config
-    objective = matching_objective(config)
+    matching = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last")
+    objective = matching_objective(matching.config)
     batch = {"tokens": jnp.arange(64).reshape(2, 32)}
-    params = open_run([LM_MATCHING], str(tmp_path / "run" / "matching"), "last").params
-    grads = jax.jit(jax.grad(lambda p: objective.loss(p, None, batch, None)[0]))(params)
-    assert objective.split(params)[0].keys() == {"student"}
+    grads = jax.jit(jax.grad(lambda p: objective.loss(p, None, batch, None)[0]))(matching.params)
+    assert objective.split(matching.params)[0].keys() == {"student"}
     student = grads["student"]["stack"]
     assert any(np.asarray(x).any() for x in jax.tree.leaves(student["layers_0"]))
     for still in (student["layers_1"], grads["teacher"]):
         assert not any(np.asarray(x).any() for x in jax.tree.leaves(still))
+
+
+def test_recall_is_converted_too(tmp_path):
+    short = (
+        "--steps 2 --eval_every 2 --batch 4 --warmup_steps 1 --length 24 --pairs 3 --gap 4 --vocabulary 12 "
+        "--valid_rows 4 --test_rows 4 --tensorboard False"
+    )
+    sizes = "--num_layers 1 --d_model 16 --num_heads 2 --d_ff 16"
+    train.recall.main(f"full {short} {sizes} --workdir {tmp_path}/full".split())
+    train.recall.main(
+        f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local".split()
+    )
+    assert len(metrics_lines(tmp_path / "local" / "matching")) == 4
+    assert "val_accuracy" in metrics_lines(tmp_path / "local")[-1]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from train.tasks.lm import LM
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.from_hf")
 
-SHORT = "--steps 80 --batch 4 --length 32 --eval_every 40 --checkpoint_every 40 --warmup_steps 4 --sample_tokens 4"
+SHORT = "--steps 80 --batch 4 --length 32 --eval_every 40 --checkpoint_every 40 --warmup_steps 4 --sample_tokens 0"
 RATE = "--learning_rate 1e-2 --eval_tokens 0 --z_loss 1e-4"
 
 
@@ -91,18 +91,8 @@ def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
         ["--workdir", str(copied), "--prompt", "the colour of the", "--tokens", "4", "--temperature", "0"]
     )
     assert capsys.readouterr().out.startswith("the colour of the")
-    eval.tasks.export.main(
-        [
-            "--workdir",
-            str(copied),
-            "--out",
-            str(tmp_path / "out"),
-            "--layout",
-            "huggingface",
-            "--checkpoint",
-            "last",
-        ]
-    )
+    line = f"--workdir {copied} --out {tmp_path / 'out'} --layout huggingface --checkpoint last"
+    eval.tasks.export.main(line.split())
     out = tmp_path / "out"
     params = huggingface.load(out)[1]
     opened = open_run([LM], str(run), "last")
@@ -257,11 +247,16 @@ def test_a_small_set_of_chats_is_learnt(folder, tmp_path, capsys):
     lines = metrics_lines(workdir)
     assert lines[-1]["val_loss"] < 0.1 < 3 < lines[0]["loss"]
     capsys.readouterr()
+    prompts = {
+        f"<|im_start|>user\n{thing}<|im_end|>\n<|im_start|>assistant\n": colour
+        for thing, colour in COLOURS.items()
+    }
     ask = ["--tokens", "8", "--temperature", "0", "--stop", "<|im_end|>"]
-    for thing, colour in COLOURS.items():
-        prompt = f"<|im_start|>user\n{thing}<|im_end|>\n<|im_start|>assistant\n"
-        eval.tasks.generate.main(["--workdir", str(workdir), "--prompt", prompt, *ask])
-        assert capsys.readouterr().out == f"{prompt}{colour}<|im_end|>\n"
+    ask += [word for prompt in prompts for word in ("--prompt", prompt)]
+    eval.tasks.generate.main(["--workdir", str(workdir), *ask])
+    out = capsys.readouterr().out
+    for i, (prompt, colour) in enumerate(prompts.items()):
+        assert f"--- {i + 1} of 4\n{prompt}{colour}<|im_end|>\n" in out
     eval.tasks.lm.main(["--workdir", str(workdir)])
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert measured["bits_per_byte"] < 0.2

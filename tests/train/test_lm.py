@@ -88,15 +88,6 @@ def run(finished):
     return finished[0]
 
 
-@pytest.fixture(scope="module")
-def words_run(text, tmp_path_factory):
-    """A run with a vocabulary of two words, <unk> and <eos>."""
-    workdir = tmp_path_factory.mktemp("words")
-    more = ["--tokenizer", "words:max=4", "--steps", "2", "--sample_tokens", "0"]
-    train.lm.main(_argv(text, workdir, *more, mechanism="--mechanism local"))
-    return workdir
-
-
 def _json(capsys, *argv):
     eval.tasks.lm.main(argv)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -131,7 +122,13 @@ def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
     assert re.fullmatch(f"done: 8 steps in {workdir}, \\d+:\\d\\d:\\d\\d; held-out {measured}", lines[-3])
     evaluation, generation = (shlex.split(line.removeprefix("next: python -m ")) for line in lines[-2:])
     assert evaluation[0] == "eval.lm"
-    assert _json(capsys, *evaluation[1:])["step"] == 8
+    result = _json(capsys, *evaluation[1:])
+    assert result["step"] == 8
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
+    # Each target is one byte, and every byte but the first is a target.
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
     assert generation[0] == "eval.generate"
     eval.tasks.generate.main([*generation[1:], "--tokens", "3"])
     assert capsys.readouterr().out.startswith("The ")
@@ -193,20 +190,14 @@ def test_the_second_interrupt_ends_the_process_at_once():
     assert "Traceback" not in done.stderr
 
 
-def test_eval_measures_what_training_measured(run, capsys):
-    result = _json(capsys, "--workdir", str(run))
-    last = _lines(run)[-1]
-    assert result["step"] == 8
-    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
-    assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
-    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
-    # Each target is one byte, and every byte but the first is a target.
-    assert result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
-
-
-def test_eval_against_the_models_own_logits(text, run, capsys):
-    """Computes the loss from the logits of the test text without the loop's code."""
+def test_eval_against_the_models_own_logits(text, run, tmp_path, capsys):
+    """Computes the loss from the logits of the test text without the loop's code; as another text it has the same."""
     result = _json(capsys, "--workdir", str(run), "--split", "test", "--checkpoint", "last")
+    shutil.copy(text / "test.txt", tmp_path / "valid.txt")
+    other = _json(
+        capsys, "--workdir", str(run), "--data", f"text:{tmp_path}/valid.txt", "--checkpoint", "last"
+    )
+    assert (other["loss"], other["tokens"]) == (result["loss"], result["tokens"])
     content = (text / "test.txt").read_bytes()
     assert result["tokens"] == len(content) - 1
     _, config, model, params, _ = open_run([LM], str(run), "last")
@@ -227,16 +218,12 @@ def test_eval_against_the_models_own_logits(text, run, capsys):
     assert result["loss"] == pytest.approx(total / targets, rel=1e-5)
 
 
-def test_eval_reads_another_text(text, run, tmp_path, capsys):
-    (tmp_path / "valid.txt").write_text("alpha beta gamma\n" * 20)
-    result = _json(capsys, "--workdir", str(run), "--data", f"text:{tmp_path}/valid.txt")
-    assert result["tokens"] == 17 * 20 - 1
-    assert result["loss"] != pytest.approx(_json(capsys, "--workdir", str(run))["loss"], rel=1e-4)
-
-
 @pytest.mark.slow
-def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
-    result = _json(capsys, "--workdir", str(words_run))
+def test_words_count_the_bytes_of_the_text(text, tmp_path, capsys):
+    """The vocabulary has two words, <unk> and <eos>."""
+    more = ["--tokenizer", "words:max=4", "--steps", "2", "--sample_tokens", "0"]
+    train.lm.main(_argv(text, tmp_path, *more, mechanism="--mechanism local"))
+    result = _json(capsys, "--workdir", str(tmp_path))
     content = (text / "valid.txt").read_text()
     tokens = sum(len(line.split()) + 1 for line in content.splitlines())
     assert result["tokens"] == tokens - 1
@@ -244,12 +231,14 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     first = len(content.split()[0]) + 1
     nats = result["loss"] * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
-    config = open_run([LM], str(words_run), "last").config
+    config = open_run([LM], str(tmp_path), "last").config
     assert config.model.vocab_size == 4
     # The run suggests a prompt from its vocabulary.
     _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
     eval.tasks.generate.main([*generation[1:], "--tokens", "1"])
     assert capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--prompt.*zeta"):
+        eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "zeta"])
 
 
 @pytest.mark.slow
@@ -410,29 +399,19 @@ def test_no_checkpoint_yet(monkeypatch, capsys, run, tmp_path):
     assert f"--workdir: no checkpoint in {tmp_path}/checkpoints" in err
 
 
-def test_a_prompt_outside_the_vocabulary(monkeypatch, capsys, text, words_run, tmp_path):
-    line = ["--workdir", str(words_run), "--prompt", "zeta"]
-    status, err, _ = _command(monkeypatch, capsys, eval.tasks.generate.main, "eval.generate", line)
-    assert status == 2
-    assert err.count("\n") == 1
-    assert "--prompt" in err
-    assert "zeta" in err
-    line = [*_argv(text, tmp_path, "--tokenizer", "words:max=4"), "--sample_prompt", "zeta"]
-    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", line)
-    assert status == 2
-    assert "--sample_prompt" in err
-    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", [*line[:-1], " "])
-    assert status == 2
-    assert "--sample_prompt: expected a text of at least one token, got ' '" in err
+def test_a_prompt_outside_the_vocabulary(text, tmp_path):
+    for prompt, message in (
+        ("zeta", r"--sample_prompt.*zeta"),
+        (" ", "--sample_prompt: expected a text of at least one token, got ' '"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train.lm.main(_argv(text, tmp_path, "--tokenizer", "words:max=4", "--sample_prompt", prompt))
 
 
-def test_another_configuration_is_refused(monkeypatch, capsys, text, run):
+def test_another_configuration_is_refused(text, run):
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
-    line = _argv(text, run, "--d_model", "32", "--steps", "50", "--seed", "4")
-    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", line)
-    assert status == 2
-    assert err.count("\n") == 1
-    assert "seed 0 -> 4, d_model 16 -> 32;" in err
+    with pytest.raises(UserError, match="seed 0 -> 4, d_model 16 -> 32;"):
+        train.lm.main(_argv(text, run, "--d_model", "32", "--steps", "50", "--seed", "4"))
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
 

@@ -80,6 +80,12 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def measured(runs):
+    """The measures of the run, which are kept in its folder."""
+    return eval.tasks.lra.measure_run(str(runs / "local"))
+
+
 def test_a_run_leaves_what_it_should(runs):
     read = lines(runs / "local")
     assert [line["step"] for line in read] == list(range(1, 7))
@@ -127,16 +133,15 @@ def test_measuring(runs, capsys):
     assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
 
 
-def test_a_table_leaves_out_a_run_whose_data_is_gone(runs, tmp_path, monkeypatch, capsys):
+def test_a_table_leaves_out_a_run_whose_data_is_gone(runs, measured, tmp_path, monkeypatch, capsys):
     def gone(run, options):
         if "gone" in run.config.loop.workdir:
             raise UserError("--data_dir: no such folder")
-        return Measured({"step": 6} | json.loads(json.dumps(result)))
+        return Measured({"step": 6} | measured)
 
-    result = eval.tasks.lra.measure_run(str(runs / "local"))
     for name in ("gone", "here"):
         shutil.copytree(runs / "local", tmp_path / name)
-        (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
+        (tmp_path / name / "lra_test.json").unlink()
     monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", gone)
     eval.tasks.lra.main(["--table", str(tmp_path)])
     out, err = capsys.readouterr()
@@ -156,11 +161,14 @@ def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsy
     assert "No space left on device" in err
 
 
-def test_the_table_measures_what_has_not_been(runs, capsys):
-    (runs / "other").mkdir()
-    (runs / "other" / "config.json").write_text('{"task": "lm", "data": {"data": "stdlib"}}')
-    picture = runs / "table.png"
-    eval.tasks.lra.main(["--table", str(runs), "--picture", str(picture)])
+def test_the_table_measures_what_has_not_been(runs, tmp_path, capsys):
+    shutil.copytree(runs / "local", tmp_path / "local")
+    kept = tmp_path / "local" / "lra_test.json"
+    kept.unlink(missing_ok=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"task": "lm", "data": {"data": "stdlib"}}')
+    picture = tmp_path / "table.png"
+    eval.tasks.lra.main(["--table", str(tmp_path), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| local, w = 4 |" in text
     assert "| chance (the most frequent class) |" in text
@@ -169,26 +177,25 @@ def test_the_table_measures_what_has_not_been(runs, capsys):
     assert "| TransNormer T2 | 41.60 | 72.20 | 83.82 | 49.60 | 76.80 | - | 64.80 |" in text
     assert "Transformer (our-imp): 72.19 leaves pathx out; with it the average is 74.28" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert (runs / "local" / "lra_test.json").exists()
+    assert kept.exists()
 
 
-def test_the_table_measures_a_resumed_run_again(runs, tmp_path, monkeypatch, capsys):
+def test_the_table_measures_a_resumed_run_again(runs, measured, tmp_path, monkeypatch, capsys):
     """A stored result belongs to the best checkpoint of its time, and stays valid until a better one appears."""
     again = []
 
     def measure(run, options):
         again.append(run.config.loop.workdir)
-        return Measured(result)
+        return Measured(measured)
 
     shutil.copytree(runs / "local", tmp_path / "local")
-    result = eval.tasks.lra.measure_run(str(tmp_path / "local"))
     monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", measure)
     kept = tmp_path / "local" / "lra_test.json"
     written = json.loads(kept.read_text())
-    for step, measured in ((result["step"], []), (result["step"] - 1, [str(tmp_path / "local")])):
+    for step, expected in ((measured["step"], []), (measured["step"] - 1, [str(tmp_path / "local")])):
         kept.write_text(json.dumps(written | {"step": step}))
         eval.tasks.lra.main(["--table", str(tmp_path)])
-        assert again == measured
+        assert again == expected
     again.clear()
     assert "of 6" not in capsys.readouterr().err
     config = json.loads((tmp_path / "local" / "config.json").read_text())
@@ -213,24 +220,23 @@ def test_the_table_measures_a_resumed_run_again(runs, tmp_path, monkeypatch, cap
     assert "| local, w = 4 |" in capsys.readouterr().out
 
 
-def test_the_table_measures_a_run_again_when_its_test_data_change(runs, tmp_path, monkeypatch):
+def test_the_table_measures_a_run_again_when_its_test_data_change(runs, measured, tmp_path, monkeypatch):
     """A finished run may get another number of test examples without changing its best checkpoint."""
     shutil.copytree(runs / "local", tmp_path / "local")
-    result = eval.tasks.lra.measure_run(str(tmp_path / "local"))
     again = []
 
     def measure(run, options):
         again.append(run.config.data.test_examples)
-        return Measured(result)
+        return Measured(measured)
 
     monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", measure)
     config = json.loads((tmp_path / "local" / "config.json").read_text())
     config["loop"]["steps"] = 9
-    for examples, measured in ((config["data"]["test_examples"], []), (7, [7]), (7, [7])):
+    for examples, expected in ((config["data"]["test_examples"], []), (7, [7]), (7, [7])):
         config["data"]["test_examples"] = examples
         (tmp_path / "local" / "config.json").write_text(json.dumps(config))
         eval.tasks.lra.main(["--table", str(tmp_path)])
-        assert again == measured
+        assert again == expected
 
 
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
@@ -260,16 +266,19 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
     assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
         range(1, 7)
     )
-    more = f"{LOCAL} --learning_rate 1e-12"
+    more = f"{LOCAL} --learning_rate 1e-12 --steps 1 --eval_every 1 --checkpoint last"
     params = {}
-    for name, start in (("denoised", tmp_path / "denoise"), ("again", runs / "local"), ("fresh", None)):
-        run(tmp_path / name, more + (f" --pretrained {start} --checkpoint last" if start else ""))
+    for name, start in (("denoised", tmp_path / "denoise"), ("again", runs / "local")):
+        run(tmp_path / name, f"{more} --pretrained {start}")
         params[name] = open_run([LRA], str(tmp_path / name), "last").params
     source = open_run([LRA_DENOISE], str(tmp_path / "denoise"), "last").params
     table = params["denoised"]["encoder"]["embedding"]
     assert table.shape[0] == 16  # 15 tokens and the mask
     np.testing.assert_allclose(table, source["encoder"]["embedding"], atol=1e-6)
-    head = params["fresh"]["head"]["out"]["kernel"]
+    opened = open_run([LRA], str(runs / "local"), "last")
+    init = jax.jit(LRA.objective(opened.model, opened.config).init)
+    fresh = nn.unbox(init(jax.random.split(jax.random.key(opened.config.loop.seed))[0]))
+    head = fresh["head"]["out"]["kernel"]
     np.testing.assert_allclose(params["denoised"]["head"]["out"]["kernel"], head, atol=1e-6)
     assert np.abs(params["again"]["head"]["out"]["kernel"] - head).max() > 1e-3
     for more, message in (

@@ -70,9 +70,9 @@ def test_cores_of_structured_weights_go_by_what_they_sum_over():
 def test_at_the_base_width_muP_changes_nothing():
     standard = small(FullConfig())
     same = dataclasses.replace(standard, mup_base_width=16)
-    variables = [nn.unbox(DecoderLM(c).init(jax.random.key(0), TOKENS)) for c in (standard, same)]
+    variables = [nn.unbox(jax.jit(DecoderLM(c).init)(jax.random.key(0), TOKENS)) for c in (standard, same)]
     jax.tree.map(np.testing.assert_array_equal, *variables)
-    plain, ours = (DecoderLM(c).apply(variables[0], TOKENS)[0] for c in (standard, same))
+    plain, ours = (jax.jit(DecoderLM(c).apply)(variables[0], TOKENS)[0] for c in (standard, same))
     np.testing.assert_array_equal(plain, ours)
     assert set(jax.tree.leaves(make_rates(same)(boxed_params(same)))) == {1.0}
 
@@ -88,8 +88,8 @@ def test_scores_are_over_the_size_of_a_head(mechanism):
     d = small(mechanism).dimensions
     wide = dataclasses.replace(d, base_width=4, base_head_dim=2)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
-    variables = nn.unbox(mechanism.layer(d).init(jax.random.key(0), x))
-    ours = mechanism.layer(wide).apply(variables, x)[0]
+    variables = nn.unbox(jax.jit(mechanism.layer(d).init)(jax.random.key(0), x))
+    ours = jax.jit(mechanism.layer(wide).apply)(variables, x)[0]
     factor = math.sqrt(2 / 8)
     expected = mechanism
     if isinstance(mechanism, HopfieldConfig):
@@ -98,16 +98,17 @@ def test_scores_are_over_the_size_of_a_head(mechanism):
         params = variables["params"]
         query = {"kernel": params["query"]["kernel"] * factor}
         variables = {"params": {**params, "query": query}}
-    np.testing.assert_allclose(ours, expected.layer(d).apply(variables, x)[0], rtol=1e-5, atol=1e-6)
+    standard = jax.jit(expected.layer(d).apply)(variables, x)[0]
+    np.testing.assert_allclose(ours, standard, rtol=1e-5, atol=1e-6)
 
 
 def test_logits_of_a_wider_model_are_scaled_down():
     wide = small(FullConfig(), mup_base_width=4)
     model = DecoderLM(wide)
-    variables = nn.unbox(model.init(jax.random.key(0), TOKENS))
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), TOKENS))
     assert float(jnp.std(variables["params"]["embedding"])) == pytest.approx(0.5, rel=0.2)  # 4 ** -0.5
-    hidden, _ = model.apply(variables, TOKENS, method="hidden")
-    logits, _ = model.apply(variables, TOKENS)
+    hidden, _ = jax.jit(lambda v: model.apply(v, TOKENS, method="hidden"))(variables)
+    logits, _ = jax.jit(model.apply)(variables, TOKENS)
     expected = hidden @ variables["params"]["embedding"].T / 4
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
@@ -115,7 +116,7 @@ def test_logits_of_a_wider_model_are_scaled_down():
 def test_a_classifier_begins_undecided():
     config = EncoderConfig(num_layers=1, d_model=16, num_heads=2, mechanism=FullConfig(), mup_base_width=8)
     model = Classifier(config)
-    logits = model.apply(nn.unbox(model.init(jax.random.key(0), TOKENS)), TOKENS)
+    logits = jax.jit(model.apply)(nn.unbox(jax.jit(model.init)(jax.random.key(0), TOKENS)), TOKENS)
     np.testing.assert_array_equal(logits, np.zeros((2, 2)))
 
 

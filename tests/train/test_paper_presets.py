@@ -35,7 +35,7 @@ def test_a_step(name):
     argv = [*f"{name} {SMALL} {CASES[name]}".split(), "--dtype", "float32"]
     config = task.sized(parse(task.presets, "", argv, prog="p", about="a"))
     objective = task.objective(task.build(config), config)
-    params = nn.unbox(objective.init(jax.random.key(0)))
+    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
     shapes = task.batch_shapes(config, 2)
     rng = np.random.default_rng(0)
     batch = {

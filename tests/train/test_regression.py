@@ -130,25 +130,25 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
     rng = np.random.default_rng(3)
     params = jax.tree.map(
         lambda box: jnp.asarray(0.5 * rng.standard_normal(box.unbox().shape), jnp.float32),
-        regression_objective(model, kind).init(jax.random.key(0)),
+        jax.eval_shape(regression_objective(model, kind).init, jax.random.key(0)),
         is_leaf=lambda leaf: hasattr(leaf, "unbox"),
     )
     batch = draw_prompts(config.data, (0,), np.arange(2), 3, 5)
     changed = batch["y"].copy()
     changed[:, 2] += 1.0
 
+    @jax.jit
     def predictions(y):
-        errors = squared_errors(model, kind, params, {"x": batch["x"], "y": y}, None)
-        return np.asarray(jnp.sqrt(errors)), y
+        return jnp.sqrt(squared_errors(model, kind, params, {"x": batch["x"], "y": y}, None))
 
     # |prediction - y|, so compare where the targets are the same.
-    before, after = predictions(batch["y"])[0], predictions(changed)[0]
+    before, after = np.asarray(predictions(batch["y"])), np.asarray(predictions(changed))
     np.testing.assert_array_equal(before[:, :2], after[:, :2])
     assert np.abs(before[:, 3:] - after[:, 3:]).min() > 0
     # If the prediction ignores the target, (prediction - y - n)^2 has the second difference 2 in n.
     twice = batch["y"].copy()
     twice[:, 2] += 2.0
-    squares = [np.square(predictions(y)[0][:, 2].astype(np.float64)) for y in (batch["y"], changed, twice)]
+    squares = [np.square(np.asarray(predictions(y), np.float64)[:, 2]) for y in (batch["y"], changed, twice)]
     np.testing.assert_allclose(squares[0] - 2 * squares[1] + squares[2], 2, rtol=1e-3)
 
 

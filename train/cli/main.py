@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import time
 from collections.abc import Sequence
@@ -42,7 +43,9 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     workdir = _only_workdir(argv)
     if workdir and is_started(workdir):
-        run_task(*read_config(tasks, epath.Path(workdir) / "config.json"))
+        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+        # A run that was moved or copied goes on where it is now.
+        run_task(task, dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir)))
         return
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
     run_task(next(task for task in tasks if task.config_class is type(config)), config)

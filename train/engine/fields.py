@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import typing
-from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 import tyro
@@ -35,14 +35,17 @@ Needed = Annotated[T, Mark.NEEDED]
 Flat = tyro.conf.arg(name="")
 
 
-def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
+@functools.cache  # because reading annotations takes milliseconds, and a command line asks for every option
+def marked(kind: type, mark: Mark) -> tuple[str, ...]:
     """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part counts for all of its
     fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     plain = typing.get_type_hints(kind)
+    names: list[str] = []
     for field in dataclasses.fields(kind):
         part = part_of(plain[field.name])
         if mark in getattr(hints[field.name], "__metadata__", ()):
-            yield prefix + field.name
+            names.append(field.name)
         elif part is not None:
-            yield from marked(part, mark, f"{prefix}{field.name}.")
+            names += [f"{field.name}.{name}" for name in marked(part, mark)]
+    return tuple(names)

@@ -149,7 +149,7 @@ def with_states(name, arrays, ids, lengths):
     return [first, second, call(name, *rest, state=state)]
 
 
-SLOW = ("cosformer", "performer", "feature_decayed", "kimi", "gated_2")
+SLOW = ("cosformer", "performer", "feature_decayed", "kimi", "gated_2", "rwkv7")
 NAMES = (
     "linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "kimi", "gated_2", "rwkv7",
     "mixed",

@@ -58,7 +58,7 @@ def test_the_example_works_in_a_network(mean_config):
 def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
     layer = mean_config.layer(dimensions(True))
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
     expected, _, _ = layer.apply(variables, x)
     _, _, cache = layer.apply(variables, x.at[:, 3:].set(7.0), cache=layer.init_cache(2, 6), count=3)
     y, _, cache = layer.apply(variables, x[:, 3:], cache=cache)
@@ -79,7 +79,7 @@ def test_a_packed_row_with_a_cache_is_kept_apart_or_refused(name):
     """Token caches hold one sequence per row; a recurrent state is cleared where a sequence starts."""
     layer = MECHANISMS[name]().layer(dimensions(True))
     x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
     cache = layer.init_cache(1, 6)
     if name == "linear":
         expected, found = (layer.apply(variables, x, cache=c, segment_ids=ids)[0] for c in (None, cache))

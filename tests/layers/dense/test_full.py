@@ -1,5 +1,7 @@
 """Dropout of the attention weights, against the weights themselves."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,9 @@ def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
     keep = np.asarray(jax.random.bernoulli(jax.random.key(3), 1 - RATE, (2, d.num_heads, 9, 9)))
     monkeypatch.setattr(jax.random, "bernoulli", lambda key, p, shape: jnp.asarray(keep).reshape(shape))
     call = {"carry": None, "cache": None, "positions": positions, "lengths": lengths}
-    variables = nn.unbox(layer.init(jax.random.key(1), x, **call))
+    variables = nn.unbox(jax.jit(lambda key: layer.init(key, x, **call))(jax.random.key(1)))
 
+    @functools.partial(jax.jit, static_argnums=1)
     def run(x, deterministic):
         rngs = {"dropout": jax.random.key(2)}
         return layer.apply(variables, x, deterministic=deterministic, rngs=rngs, **call)[0]
@@ -53,8 +56,9 @@ def test_the_random_numbers_are_of_the_stream_dropout():
     layer = FullConfig(dropout=RATE).layer(d)
     x = jax.random.normal(jax.random.key(0), (1, 64, d.d_model))
     call = {"carry": None, "cache": None, "positions": jnp.arange(64)[None]}
-    variables = layer.init(jax.random.key(1), x, **call)
+    variables = jax.jit(lambda key: layer.init(key, x, **call))(jax.random.key(1))
 
+    @jax.jit
     def run(seed):
         return layer.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(seed)}, **call)[
             0

@@ -15,7 +15,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 11)
 
 def networks(**options):
     model = DecoderLM(DecoderConfig(mechanism=PerformerConfig(chunk_size=4), **SIZE, **options))
-    return model, nn.unbox(model.init(jax.random.key(1), TOKENS))
+    return model, nn.unbox(jax.jit(model.init)(jax.random.key(1), TOKENS))
 
 
 def test_single_tokens_have_the_features_of_the_prompt():
@@ -34,8 +34,9 @@ def test_single_tokens_have_the_features_of_the_prompt():
 @pytest.mark.parametrize("reversible", [False, True])
 def test_a_key_draws_the_features(reversible):
     model, variables = networks(reversible=reversible)
+    run = jax.jit(lambda rngs: model.apply(variables, TOKENS, rngs=rngs)[0])
     first, again, other, own = (
-        model.apply(variables, TOKENS, rngs=rngs)[0]
+        run(rngs)
         for rngs in (
             {"projection": jax.random.key(2)},
             {"projection": jax.random.key(2)},

@@ -1,6 +1,7 @@
 """The GPU kernels' numbers: natively with `-m gpu`, else in Triton's interpreter, which a process must choose before it
 imports Triton."""
 
+import collections
 import importlib.util
 import json
 import os
@@ -40,16 +41,21 @@ def run(*module, **environment):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """The result of each case: an empty text, or why it failed."""
+def found(request, tmp_path_factory):
+    """The result of each case that this session runs: an empty text, or why it failed."""
     path = tmp_path_factory.mktemp("triton") / "found.json"
-    run("tests.pallas_kernels.triton.cases", str(path))
+    items = [x for x in request.session.items if getattr(x, "function", None) is test_results_and_gradients]
+    run("tests.pallas_kernels.triton.cases", str(path), *(item.callspec.params["name"] for item in items))
     return json.loads(path.read_text())
 
 
-def test_laws():
-    out = run("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/laws")
-    assert f"{len(ON_GPU_KERNELS)} passed" in out
+def test_laws(request):
+    """As many cases of each law as of other tests."""
+    cases, week = request.config.option.cases, request.config.option.cases_of
+    sample = ("--cases", str(cases), "--cases-of", week)
+    out = run("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu", *sample, "tests/laws")
+    each = collections.Counter(law.partition("[")[0] for law in ON_GPU_KERNELS).values()
+    assert f"{sum(min(number, cases or number) for number in each)} passed" in out
 
 
 @pytest.mark.gpu
