@@ -47,8 +47,9 @@ def _tokens(batch):
 
 
 def _bilinear_mlr(x, value):
-    weights = [_normal(8, 1, WIDTH, HEADS, 2), _normal(9, 2, WIDTH // 2, HEADS, 2)]
-    keys = [_normal(10, 1, WIDTH, KV_HEADS, 2), _normal(11, 2, WIDTH // 2, KV_HEADS, 2)]
+    # Each level is normalized over its features: with two of them, rounding decides the gradient's fourth digit.
+    weights = [_normal(8, 1, WIDTH, HEADS, 4), _normal(9, 2, WIDTH // 2, HEADS, 4)]
+    keys = [_normal(10, 1, WIDTH, KV_HEADS, 4), _normal(11, 2, WIDTH // 2, KV_HEADS, 4)]
     return bj.bilinear_mlr_attention(x, value, query_weights=weights, key_weights=keys, is_causal=True)
 
 
