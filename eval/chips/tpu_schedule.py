@@ -148,7 +148,7 @@ def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
         out = full_tpu.attend(
             FullArrays(query, key, value), scale=options.head_dim**-0.5, is_causal=False, offset=0, cap=None,
             return_residual=False, interpret=False,
-        )  # fmt: skip
+        )[0]  # fmt: skip
         assert isinstance(out, jax.Array)
         return out
 
@@ -206,7 +206,7 @@ def _biased(
         x = FullArrays(query, key, value, given)
         if pallas:
             # Without the causal flag the kernel has one body: see `_full`.
-            return full_tpu.attend(x, is_causal=False, offset=0, interpret=False, **static)
+            return full_tpu.attend(x, is_causal=False, offset=0, interpret=False, **static)[0]
         return attend_in_blocks(x, is_causal=True, **static)
 
     def forward(query, key, value, numbers):

@@ -37,9 +37,10 @@ class Form(NamedTuple):
 
     Attributes:
       run: `run(*operands)` returns (results, kept), where kept is what the gradient needs in addition to operands and
-        results. The shapes of both are the same on every platform.
+        results. The shapes of both are the same on every platform that has a gradient.
       gradient: `gradient(operands, results, kept, d_results)` returns the gradients of the operands: pytrees like
-        them, whose leaves may be None where they have no gradient. None differentiates `run`, which then runs again.
+        them, whose leaves may be None where they have no gradient. None differentiates `run`, which then runs again;
+        what it keeps is not read.
     """
 
     run: Callable[..., tuple[Any, Any]]
@@ -162,8 +163,11 @@ class _Function:
         """The leaves of the results and of what is kept."""
         with self._context.again():
             operands = jax.tree.unflatten(self._structure, leaves)
-            outs = self._choose(platform, *operands).run(*operands)
-        return jax.tree.leaves(outs)
+            form = self._choose(platform, *operands)
+            results, kept = form.run(*operands)
+            if form.gradient is None:
+                kept = [jnp.zeros(x.shape, x.dtype) for x in self.kept]
+        return jax.tree.leaves((results, kept))
 
     def gradient(self, platform: str, leaves: Any, outs: Any, d_results: Any, moving: tuple) -> list:
         """The gradients of the leaves at the places `moving`."""

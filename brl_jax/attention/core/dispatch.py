@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
@@ -94,9 +93,9 @@ def dispatch(
         forms = {"default": without_kept(xla)}
 
     if implementation in (None, "xla"):
-        choice: Callable[..., Form] = _Choice(name, rows, forms, kept, cost)
+        choice: Callable[..., Form] = _Choice(name, rows, forms, cost)
     else:
-        choice = _named(name, implementation, backends, operands, kept)
+        choice = _named(name, implementation, backends, operands)
     if results is None:
         results = jax.eval_shape(xla, *operands)
     if cudnn:  # takes nothing wider
@@ -120,10 +119,9 @@ class _Choice:
         name: str,
         backends: Mapping[str, Sequence[Backend]],
         forms: Mapping[str, Form],
-        kept: Any,
         cost: str,
     ):
-        self._name, self._backends, self._forms, self._kept, self._cost = name, backends, forms, kept, cost
+        self._name, self._backends, self._forms, self._cost = name, backends, forms, cost
         self._made: dict[str, Form] = {}
 
     def __call__(self, platform: str, *operands: Any) -> Form:
@@ -138,7 +136,7 @@ class _Choice:
                 continue
             reason = backend.unsupported(*operands)
             if reason is None:
-                return _form(backend, False, self._kept)
+                return _form(backend, False)
             reasons.append(reason)
         if reasons:
             why = "; ".join(dict.fromkeys(reasons))
@@ -153,7 +151,6 @@ def _named(
     implementation: str,
     backends: Mapping[str, Sequence[Backend]],
     operands: tuple[Any, ...],
-    kept: Any,
 ) -> Callable[..., Form]:
     """The form of the backend that is asked for, which must be able to take the call."""
     backend, native = next(
@@ -166,7 +163,7 @@ def _named(
     if reason is not None:
         raise NotImplementedError(f"{name} with implementation={implementation!r}: {reason}")
     interpreted = f"{backend.implementation}_interpret"
-    form = _form(backend, implementation == interpreted, kept)
+    form = _form(backend, implementation == interpreted)
 
     def choose(platform: str, *operands: Any) -> Form:
         if implementation != interpreted and platform != native:
@@ -181,15 +178,11 @@ def _named(
     return choose
 
 
-def _form(backend: Backend, interpret: bool, kept: Any) -> Form:
+def _form(backend: Backend, interpret: bool) -> Form:
     run = functools.partial(backend.run, interpret=interpret)
-    if backend.gradient is not None:
-        return Form(run, functools.partial(backend.gradient, interpret=interpret))
-
-    def with_kept(*operands: Any) -> tuple[Any, Any]:
-        return run(*operands), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
-
-    return Form(with_kept)
+    if backend.gradient is None:
+        return without_kept(run)
+    return Form(run, functools.partial(backend.gradient, interpret=interpret))
 
 
 def check_implementation(implementation: Any, *names: str | None) -> None:

@@ -164,6 +164,32 @@ def sink_sums(sinks: Float[Array, "*rows"], value_dim: int) -> SoftmaxSums:
     return SoftmaxSums(sinks, jnp.ones(sinks.shape, sinks.dtype), values)
 
 
+def gradient_of_kernel(run: Callable[..., Any], operands: Any, results: Any, d_results: Any) -> Any:
+    """The gradient of a kernel whose rows were merged with `operands.sinks`, if any, without running it again.
+
+    Args:
+      run: `run(operands, known)` differentiates the kernel without sinks, whose output and log-sum-exp are `known`.
+      operands: a named tuple of arrays with `sinks`, (N,) or None.
+      results: the output after the merge, (B, T, N, V), and the log-sum-exp before it, (B, T, N).
+      d_results: the gradients of the output and the log-sum-exp, both after the merge.
+    """
+
+    def of_kernel(known: Any, d_known: Any) -> Any:
+        return jax.vjp(lambda operands: run(operands, known), operands)[1](d_known)[0]
+
+    if operands.sinks is None:
+        return of_kernel(results, d_results)
+    (out, lse), (d_out, d_lse) = results, d_results
+    # The sink has the value 0 and takes 1 - share of each row's weights.
+    share = jax.nn.sigmoid(lse - operands.sinks[None, None])
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
+    d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
+    # The kernel's output, before the sink was merged in.
+    own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
+    return of_kernel((own, lse), d_own)._replace(sinks=d_sinks)
+
+
 def softmax_gradient(
     scores: Float[Array, "*rows S"],
     log_sum_exp: Float[Array, "*rows"],

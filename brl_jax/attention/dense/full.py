@@ -211,12 +211,18 @@ def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
 
         return full_tpu.attend(x, offset=offset, interpret=interpret, **static)
 
+    def tpu_gradient(*of_call: Any, interpret: bool):
+        from brl_jax.attention.dense import full_tpu
+
+        return full_tpu.gradient(*of_call, offset=offset, interpret=interpret, **static)
+
+    batch, length, heads, _ = x.query.shape
     of_cudnn = {"scale": static["scale"], "is_causal": static["is_causal"]}
 
     def run_cudnn(x: FullArrays, *, interpret: bool):
         return _with_cudnn(x, **of_cudnn)
 
-    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported)]}
+    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported, gradient=tpu_gradient)]}
     # If cuDNN cannot take the call, no warning is due: XLA has the same cost.
     if not missing and _cudnn_unsupported(x, **of_cudnn) is None:
         backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
@@ -228,6 +234,7 @@ def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
         x,
         forms=_many_with_xla(offset, static),
         results=_results(x, static["return_residual"]),
+        kept=jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         cost="quadratic",
     )
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
-from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
+from brl_jax.attention.core.softmax import (
+    gradient_of_kernel,
+    merge_sums,
+    normalise,
+    residual,
+    sink_sums,
+    sums_of_normalised,
+)
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense.full_xla import FullArrays
 from pallas_kernels import tpu
@@ -51,23 +59,57 @@ def _distances(query: Array, key: Array, is_causal: bool, offset: int | None) ->
 
 
 def attend(
+    x: FullArrays, *, return_residual: bool, **static: Any
+) -> tuple[Array | tuple[Array, Array], Float[Array, "B N T"]]:
+    """The results of `full_attention` on the kernel, with a float32 residual, and what `gradient` needs: the
+    log-sum-exp without sinks. `_run` has the other arguments."""
+    out, lse = _run(x, **static)
+    kept = lse.swapaxes(1, 2)
+    if x.sinks is not None:
+        rows = jnp.broadcast_to(x.sinks, lse.shape)
+        merged = merge_sums(sums_of_normalised(out, lse), sink_sums(rows, x.value.shape[3]))
+        out, lse = normalise(merged)
+        out, lse = out.astype(x.query.dtype), residual(lse)
+    return (out, lse) if return_residual else out, kept
+
+
+def gradient(
+    operands: tuple[FullArrays],
+    results: Any,
+    log_sums: Float[Array, "B N T"],
+    d_results: Any,
+    *,
+    return_residual: bool,
+    **static: Any,
+) -> tuple[FullArrays]:
+    """The gradient of `attend`."""
+    lse = log_sums.swapaxes(1, 2)
+    out = results[0] if return_residual else results
+    d_results = d_results if return_residual else (d_results, jnp.zeros_like(lse))
+    run = functools.partial(_run, **static)
+    return (gradient_of_kernel(lambda x, known: run(x, known=known), *operands, (out, lse), d_results),)
+
+
+def _run(
     x: FullArrays,
     *,
     scale: float,
     is_causal: bool,
     offset: int | None,
     cap: float | None,
-    return_residual: bool,
     interpret: bool,
-) -> Array | tuple[Array, Array]:
-    """`full_attention` on the kernel, with a float32 residual; `offset` is the query offset, None if traced."""
-    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks = x
+    known: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
+    """The kernel's output and log-sum-exp, without sinks; `offset` is the query offset, None if traced. With `known`,
+    the results of an earlier run, only its backward pass does work."""
+    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, _ = x
     if mask is not None:
         key, value, segments = _without_hidden_keys(query, key, value, mask, segments)
     query_dim, value_dim = query.shape[3], value.shape[3]
     # The kernel has one head dimension; lanes of zeros change neither scores nor gradients.
-    query, key, value = (_widened(x, max(query_dim, value_dim)) for x in (query, key, value))
-    out, log_sums = tpu.block_attention(
+    width = max(query_dim, value_dim)
+    query, key, value = (_widened(x, width) for x in (query, key, value))
+    out, lse = tpu.block_attention(
         query,
         key,
         value,
@@ -82,16 +124,11 @@ def attend(
         query_lengths=query_lengths,
         key_lengths=key_lengths,
         return_log_sum_exp=True,
+        known=known and (_widened(known[0], width), known[1]),
         interpret=interpret,
         **all_blocks(query.shape[1], key.shape[1], is_causal, offset),
     )
-    out = out[..., :value_dim]
-    if sinks is not None:
-        rows = jnp.broadcast_to(sinks, log_sums.shape)
-        merged = merge_sums(sums_of_normalised(out, log_sums), sink_sums(rows, value_dim))
-        out, log_sums = normalise(merged)
-        out, log_sums = out.astype(query.dtype), residual(log_sums)
-    return (out, log_sums) if return_residual else out
+    return out[..., :value_dim], lse
 
 
 def _without_hidden_keys(query: Array, key: Array, value: Array, mask: Array, segments: tuple) -> tuple:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import (
+    gradient_of_kernel,
     merge_sums,
     normalise,
     residual,
@@ -85,18 +86,11 @@ def gradient(
     out = results[0] if call.return_residual else results
     lse = log_sums.swapaxes(1, 2)
     d_out, d_lse = d_results if call.return_residual else (d_results, jnp.zeros_like(lse))
-    if x.sinks is None:
-        known = (out, lse)
-        return jax.vjp(lambda x: launches[0].run(x, interpret, known), x)[1]((d_out, d_lse))
-    # The sink has the value 0 and takes 1 - share of each row's weights.
-    share = jax.nn.sigmoid(lse - x.sinks[None, None])
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
-    d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
-    # The kernel's output, before the sink was merged in.
-    own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
-    (gradients,) = jax.vjp(lambda x: launches[0].run(x, interpret, (own, lse)), x)[1](d_own)
-    return (gradients._replace(sinks=d_sinks),)
+    return (
+        gradient_of_kernel(
+            lambda x, known: launches[0].run(x, interpret, known), x, (out, lse), (d_out, d_lse)
+        ),
+    )
 
 
 def _merged(x: CallArrays, results: list[_Result]) -> _Result:
