@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -86,8 +85,11 @@ def gradient(
     lse = log_sums.swapaxes(1, 2)
     out = results[0] if return_residual else results
     d_results = d_results if return_residual else (d_results, jnp.zeros_like(lse))
-    run = functools.partial(_run, **static)
-    return (gradient_of_kernel(lambda x, known: run(x, known=known), *operands, (out, lse), d_results),)
+
+    def run(x: FullArrays, known: tuple[Array, Array]) -> tuple[Array, Array]:
+        return _run(x, known=known, **static)
+
+    return (gradient_of_kernel(run, *operands, (out, lse), d_results),)
 
 
 def _run(
