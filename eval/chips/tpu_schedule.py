@@ -615,7 +615,7 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path, first: int) 
 
 
 def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
-    """The costs of all cases for one chip. Another library's or XLA's form at which libtpu aborts has none.
+    """The costs of all cases for one chip. A form of XLA or another library that makes libtpu abort has none.
 
     Raises:
       RunError: one of our forms does not compile.

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from brl_jax.fields import field_hints
 from brl_jax.sharding import automatic_axes, sequence_axis, shard_call
 
 _NAMES = {"B": "batch", "N": "heads", "K": "kv_heads"}
@@ -157,9 +158,8 @@ def _letters(value: Any, hint: Any) -> list[Letters | None]:
     if isinstance(value, tuple | list):
         kinds = next((typing.get_args(kind) for kind in _kinds(hint) if typing.get_origin(kind) is tuple), ())
         parts = list(zip(value, kinds))
-    elif hasattr(value, "__dataclass_fields__"):  # a position bias
-        hints = typing.get_type_hints(type(value))
-        parts = [(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)]
+    elif dataclasses.is_dataclass(value):  # a position bias
+        parts = [(getattr(value, name), kind) for name, kind in field_hints(type(value)).items()]
         parts = [(x, kind) for x, kind in parts if _is_array(x)]
     letters = [each for part in parts for each in _letters(*part)]
     leaves = jax.tree.leaves(value)

@@ -10,7 +10,7 @@ appendix B).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,22 +164,45 @@ def sink_sums(sinks: Float[Array, "*rows"], value_dim: int) -> SoftmaxSums:
     return SoftmaxSums(sinks, jnp.ones(sinks.shape, sinks.dtype), values)
 
 
-def gradient_of_kernel(run: Callable[..., Any], operands: Any, results: Any, d_results: Any) -> Any:
-    """The gradient of a kernel whose rows were merged with `operands.sinks`, if any, without running it again.
+def merge_kernels(operands: Any, results: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """One softmax over the keys of all kernels and `operands.sinks`, from each kernel's output and log-sum-exp."""
+    if len(results) == 1 and operands.sinks is None:
+        return results[0]
+    parts = [sums_of_normalised(*result) for result in results]
+    if operands.sinks is not None:
+        rows = jnp.broadcast_to(operands.sinks, parts[0].maximum.shape)
+        parts.append(sink_sums(rows, operands.value.shape[3]))
+    out, lse = normalise(merge_sums(*parts))
+    return out.astype(operands.query.dtype), residual(lse)
+
+
+def gradient_of_kernel(
+    run: Callable[..., Any],
+    operands: Any,
+    results: Any,
+    log_sums: Float[Array, "B N T"],
+    d_results: Any,
+    *,
+    return_residual: bool,
+) -> Any:
+    """The gradient of one kernel's `merge_kernels`, without running it again.
 
     Args:
-      run: `run(operands, known)` differentiates the kernel without sinks, whose output and log-sum-exp are `known`.
+      run: `run(operands, known)` differentiates the kernel, whose output and log-sum-exp are `known`.
       operands: a named tuple of arrays with `sinks`, (N,) or None.
-      results: the output after the merge, (B, T, N, V), and the log-sum-exp before it, (B, T, N).
-      d_results: the gradients of the output and the log-sum-exp, both after the merge.
+      results: after the merge: the output, (B, T, N, V), and with return_residual the log-sum-exp, (B, T, N).
+      log_sums: the log-sum-exp before the merge.
+      d_results: the gradients of the results.
     """
 
-    def of_kernel(known: Any, d_known: Any) -> Any:
+    def of_kernel(*known: Any, d_known: Any) -> Any:
         return jax.vjp(lambda operands: run(operands, known), operands)[1](d_known)[0]
 
+    lse = log_sums.swapaxes(1, 2)
+    out = results[0] if return_residual else results
+    d_out, d_lse = d_results if return_residual else (d_results, jnp.zeros_like(lse))
     if operands.sinks is None:
-        return of_kernel(results, d_results)
-    (out, lse), (d_out, d_lse) = results, d_results
+        return of_kernel(out, lse, d_known=(d_out, d_lse))
     # The sink has the value 0 and takes 1 - share of each row's weights.
     share = jax.nn.sigmoid(lse - operands.sinks[None, None])
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
@@ -187,7 +210,7 @@ def gradient_of_kernel(run: Callable[..., Any], operands: Any, results: Any, d_r
     d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
     # The kernel's output, before the sink was merged in.
     own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
-    return of_kernel((own, lse), d_own)._replace(sinks=d_sinks)
+    return of_kernel(own, lse, d_known=d_own)._replace(sinks=d_sinks)
 
 
 def softmax_gradient(

@@ -10,14 +10,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
-from brl_jax.attention.core.softmax import (
-    gradient_of_kernel,
-    merge_sums,
-    normalise,
-    residual,
-    sink_sums,
-    sums_of_normalised,
-)
+from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense.full_xla import FullArrays
 from pallas_kernels import tpu
@@ -62,14 +55,9 @@ def attend(
 ) -> tuple[Array | tuple[Array, Array], Float[Array, "B N T"]]:
     """The results of `full_attention` on the kernel, with a float32 residual, and what `gradient` needs: the
     log-sum-exp without sinks. `_run` has the other arguments."""
-    out, lse = _run(x, **static)
-    kept = lse.swapaxes(1, 2)
-    if x.sinks is not None:
-        rows = jnp.broadcast_to(x.sinks, lse.shape)
-        merged = merge_sums(sums_of_normalised(out, lse), sink_sums(rows, x.value.shape[3]))
-        out, lse = normalise(merged)
-        out, lse = out.astype(x.query.dtype), residual(lse)
-    return (out, lse) if return_residual else out, kept
+    own = _run(x, **static)
+    out, lse = merge_kernels(x, [own])
+    return (out, lse) if return_residual else out, own[1].swapaxes(1, 2)
 
 
 def gradient(
@@ -82,14 +70,12 @@ def gradient(
     **static: Any,
 ) -> tuple[FullArrays]:
     """The gradient of `attend`."""
-    lse = log_sums.swapaxes(1, 2)
-    out = results[0] if return_residual else results
-    d_results = d_results if return_residual else (d_results, jnp.zeros_like(lse))
 
     def run(x: FullArrays, known: tuple[Array, Array]) -> tuple[Array, Array]:
         return _run(x, known=known, **static)
 
-    return (gradient_of_kernel(run, *operands, (out, lse), d_results),)
+    given = (*operands, results, log_sums, d_results)
+    return (gradient_of_kernel(run, *given, return_residual=return_residual),)
 
 
 def _run(

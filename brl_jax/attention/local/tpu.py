@@ -21,14 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.softmax import (
-    gradient_of_kernel,
-    merge_sums,
-    normalise,
-    residual,
-    sink_sums,
-    sums_of_normalised,
-)
+from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Pattern, SlidingWindow
@@ -65,7 +58,7 @@ def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> tuple[Any, F
     """Returns the results of `local_attention`, with a float32 residual, and what `gradient` needs: the log-sum-exp of
     the first launch, without sinks."""
     results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias)]
-    out, lse = _merged(x, results)
+    out, lse = merge_kernels(x, results)
     return (out, lse) if call.return_residual else out, results[0][1].swapaxes(1, 2)
 
 
@@ -83,26 +76,9 @@ def gradient(
     launches = _launches(call, x.query, x.key, x.bias)
     if len(launches) > 1:
         return jax.vjp(lambda x: attend(call, x, interpret=interpret)[0], x)[1](d_results)
-    out = results[0] if call.return_residual else results
-    lse = log_sums.swapaxes(1, 2)
-    d_out, d_lse = d_results if call.return_residual else (d_results, jnp.zeros_like(lse))
-    return (
-        gradient_of_kernel(
-            lambda x, known: launches[0].run(x, interpret, known), x, (out, lse), (d_out, d_lse)
-        ),
-    )
-
-
-def _merged(x: CallArrays, results: list[_Result]) -> _Result:
-    """One softmax over the keys of all launches and the sinks."""
-    if len(results) == 1 and x.sinks is None:
-        return results[0]
-    parts = [sums_of_normalised(*result) for result in results]
-    if x.sinks is not None:
-        rows = jnp.broadcast_to(x.sinks, parts[0].maximum.shape)
-        parts.append(sink_sums(rows, x.value.shape[3]))
-    out, lse = normalise(merge_sums(*parts))
-    return out.astype(x.query.dtype), residual(lse)
+    run = lambda x, known: launches[0].run(x, interpret, known)  # noqa: E731
+    given = (x, results, log_sums, d_results)
+    return (gradient_of_kernel(run, *given, return_residual=call.return_residual),)
 
 
 @dataclasses.dataclass(frozen=True)
