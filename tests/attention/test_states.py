@@ -12,11 +12,16 @@ from brl_jax import state_functions
 from tests.marks import slow_unless
 
 B, T, N, K, H = 2, 11, 4, 2, 8
-BETA = jax.random.uniform(jax.random.key(9), (B, T, K))
-DECAY = -jnp.exp(3 * jax.random.normal(jax.random.key(8), (B, T, K, H)))
-PROJECTION = brl_jax.performer_projection(jax.random.key(3), 16, H)
-PACKED = jax.random.normal(jax.random.key(7), (3, K, H))
-FURTHER = jax.random.normal(jax.random.key(6), (2, B, T, N, H))
+RNG = np.random.default_rng(9)
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+BETA = jnp.asarray(RNG.random((B, T, K)), jnp.float32)
+DECAY = -jnp.exp(3 * normal(B, T, K, H))
+PROJECTION, PACKED, FURTHER = normal(16, H), normal(3, K, H), normal(2, B, T, N, H)
 RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
 LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
 WINDOW = {"local_window_size": (3, 0), "is_causal": True}

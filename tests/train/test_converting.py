@@ -143,26 +143,36 @@ def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_pa
     assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
 
 
-def test_a_stopped_run_goes_on(teacher, text, tmp_path, run):
-    """After the matching without its teacher, or in the matching, bit for bit."""
-    for place, last in ((tmp_path / "after", "checkpoints/40"), (tmp_path / "in", "matching/checkpoints/60")):
-        shutil.copytree(run, place)
-        shutil.rmtree(place / last)
-    train.lm.main(["--workdir", str(tmp_path / "after")])
-    for name in (
+def check_equal_runs(folder, run):
+    for part in (".", "matching"):
+        losses = [[x["loss"] for x in metrics_lines(place / part)] for place in (folder, run)]
+        assert losses[0] == losses[1]
+    jax.tree.map(np.testing.assert_array_equal, params_of(folder), params_of(run))
+
+
+def test_a_run_stopped_in_the_matching_goes_on(teacher, text, tmp_path, run):
+    """Bit for bit."""
+    folder = tmp_path / "run"
+    shutil.copytree(run / "matching", folder / "matching")
+    shutil.rmtree(folder / "matching/checkpoints/60")
+    for name in {path.name for path in run.iterdir()} - {
+        "matching",
         "checkpoints",
         "config.json",
         "metrics.jsonl",
-    ):  # what a stop in the matching has not written
-        place = tmp_path / "in" / name
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    }:
+        shutil.copy(run / name, folder)
     with at_its_place(teacher, run) as place:
-        train.lm.main(words(text, tmp_path / "in", CONVERTED, place))
-    for folder in (tmp_path / "after", tmp_path / "in"):
-        for part in (".", "matching"):
-            losses = [[x["loss"] for x in metrics_lines(place / part)] for place in (folder, run)]
-            assert losses[0] == losses[1]
-        jax.tree.map(np.testing.assert_array_equal, params_of(folder), params_of(run))
+        train.lm.main(words(text, folder, CONVERTED, place))
+    check_equal_runs(folder, run)
+
+
+@pytest.mark.slow  # the loop's own tests stop a run anywhere
+def test_a_run_stopped_after_the_matching_goes_on_without_its_teacher(tmp_path, run):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/40")
+    train.lm.main(["--workdir", str(tmp_path / "run")])
+    check_equal_runs(tmp_path / "run", run)
 
 
 def test_a_folder_of_transformers(folder, text, tmp_path):

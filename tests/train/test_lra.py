@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import shutil
-import signal
 
 import flax.linen as nn
 import jax
@@ -25,16 +24,15 @@ from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.tasks.lra_figures import PRESETS as ROWS
 from tests.support.command_lines import last_wins
+from tests.support.parameters import drawn
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
 from train.cli.options import parse
 from train.data.lra.batches import TrainBatches
 from train.engine.config_file import to_json
-from train.engine.errors import Stopped, UserError
-from train.engine.loop import train as train_loop
-from train.engine.step import Objective, classification
+from train.engine.errors import UserError
+from train.engine.step import classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -304,7 +302,7 @@ def test_marks_of_lit_pixels_are_classified():
         "lengths": np.full((2, 2), 12, np.int32),
         "weights": np.array([1.0, 0.0], np.float32),
     }
-    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    params = drawn(objective.init)
     sums = jax.jit(lambda batch: objective.loss(params, None, batch, None))(batch)
     logits = np.asarray(model.apply({"params": params}, batch["tokens"][:1, 0])[0], np.float64)
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -593,44 +591,3 @@ def test_bad_input_of_measuring(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             eval.tasks.lra.main(argv)
-
-
-# --- what the loop does for every task ---
-
-
-def _toy(workdir, stream=None, **changes):
-    """The toy task with its loss as "accuracy", so that training lowers the score."""
-
-    def loss(params, memory, batch, key):
-        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
-        return total, weight, memory, {"accuracy": total}
-
-    objective = Objective(
-        OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("accuracy",), best="accuracy"
-    )
-    train_loop(
-        objective,
-        loop_config(workdir, **({"steps": 20, "eval_every": 2, "patience": 2} | changes)),
-        OPTIMIZER,
-        config={},
-        stream=stream or ToyStream(),
-        held_out=ToyHeldOut(),
-        full_held_out=ToyHeldOut(),
-    )
-    return metrics_lines(workdir)
-
-
-@pytest.mark.slow  # patience: tests/train/test_loop.py
-def test_a_run_ends_when_it_gets_no_better(tmp_path):
-    """The first evaluation remains the best."""
-    whole = _toy(tmp_path / "whole")
-    assert [line["step"] for line in whole if "val_accuracy" in line] == [2, 4, 6]
-    assert whole[-1]["step"] == 6
-    assert all(line["accuracy"] == line["loss"] for line in whole)
-    assert {path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()} == {"2", "4", "6"}
-    # Once ended it stays so; stopped and restarted, it ends at the same step.
-    assert _toy(tmp_path / "whole") == whole
-    with pytest.raises(Stopped):
-        _toy(tmp_path / "stopped", stream=ToyStream(at={4: lambda: signal.raise_signal(signal.SIGTERM)}))
-    assert _toy(tmp_path / "stopped")[-1]["step"] == 6
-    assert _toy(tmp_path / "whole", patience=0, steps=8)[-1]["step"] == 8

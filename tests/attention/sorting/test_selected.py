@@ -7,7 +7,7 @@ import pytest
 
 from brl_jax.attention.sorting import selected
 from tests.oracles.attention import relative_error
-from tests.pallas_kernels.triton import oracle
+from tests.pallas_kernels import oracle
 
 LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3
 

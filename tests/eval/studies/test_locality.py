@@ -2,7 +2,6 @@
 
 import json
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from etils import epath
 from brl_jax.layers import FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.studies.locality import area, layer_weights, locally_accumulated_score, main, uniform_score
+from tests.support.parameters import drawn
 from train.cli.options import parse
 from train.data import load
 from train.engine.checkpoint import Checkpoints
@@ -113,7 +113,7 @@ def runs(tmp_path_factory):
         config = parse(PRESETS, "small", argv, prog="test", about="")
         load(config.data, config.loop.workdir)
         objective = lm_objective(DecoderLM(config.model))
-        params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+        params = drawn(objective.init)
         state = init_state(objective, params, optax.identity(), key=jax.random.key(1), rows=1, accumulation=1)
         checkpoints = Checkpoints(folder / name / "checkpoints")
         checkpoints.save(1, state, {"config": LM.to_json(config)})
