@@ -18,13 +18,16 @@ import train.tokenize
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
+from tests.support.runs import untrained
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.cli.command import command
+from train.cli.options import parse
 from train.data import load_tokenizer
 from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
+from train.tasks.recall import PRESETS, RECALL
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.converting")
@@ -153,15 +156,11 @@ def check_equal_runs(folder, run):
 def test_a_run_stopped_in_the_matching_goes_on(teacher, text, tmp_path, run):
     """Bit for bit."""
     folder = tmp_path / "run"
-    shutil.copytree(run / "matching", folder / "matching")
-    shutil.rmtree(folder / "matching/checkpoints/60")
-    for name in {path.name for path in run.iterdir()} - {
-        "matching",
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-    }:
-        shutil.copy(run / name, folder)
+    shutil.copytree(run, folder)
+    for name in ("checkpoints", "matching/checkpoints/60"):
+        shutil.rmtree(folder / name)
+    for name in ("config.json", "metrics.jsonl"):  # written after the matching
+        (folder / name).unlink()
     with at_its_place(teacher, run) as place:
         train.lm.main(words(text, folder, CONVERTED, place))
     check_equal_runs(folder, run)
@@ -218,7 +217,8 @@ def test_recall_is_converted_too(tmp_path):
         "--valid_rows 4 --test_rows 4 --tensorboard False"
     )
     sizes = "--num_layers 1 --d_model 16 --num_heads 2 --d_ff 16"
-    train.recall.main(f"full {short} {sizes} --workdir {tmp_path}/full".split())
+    line = f"{short} {sizes} --workdir {tmp_path}/full"
+    untrained(RECALL, RECALL.sized(parse(PRESETS, "full", line.split(), prog="p", about="a")))
     train.recall.main(
         f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local".split()
     )
