@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
         (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
     line = (
         f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
-        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism.block_size 8 --tensorboard False --sample_tokens 0"
+        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
     )
     train.lm.main(line.split())
     return folder / "run"

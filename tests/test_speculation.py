@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,8 +133,11 @@ def test_sampled_tokens_have_the_exact_distribution(options):
     """All continuations of three tokens from five, 4,096 times: their counts fit the large model's probabilities, and
     do not fit the draft's."""
     small = {"num_layers": 1, "vocab_size": 5}
-    model, variables = made("linear", **small)
-    draft, draft_variables = made("local", seed=1, **small)
+    model, draft = (made(name, **small)[0] for name in ("linear", "local"))
+    variables, draft_variables = (
+        jax.tree.map(lambda x: 2 * x, nn.unbox(jax.jit(each.init)(jax.random.key(seed), PROMPTS[:, :1])))
+        for seed, each in enumerate((model, draft))
+    )
     batch, prompt = 4096, [1, 2]
     texts = np.array(list(itertools.product(range(5), repeat=3)))
 

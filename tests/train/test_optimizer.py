@@ -180,10 +180,9 @@ def test_two_steps_of_muon():
         for _ in range(3)
     )
     states = [muon.init(params), adamw.init(params)]
-    updates = [jax.jit(muon.update), jax.jit(adamw.update)]
     for grad in grads:
         (ours, states[0]), (theirs, states[1]) = (
-            update(grad, state, params) for update, state in zip(updates, states)
+            optimizer.update(grad, state, params) for optimizer, state in zip((muon, adamw), states)
         )
     leaves = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (params, *grads, ours, theirs)]
     moved = set()
