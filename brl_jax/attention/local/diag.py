@@ -144,7 +144,7 @@ def diag_attention(
         )
         if state is None:
             state = init_diag_state(
-                batch, *key.shape[2:], value_dim=value.shape[3], block_size=block_size, dtype=key.dtype
+                batch, key.shape[2], key.shape[3], value.shape[3], block_size=block_size, dtype=key.dtype
             )
         rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=True)
         out, state = _continue_from(state, int(block_size), rule, query, key, value, count)
@@ -184,8 +184,9 @@ def _continue_from(
     fresh = functools.partial(
         init_diag_state,
         key.shape[0],
-        *key.shape[2:],
-        value_dim=value.shape[3],
+        key.shape[2],
+        key.shape[3],
+        value.shape[3],
         block_size=block,
         dtype=key.dtype,
     )
