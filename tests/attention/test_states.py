@@ -185,7 +185,7 @@ def test_values_narrower_than_keys(name):
         tokens = (x[:, start:end] for x in (query, key, value[..., :5]))
         out, state = jax.jit(functions.extend)(*tokens, state, **extra)
         pieces.append(out)
-    expected = at_once(query, key, value)[..., :5]
+    expected = jax.jit(at_once)(query, key, value)[..., :5]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
 
 
