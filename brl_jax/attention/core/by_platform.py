@@ -52,6 +52,17 @@ def without_kept(function: Callable[..., Any]) -> Form:
     return Form(lambda *operands: (function(*operands), ()))
 
 
+def gradient_of_known(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a form whose `run` takes `known`, what an earlier run returned, and then works only in the
+    backward pass."""
+
+    def gradient(operands: Any, results: Any, kept: Any, d_results: Any, **options: Any) -> Any:
+        again = functools.partial(run, known=(results, kept), **options)
+        return jax.vjp(lambda *operands: again(*operands)[0], *operands)[1](d_results)
+
+    return gradient
+
+
 def by_platform(
     choose: Callable[..., Form],
     *operands: Any,
