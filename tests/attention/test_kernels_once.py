@@ -57,6 +57,7 @@ CALLS = {
     "full cudnn": (lambda *x: bj.full_attention(*x, **CUDNN, **LENGTHS), QKV, "cuda"),
     "local": (_window, QKV, "tpu cuda"),
     "local cudnn": (lambda *x: _window(*x, **CUDNN, **LENGTHS), QKV, "cuda"),
+    "local vmap": (lambda *x: jax.vmap(_window)(*(y[None] for y in x)), QKV, "tpu cuda"),
     "local ahead": (lambda *x: bj.local_attention(*x, local_window_size=63), QKV, "tpu cuda"),
     "local sinks": (lambda *x: _window(*x, sinks=jnp.zeros(HEADS)), QKV, "tpu cuda"),
     "local strided": (lambda *x: bj.local_attention(*x, pattern=bj.Strided(32), is_causal=True), QKV, "tpu"),
@@ -76,8 +77,8 @@ CALLS = {
         (*QKV, NUMBERS), "tpu cuda",
     ),
 }  # fmt: skip
-#: Strided's two kernels do not know each other's share of a row. Recurrences compute the states between their chunks
-#: again: keeping them would take about as much memory as queries, keys and values together.
+#: Strided keeps the log-sum-exp of one of its two kernels. Recurrences compute the states between their chunks again,
+#: which may be as large as the queries and keys.
 AGAIN = {"local strided", "linear", "gla", "delta", "kimi_delta"}
 _WITH_GPU = all(importlib.util.find_spec(name) is not None for name in ("jax_triton", "jax_plugins"))
 _CASES = [

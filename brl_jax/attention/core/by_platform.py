@@ -1,4 +1,4 @@
-"""Functions with one form for each platform, of which only the platform that a call is lowered for is traced.
+"""Functions with a form for each platform. Only the form of the platform that a call is lowered for is traced.
 
 `jax.lax.platform_dependent` traces the forms of all platforms, in every call and again in its gradient. Here a call is
 one primitive, whose shapes the caller states. Its lowering rule picks the form of the platform and traces that alone.
@@ -28,7 +28,7 @@ from brl_jax.attention.core.varying import vary_like
 #: The platforms that forms are chosen for; "default" is every other.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "default")
 
-#: The platform that is traced for, inside a form; None elsewhere. `jax.jit` traces anew for another value.
+#: The platform that is traced for, inside a form; None elsewhere. `jax.jit` traces again for another value.
 traced_for = jax.make_user_context(None)
 
 
@@ -78,7 +78,7 @@ def by_platform(
       choose: `choose(platform, *operands)` returns the form of one of `PLATFORMS`. It is called when the call is
         lowered, and may raise or warn.
       operands: pytrees of arrays.
-      results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shape and dtype count), as the forms
+      results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, whose shape and dtype alone count), as the forms
         return them.
       plain: `plain(*operands)` returns the results by JAX's operations, differentiable any number of times.
       axis_name: inside `jax.shard_map`, an axis over which the forms exchange values, so that the results are the same
@@ -87,7 +87,7 @@ def by_platform(
     """
     operands = vary_like(operands, operands, but=axis_name)
     leaves, structure = jax.tree.flatten(operands)
-    # The axes that results vary over: those of all operands, but for the one that is summed over.
+    # Results vary over the axes that operands vary over, except for the axis that is summed over.
     first = next(
         (x for x in map(jax.typeof, leaves) if axis_name not in x.manual_axis_type.varying),
         jax.typeof(leaves[0]),
@@ -135,7 +135,7 @@ def _like(first: Any, x: Any) -> Any:
 
 
 class _Context(NamedTuple):
-    """The settings around a call that change how its forms are traced. They are those of the call, not of lowering."""
+    """The settings around a call that change how its forms are traced. The call decides them, not its lowering."""
 
     precision: Any
     wide: bool
@@ -318,7 +318,7 @@ def _differentiate_call(
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
     d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
-    # What is kept has no tangents: the gradient alone reads it, and its derivatives are those of the plain function.
+    # What is kept has no tangents: the gradient alone reads it, and the plain function is differentiated for its derivatives.
     outs = outs if keep else outs[: len(d_results)]
     d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
     return outs, [*d_results, *d_kept]

@@ -130,7 +130,7 @@ def compress(
 
     Args:
       query: (B, M, N, H), float32 or bfloat16, M up to 1024, H up to 256.
-      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key and gamma are None for a single attention.
+      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key=None and gamma=None for a single attention.
       gamma: (N,), the weight of the second attention.
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.

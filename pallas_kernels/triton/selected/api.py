@@ -74,7 +74,7 @@ def selected_attention(
     return_log_sum_exp: bool = False,
     known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Softmax attention of each token to the keys of its own M blocks, up to its position (arXiv:2502.11089).
+    """Softmax attention of each token to the keys of M blocks, up to its position (arXiv:2502.11089).
 
     One launch forward. In the backward pass, the pairs of token and block are sorted by their blocks, so no kernel
     needs atomic additions. Memory is linear in T M. Differentiable in query, key and value.
