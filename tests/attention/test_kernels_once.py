@@ -100,7 +100,7 @@ def kernels(jaxpr, platform):
     for equation in used.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "pallas_call":
-            found[str(params["name_and_src_info"].name)] += 1
+            found[params["name"]] += 1
         elif name == "gpu_kernel_launch":
             found[params["kernel"].__name__] += 1
         elif name.startswith("dot_product_attention"):
