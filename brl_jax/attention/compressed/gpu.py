@@ -64,7 +64,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
         if lengths is not None:
             lengths = jnp.broadcast_to(lengths, (batch, blocks)).reshape(batch * blocks)
         found = triton.compress(
-            query.reshape(-1, *query.shape[2:]),
+            query.reshape(batch * blocks, *query.shape[2:]),
             windows(key),
             None if contrast_key is None else windows(contrast_key),
             windows(value),
@@ -72,7 +72,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
             scale=scale,
             key_lengths=lengths,
             return_parts=True,
-            known=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), known and known[1]),
+            known=jax.tree.map(lambda x: x.reshape(batch * blocks, *x.shape[2:]), known and known[1]),
             **static,
         )
         return jax.tree.map(lambda x: x.reshape(batch, blocks, *x.shape[1:]), found)
