@@ -196,12 +196,13 @@ def draw(measured: Sequence[Measured]) -> Figure:
     parts: Any = whole.subfigures(2, 1, height_ratios=(5, 4))
     top, bottom = parts
     curves, areas = top.subplots(1, 2, width_ratios=(3, 2))
-    for axes, each in zip(bottom.subplots(1, len(measured), squeeze=False)[0], measured):
+    labels = run_labels(results)
+    for axes, label, each in zip(bottom.subplots(1, len(measured), squeeze=False)[0], labels, measured):
         # Few weights are far above the others.
         axes.imshow(each.example, cmap="Greys", vmin=0, vmax=np.quantile(each.example, 0.99))
-        axes.set(title=each.result["mechanism"], xlabel="token read", ylabel="token")
+        axes.set(title=label, xlabel="token read", ylabel="token")
     styles = line_styles([result["workdir"] for result in results])
-    for run, result in zip(run_labels(results), results, strict=True):
+    for run, result in zip(labels, results, strict=True):
         order = np.argsort(result["ratios"])
         x, y = (np.asarray(result[name])[order] for name in ("ratios", "score"))
         label = f"{run}, area {result['area']:.2f}"
