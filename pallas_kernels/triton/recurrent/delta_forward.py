@@ -123,10 +123,9 @@ def delta_chunks(
         columns = features_by_tokens(k, b, first, r, kh, f, T, K, F)
         if BY_FEATURE:
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
             p += tl.where(i == j, tl.sum(readers.to(tl.float32) * columns, 0)[None, :], 0.0)
             for level in range(levels):
-                # Loaded again at each level: an A100 lacks the registers to keep them.
-                column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
                 here = key * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
                 here = here.to(key.dtype)
                 factor = tl.exp(summed_features(column_logs, until_middle(j, i, level), PRECISION))
