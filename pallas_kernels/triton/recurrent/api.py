@@ -564,7 +564,8 @@ class _Delta(NamedTuple):
         grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
         more |= {"SPAN": chunks, "SPANS": spans}
         if self.call.by_feature:
-            more["SEGMENTS"] = False  # what reads the state and what is written to it have zeros instead
+            # What reads the state and what is written to it have been decayed, and have zeros for other segments.
+            more["SEGMENTS"], names = False, names.replace("log_decay", "none")
         return self._start(kernel, launch, names, results, grid, more)
 
     @property
