@@ -107,12 +107,6 @@ _SUMS |= {
     (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
     (100, 256): _SUMS[90, 256],
 }
-# The gradients of queries and keys, of up to 128 features, where the state decays: these kernels hold more numbers.
-_DECAYED = {
-    100: (Launch(128, 8, 2), Launch(128, 8, 1)),
-    90: (Launch(128, 8, 2), Launch(128, 8, 2)),
-    80: (Launch(128, 8, 1), Launch(128, 8, 1)),
-}
 _DELTAS = {
     (90, 128): DeltaSizes(
         64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
@@ -178,10 +172,8 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[0]
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
-    if not decays or padded(features) > 128:
-        return sizes
-    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
-    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
+    # With decays, this kernel holds more numbers.
+    return sizes._replace(key_gradient=sizes.key_gradient._replace(num_stages=1)) if decays else sizes
 
 
 @adjustable("sum_by_feature")
