@@ -170,8 +170,8 @@ def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
     if not call.has("beta"):
         return ("states",)
-    names = ("states", "corrected", "weights", "writes", "maps")
-    return (*names, "queries", "reads", "factors") if call.by_feature else names
+    names = ("states", "corrected", "weights", "maps")
+    return (*names, "queries", "reads", "writes", "factors") if call.by_feature else (*names, "inverse")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -525,7 +525,7 @@ class _Delta(NamedTuple):
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
         sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
-        arrays = {"queries": arrays["query"], "reads": arrays["key"]} | arrays
+        arrays = {"queries": arrays["query"], "reads": arrays["key"], "writes": arrays["key"]} | arrays
         return cls(arrays, call, shape, sizes(shape.features, shape.dtype))
 
     @property
@@ -593,32 +593,31 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
 
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
-    keys, state = delta.keys(shape.features), delta.state
-    names, results = (
-        ["weights", "writes", "inverse"],
-        [delta.queries(sizes.chunk), keys, delta.keys(sizes.chunk) if keep else shape.none],
-    )
+    keys, state, keep_inverse = delta.keys(shape.features), delta.state, keep or not call.by_feature
+    names = ["weights", "inverse"]
+    results = [delta.queries(sizes.chunk), delta.keys(sizes.chunk) if keep_inverse else shape.none]
     if call.by_feature:
-        names += ["queries", "reads", "factors"]
-        results += [delta.queries(shape.features), keys, shape.state(delta.chunks, shape.features)]
+        names += ["queries", "reads", "writes", "factors"]
+        results += [delta.queries(shape.features), keys, keys, shape.state(delta.chunks, shape.features)]
     else:
-        results += 3 * [shape.none]
+        results += 4 * [shape.none]
     found = delta.by_chunk(
         kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments", results, programs=shape.heads,
-        FB=min(sizes.features, padded(shape.features)), KEEP=keep,
+        FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
     )  # fmt: skip
     arrays |= dict(zip(names, found))
     if delta.spans[0] > 1:
         tiles = -(-shape.features // shape.value_tile(sizes.states)) + shape.value_tiles(sizes.states)
         (arrays["maps"],) = delta.by_span(
-            kernels.delta_maps, sizes.states, "reads writes value beta log_decay segments factors",
+            kernels.delta_maps, sizes.states,
+            f"reads writes {'none' if call.by_feature else 'inverse'} value beta log_decay segments factors",
             (shape.state(delta.spans[0], shape.features, shape.features + shape.values),), tiles=tiles,
         )  # fmt: skip
     else:
         arrays["maps"] = arrays["key_value"]  # not read
     total, last, arrays["states"], arrays["corrected"] = delta.by_span(
         kernels.delta_outputs, sizes.states,
-        "queries weights reads writes value beta log_decay segments factors inverse key_value maps",
+        "queries weights reads writes inverse value beta log_decay segments factors key_value maps",
         (
             shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
             state,
@@ -636,7 +635,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
     values, found = delta.keys(shape.values), {}
-    names = "queries weights reads writes beta log_decay segments factors d_total"
+    names = "queries weights reads writes inverse beta log_decay segments factors d_total"
     if delta.spans[0] > 1:
         added = shape.state(delta.spans[0], shape.features, shape.values)
         (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.state_gradient, names, (added,))
@@ -646,7 +645,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     )  # fmt: skip
     arrays["z"], found["value"], strength, arrays["d_p"], arrays["d_a"] = delta.by_chunk(
         kernels.delta_pair_gradients, sizes.pair_gradient,
-        "weights writes value beta log_decay segments corrected d_total d_states",
+        "weights writes inverse value beta log_decay segments corrected d_total d_states",
         (values, values, shape.tokens(kv_heads), delta.queries(sizes.chunk), delta.keys(sizes.chunk)),
         programs=kv_heads,
     )  # fmt: skip

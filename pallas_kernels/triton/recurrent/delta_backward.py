@@ -2,7 +2,7 @@
 
 With dS the gradient of the state after a chunk and R = T X::
 
-    Z  = (P T)^T d_out + T^T (e K) dS,   dV = beta Z,   dA = -Z R^T,   dP = d_out R^T
+    Z  = T^T (P^T d_out + e K dS),   dV = beta Z,   dA = -Z R^T,   dP = d_out R^T
     dS = factor dS + (a Q)^T d_out - (a K)^T beta Z
 
 No product here is transposed and multiplied again: Triton below 3.7.1 miscompiles that on Hopper. What is needed in
@@ -33,8 +33,30 @@ from pallas_kernels.triton.recurrent.functions import (
 
 
 @triton.jit
+def value_gradient(
+    writing, after, weights, inverse, log, segments, d_out, b, c, head, r, e,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Columns of a chunk's Z; after: those of the gradient of the state after it."""
+    K: tl.constexpr = N // G
+    first = c * CHUNK
+    found = tl.dot(writing, after, input_precision=PRECISION)
+    if not BY_FEATURE:
+        found *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
+    for g in range(G):
+        weight = tokens_by_features(weights, b, first, r, head * G + g, r, T, N, CHUNK)
+        above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
+        found = tl.dot(weight, above, found, input_precision=PRECISION)
+    if not BY_FEATURE:
+        solve = tokens_by_features(inverse, b, first, r, head, r, T, K, CHUNK)
+        found = tl.dot(solve, found.to(solve.dtype), input_precision=PRECISION)
+    return found
+
+
+@triton.jit
 def gradient_before(
-    state, queries, weights, reads, writes, beta, log, segments, factors, d_out, b, c, head, r, f, e,
+    state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, c, head, r, f, e,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -43,24 +65,26 @@ def gradient_before(
     first = c * CHUNK
     start = start_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
     writing = tokens_by_features(writes, b, first, r, head, f, T, K, F)
-    after = state.to(writing.dtype)
-    grad = tl.zeros([CHUNK, e.shape[0]], tl.float32)
+    grad = value_gradient(
+        writing, state.to(writing.dtype), weights, inverse, log, segments, d_out, b, c, head, r, e, T, N, G, V,
+        CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+    )  # fmt: skip
     state = decayed(state, log, segments, factors, b, c, head, f, T, K, F, CHUNK, DECAY, BY_FEATURE, SEGMENTS)
     for g in range(G):
         query = features_by_tokens(queries, b, first, r, head * G + g, f, T, N, F)
         above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
-        weight = tokens_by_features(weights, b, first, r, head * G + g, r, T, N, CHUNK)
-        grad = tl.dot(weight, above, grad, input_precision=PRECISION)
         above = (above * start[:, None]).to(above.dtype)
         state = tl.dot(query, above, state, input_precision=PRECISION)
-    grad = tl.dot(writing, after, grad, input_precision=PRECISION)
     negative = grad * (-start * token_numbers(beta, b, first, r, head, T, K))[:, None]
-    reading = features_by_tokens(reads, b, first, r, head, f, T, K, F)
+    if BY_FEATURE:
+        reading = features_by_tokens(reads, b, first, r, head, f, T, K, F)
+    else:
+        reading = tl.trans(writing)
     return tl.dot(reading, negative.to(reading.dtype), state, input_precision=PRECISION)
 
 
 def delta_gradient_maps(
-    queries, weights, reads, writes, beta, log, segments, factors, d_out, added,
+    queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, added,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -74,15 +98,16 @@ def delta_gradient_maps(
     stop = tl.minimum((span + 1) * SPAN, CHUNKS)
     for step in range(stop - span * SPAN):
         state = gradient_before(
-            state, queries, weights, reads, writes, beta, log, segments, factors, d_out, b, stop - 1 - step, kh, r, f,
-            e, T, N, G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, stop - 1 - step,
+            kh, r, f, e, T, N, G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     out = added + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * V)
     tl.store(out + f[:, None] * V + e[None, :], state, mask=(f < F)[:, None] & (e < V)[None, :])
 
 
 def delta_state_gradient(
-    queries, weights, reads, writes, beta, log, segments, factors, d_out, d_last, maps, added, d_states, d_first,
+    queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, d_last, maps, added,
+    d_states, d_first,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,8 +135,8 @@ def delta_state_gradient(
             d_states + (row * CHUNKS + c) * (F * V) + at, state.to(d_states.dtype.element_ty), mask=there
         )
         state = gradient_before(
-            state, queries, weights, reads, writes, beta, log, segments, factors, d_out, b, c, kh, r, f, e, T, N, G,
-            F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, c, kh, r, f, e,
+            T, N, G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     if span == 0:
         tl.store(d_first + row * (F * V) + at, state, mask=there)
@@ -125,9 +150,11 @@ def same_segment(segments, b, first, r, T: tl.constexpr):
 
 
 def delta_pair_gradients(
-    weights, writes, v, beta, log, segments, corrected, d_out, d_states, z, d_value, d_strength, d_p, d_a,
+    weights, writes, inverse, v, beta, log, segments, corrected, d_out, d_states,
+    z, d_value, d_strength, d_p, d_a,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z and d_value (B, T, K, V), d_strength Z . V (B, T, K), d_p dP (B, T, N, CHUNK) and d_a dA (B, T, K, CHUNK).
 
@@ -152,11 +179,10 @@ def delta_pair_gradients(
         e = vt * VB + tl.arange(0, VB)
         there = (f < F)[:, None] & (e < V)[None, :]
         state = tl.load(after + f[:, None] * V + e[None, :], mask=there, other=0.0)
-        found = tl.dot(writing, state, input_precision=PRECISION)
-        for g in range(G):
-            weight = tokens_by_features(weights, b, first, r, kh * G + g, r, T, N, CHUNK)
-            grad = tokens_by_features(d_out, b, first, r, kh * G + g, e, T, N, V)
-            found = tl.dot(weight, grad, found, input_precision=PRECISION)
+        found = value_gradient(
+            writing, state, weights, inverse, log, segments, d_out, b, c, kh, r, e, T, N, G, V, CHUNK, DECAY,
+            BY_FEATURE, SEGMENTS, PRECISION,
+        )  # fmt: skip
         store_tokens(z, found, b, first, r, kh, e, T, K, V)
         store_tokens(d_value, found * strength[:, None], b, first, r, kh, e, T, K, V)
         products += tl.sum(found * tokens_by_features(v, b, first, r, kh, e, T, K, V), 1)

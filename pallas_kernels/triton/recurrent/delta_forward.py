@@ -5,13 +5,14 @@ tokens. A is the strictly lower part of the products of keys with keys, weighted
 lower part of the same products of queries with keys. With T = (I + A)^-1::
 
     X   = beta (V - (a K) S)
-    out = (a Q) S + (P T) X
-    S   = factor S + (T^T (e K))^T X
+    R   = T X
+    out = (a Q) S + P R
+    S   = factor S + (e K)^T R
 
 (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3; by feature arXiv:2510.26692). One kernel
-computes T^T, (P T)^T and T^T (e K) for all chunks at once. BY_FEATURE it also computes a Q and a K and puts zeros
-where segments differ. The kernels that walk the chunks then need neither decays nor segments, only the chunks' factors.
-As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
+computes T^T and P^T for all chunks at once. BY_FEATURE it computes a Q, a K, (P T)^T and T^T (e K) instead and puts
+zeros where segments differ. The kernels that walk the chunks then need neither T, decays nor segments, only X and the
+chunks' factors. As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
 """
 
 from __future__ import annotations
@@ -98,14 +99,15 @@ def unit_upper_inverse(triangle, rows, levels, PRECISION: tl.constexpr):
 
 
 def delta_chunks(
-    q, k, beta, log, segments, weights, writes, inverse, queries, reads, factors,
+    q, k, beta, log, segments, weights, inverse, queries, reads, writes, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """weights (P T)^T (B, T, N, CHUNK), writes T^T (e K) (B, T, K, F), and where KEEP inverse T^T (B, T, K, CHUNK).
+    """weights P^T (B, T, N, CHUNK), and where KEEP inverse T^T (B, T, K, CHUNK).
 
-    BY_FEATURE also queries a Q (B, T, N, F), reads a K (B, T, K, F) and factors (B, K, chunks, F).
+    BY_FEATURE weights (P T)^T, queries a Q (B, T, N, F), reads a K and writes T^T (e K) (B, T, K, F), and factors
+    (B, K, chunks, F).
     """
     K: tl.constexpr = N // G
     FT: tl.constexpr = (F + FB - 1) // FB
@@ -142,39 +144,34 @@ def delta_chunks(
     strength = token_numbers(beta, b, first, r, kh, T, K)
     upper = tl.where(i < j, overlap * factor * strength[None, :], 0.0)
     found = unit_upper_inverse(upper, r, levels, PRECISION).to(p.dtype)
-    weight = tl.dot(found, p, input_precision=PRECISION)
-    store_tokens(weights, weight, b, first, r, h, r, T, N, CHUNK)
     if KEEP:  # noqa: SIM102
         if h % G == 0:
             store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
-    if BY_FEATURE:
+    if not BY_FEATURE:
+        store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
+    else:
+        store_tokens(weights, tl.dot(found, p, input_precision=PRECISION), b, first, r, h, r, T, N, CHUNK)
         kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
         if SEGMENTS:
             own = segment_numbers(segments, b, first, r, T)
-    else:
-        ends = end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    for ft in range(FT):
-        f = ft * FB + tl.arange(0, FB)
-        key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-        if BY_FEATURE:
+        for ft in range(FT):
+            f = ft * FB + tl.arange(0, FB)
+            key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             start = tl.exp(summed_tokens(j <= i, logs, PRECISION))
             if SEGMENTS:
                 start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
             query = tokens_by_features(q, b, first, r, h, f, T, N, F)
             store_tokens(queries, query * start, b, first, r, h, f, T, N, F)
-        if h % G == 0:
-            if BY_FEATURE:
+            if h % G == 0:
                 store_tokens(reads, key * start, b, first, r, kh, f, T, K, F)
                 end = tl.exp(summed_tokens(j > i, logs, PRECISION))
                 if SEGMENTS:
                     end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
+                written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
+                store_tokens(writes, written, b, first, r, kh, f, T, K, F)
                 at = factors + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * F
                 tl.store(at + f, tl.exp(tl.sum(logs, 0)) * kept, mask=f < F)
-            else:
-                end = ends[:, None]
-            written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
-            store_tokens(writes, written, b, first, r, kh, f, T, K, F)
 
 
 @triton.jit
@@ -191,22 +188,28 @@ def decayed(
 
 @triton.jit
 def across_chunk(
-    state, value, start, reads, writes, beta, log, segments, factors, b, c, head, r, f,
+    state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, head, r, f,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X of a chunk, and the state after it."""
+    """R of a chunk (BY_FEATURE X), and the state after it."""
     reading = tokens_by_features(reads, b, c * CHUNK, r, head, f, T, K, F)
     read = tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
     new = (value - read * start[:, None]) * token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
     new = new.to(reading.dtype)
-    writing = features_by_tokens(writes, b, c * CHUNK, r, head, f, T, K, F)
+    if BY_FEATURE:
+        writing, written = features_by_tokens(writes, b, c * CHUNK, r, head, f, T, K, F), new
+    else:
+        solve = features_by_tokens(inverse, b, c * CHUNK, r, head, r, T, K, CHUNK)
+        new = tl.dot(solve, new, input_precision=PRECISION).to(reading.dtype)
+        end = end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
+        writing, written = tl.trans(reading), (new * end[:, None]).to(reading.dtype)
     state = decayed(state, log, segments, factors, b, c, head, f, T, K, F, CHUNK, DECAY, BY_FEATURE, SEGMENTS)
-    return new, tl.dot(writing, new, state, input_precision=PRECISION)
+    return new, tl.dot(writing, written, state, input_precision=PRECISION)
 
 
 def delta_maps(
-    reads, writes, v, beta, log, segments, factors, maps,
+    reads, writes, inverse, v, beta, log, segments, factors, maps,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -232,8 +235,8 @@ def delta_maps(
         value = tl.where(is_map, 0.0, value)
         start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
         _, state = across_chunk(
-            state, value, start, reads, writes, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK, DECAY,
-            BY_FEATURE, SEGMENTS, PRECISION,
+            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     out = maps + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * (F + V)) + tl.where(is_map, 0, F)
     tl.store(out + f[:, None] * (F + V) + e[None, :], state, mask=(f < F)[:, None] & (e < size)[None, :])
@@ -257,7 +260,7 @@ def first_of_span(
 
 
 def delta_outputs(
-    queries, weights, reads, writes, v, beta, log, segments, factors, inverse, first_state, maps,
+    queries, weights, reads, writes, inverse, v, beta, log, segments, factors, first_state, maps,
     out, last_state, states, corrected,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
@@ -265,7 +268,7 @@ def delta_outputs(
 ):  # fmt: skip
     """out (B, T, N, V) and the last state: one program some columns of a span's states, which it walks.
 
-    Where KEEP also states (B, K, chunks, F, V), those before each chunk, and corrected R = T X (B, T, K, V).
+    Where KEEP also states (B, K, chunks, F, V), those before each chunk, and corrected R (B, T, K, V).
     """
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     K: tl.constexpr = N // G
@@ -280,8 +283,8 @@ def delta_outputs(
         value = tokens_by_features(v, b, first, r, kh, e, T, K, V)
         start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
         new, state = across_chunk(
-            state, value, start, reads, writes, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK, DECAY,
-            BY_FEATURE, SEGMENTS, PRECISION,
+            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
         for g in range(G):
             query = tokens_by_features(queries, b, first, r, kh * G + g, f, T, N, F)
@@ -291,8 +294,9 @@ def delta_outputs(
             store_tokens(out, total, b, first, r, kh * G + g, e, T, N, V)
         if KEEP:
             tl.store(states + (row * CHUNKS + c) * (F * V) + at, before, mask=there)
-            found = features_by_tokens(inverse, b, first, r, kh, r, T, K, CHUNK)
-            found = tl.dot(found, new, input_precision=PRECISION)
-            store_tokens(corrected, found, b, first, r, kh, e, T, K, V)
+            if BY_FEATURE:
+                solve = features_by_tokens(inverse, b, first, r, kh, r, T, K, CHUNK)
+                new = tl.dot(solve, new, input_precision=PRECISION).to(v.dtype.element_ty)
+            store_tokens(corrected, new, b, first, r, kh, e, T, K, V)
     if span == SPANS - 1:
         tl.store(last_state + row * (F * V) + at, state, mask=there)
