@@ -109,7 +109,7 @@ _SUMS |= {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): DeltaSizes(
         64, 16, 8, 64, 64, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
