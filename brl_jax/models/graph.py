@@ -15,10 +15,10 @@ from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig, check_config
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, HGTLayer, RGCNLayer, add_loops, by_kind
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, HANLayer, HGTLayer, RGCNLayer, add_loops, by_kind
 from brl_jax.models.networks import make_stack
 
-Network = Literal["tokens", "nodes", "mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt"]
+Network = Literal["tokens", "nodes", "mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han"]
 
 SIMPLE_HGN_BETA = 0.05
 """How much of the previous layer's attention Simple-HGN keeps (Lv et al. 2021, arXiv:2112.14936)."""
@@ -35,7 +35,7 @@ class GraphConfig(StackConfig):
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
-    passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn" or "hgt")."""
+    passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn", "hgt" or "han", whose edges are metapaths)."""
     identities: bool = False
     """Whether each node of the graph has a learned vector, and its features are not read."""
     input_dropout: Annotated[float, Range(0, below=1)] = 0.0
@@ -64,7 +64,7 @@ class GraphConfig(StackConfig):
     @property
     def has_edges(self) -> bool:
         """Whether the network reads edges."""
-        return self.network in ("gcn", "rgcn", "gat", "simple_hgn", "hgt")
+        return self.network not in ("tokens", "nodes", "mlp")
 
     @property
     def dimensions(self) -> Dimensions:
@@ -171,6 +171,8 @@ class MessagePassing(nn.Module):
                 x = jax.nn.relu(RGCNLayer(d, d.d_model, c.num_relations, name=name)(x, edges, relations))
             elif c.network == "hgt":
                 x = HGTLayer(d, c.kinds, c.num_relations, name=name)(x, edges, relations)
+            elif c.network == "han":
+                x = HANLayer(d, c.num_relations, name=name)(x, edges, relations)
             else:
                 is_hgn = c.network == "simple_hgn"
                 attend = GATLayer(

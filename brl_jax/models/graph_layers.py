@@ -250,6 +250,44 @@ class HGTLayer(nn.Module):
         return x + typed("out", jax.nn.gelu(summed, approximate=False))
 
 
+class HANLayer(nn.Module):
+    """Attention along each metapath, then over the metapaths, (n, D) -> (n, D) (HAN, Wang et al. 2019,
+    arXiv:1903.07293, eq. 1 to 9).
+
+    The kinds of edges are metapaths. With projected nodes h = W x, node i reads along metapath r
+    z_ir = ELU(sum_j a_ijr h_j), where a is the softmax over the edges of kind r that i receives of
+    LeakyReLU(b_r . h_i + c_r . h_j), of slope 0.2. The output is sum_r s_r z_ir, where s is the softmax over the
+    metapaths of the mean over all nodes of q . tanh(V z_ir + v).
+    """
+
+    dimensions: Dimensions
+    metapaths: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "n D"], edges: Int[Array, "E 2"], relations: Int[Array, "E"]
+    ) -> Float[Array, "n D"]:
+        d, nodes, width, count = self.dimensions, *x.shape, self.metapaths
+        shape, axes = (d.num_heads, width // d.num_heads), ("heads", "head_dim")
+        projected: Any = dense(d, shape, ("embed", *axes), name="kernel", use_bias=False)(x)
+        unit = nn.initializers.normal(shape[1] ** -0.5)
+
+        def scored(name: str) -> Array:
+            vector = parameter(self, name, unit, (count, *shape), (None, *axes)).astype(x.dtype)
+            return jnp.einsum("nhf,rhf->nrh", projected, vector).reshape(nodes * count, shape[0])
+
+        # Both ends of an edge as rows that each node has for each metapath.
+        places = edges * count + relations[:, None]
+        scores = scored("receiver").at[places[:, 1]].get(mode="clip") + scored("sender")[places[:, 0]]
+        weights = softmax_at(jax.nn.leaky_relu(scores, 0.2), places[:, 1], nodes * count)
+        read = sum_of_messages(jnp.repeat(projected, count, axis=0), weights, places)
+        z = jax.nn.elu(read).reshape(nodes, count, width)
+        hidden: Any = dense(d, width, ("embed", "outputs"), name="semantic", use_bias=True)(z)
+        query = parameter(self, "semantic_query", nn.initializers.normal(width**-0.5), (width,), ("outputs",))
+        shares = jax.nn.softmax(jnp.tanh(hidden).mean(0) @ query.astype(x.dtype))
+        return jnp.einsum("nrd,r->nd", z, shares)
+
+
 class GATLayer(nn.Module):
     """Attention of each node to its senders and itself, (n, I) -> (n, N, O).
 

@@ -18,6 +18,9 @@ from tests.marks import slow_unless
 _QUICK = ("local_both_sides", "propagate")
 # The functions whose calls take a TPU's kernel, at lengths that are worth it.
 _KERNELS = ("full", "local", "local_alibi", "compress", "propagate", "hopfield")
+# NormAttention normalises over the values' features, Sliceformer orders each differently, Long-Short has one
+# norm for keys and values, and the call of propagate has the same array as keys and values.
+_NOT_BY_FEATURE = ("norm", "sliceformer", "long_short", "propagate")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 
@@ -28,6 +31,33 @@ def test_every_function_is_called():
         {f"{name}_attention" for name in CALLS} | {f"{name}_rule" for name in CALLS} | {"gated_delta_rule_2"}
     )
     assert functions <= covered
+
+
+@pytest.mark.parametrize("name", [each for each in _EACH if each.values[0] not in _NOT_BY_FEATURE])
+@pytest.mark.parametrize("features", [(2, 0, 1), (0, 1, 2, 3, 3, 1)], ids=("narrower", "wider"))
+def test_values_of_any_width(name, features):
+    """Each feature of an output depends on the same feature of the values and on no other."""
+    make, call = CALLS[name]
+    arrays = make(1)
+    place = {"bilinear_mlr": 1, "bilinear_btt": 1}.get(name, 2 if len(arrays) > 2 else 0)
+    chosen = jnp.asarray(features)
+
+    def before(*arrays):
+        return call(*arrays[:place], arrays[place][..., chosen], *arrays[place + 1 :])
+
+    def after(*arrays):
+        return call(*arrays)[..., chosen]
+
+    @jax.jit
+    def both(arrays):
+        def one(function):
+            out, pull = jax.vjp(function, *arrays)
+            return out, *pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+        return one(before), one(after)
+
+    for found, expected in zip(*both(arrays), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", _EACH)

@@ -170,6 +170,21 @@ def test_states_after_each_of_the_last_tokens(name):
                 np.testing.assert_allclose(token, expected[:, t : t + 1], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["local", "diag", "linear", "bsbr"])
+def test_values_narrower_than_keys(name):
+    settings, more, at_once = CASES[name]
+    query, key, value = _inputs(name)
+    functions = state_functions(name, value_dim=5, **settings)
+    state, pieces = functions.init(B, K, H), []
+    for start, end in ((0, 6), (6, 7), (7, T)):
+        extra = {key: x[:, start:end] for key, x in more.items()}
+        tokens = (x[:, start:end] for x in (query, key, value[..., :5]))
+        out, state = jax.jit(functions.extend)(*tokens, state, **extra)
+        pieces.append(out)
+    expected = at_once(query, key, value)[..., :5]
+    np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
         state_functions("lokal")
@@ -238,7 +253,7 @@ def test_one_token_of_a_window_is_checked_as_several_are(length):
     state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
     for changes, message in (
         ({"implementation": "palas"}, "implementation must be .*, got 'palas'"),
-        ({"value": value[..., :4]}, r"value must have key's shape \(2, .*, 8\), got \(2, .*, 4\)"),
+        ({"value": value[..., :4]}, r"state.value must be float32 of shape \(2, 4, 2, 4\)"),
         ({"value": value.astype(jnp.bfloat16)}, "value must have query's dtype float32, got bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -72,6 +72,9 @@ class Case(NamedTuple):
     repeats: str | None = None
 
 
+# Its third block does not see the second.
+_MASK = ("1011", "1100", "1010", "0111")
+
 # The paper's beta adds one matrix that the default lacks.
 _BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None, beta=0.5)
 
@@ -107,6 +110,9 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "neighbourhood": Case(
             LocalConfig(window=4, pattern="neighbourhood", grid_width=7), repeats="local-sliding"
         ),
+        "block_mask": Case(
+            LocalConfig(window=9, pattern="block_mask", block_mask=_MASK), repeats="local-sliding"
+        ),
     },
     "brl": {
         "layer": _brl(),
@@ -123,6 +129,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         ),
         "layer-neighbourhood": _brl("brl-layer", window=4, pattern="neighbourhood", grid_width=7),
         "layer-fixed": _brl("brl-layer", pattern="fixed"),
+        "layer-global_local": _brl("brl-layer", pattern="global_local", num_global=3, global_segment=7),
+        "layer-block_mask": _brl("brl-layer", window=9, pattern="block_mask", block_mask=_MASK),
         "layer-bigbird": _brl("brl-layer", window=4, pattern="bigbird", num_global=4),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(

@@ -127,7 +127,8 @@ def test_law_2_a_stream_goes_on(name):
     """Batches of whole blocks, each with the memory of earlier batches, give the parallel forward's outputs.
 
     The window restarts with every batch, so here it is only the token itself."""
-    net, short = network(name, True), dataclasses.replace(CASES[name], window=1)
+    net = network(name, True)
+    short = dataclasses.replace(CASES[name], window=1, pattern="sliding")
     stack = Stack((short,) * LAYERS, net.stack.dimensions)
     expected = jax.jit(lambda v, x: stack.apply(v, x)[0])(net.variables, net.x[:, :24])
     step = jax.jit(lambda v, x, memory: stack.apply(v, x, cache=memory))

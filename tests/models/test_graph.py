@@ -9,7 +9,7 @@ import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig
 from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, HGTLayer, RGCNLayer, add_loops
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, HANLayer, HGTLayer, RGCNLayer, add_loops
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
@@ -74,6 +74,31 @@ def dense_hgt(x, edges, relations, w, kinds, heads):
     return x + np.stack([gelu(y[i]) @ w["out"][kinds[i]] for i in range(NODES)])
 
 
+def dense_han(x, edges, relations, w, heads):
+    """One node, metapath and head after the other."""
+    size = x.shape[1] // heads
+    h = np.einsum("ni,ihf->nhf", x, w["kernel"])
+    z = np.zeros((NODES, RELATIONS, x.shape[1]))
+    for i, r, k in np.ndindex(NODES, RELATIONS, heads):
+        near = [s for (s, t), kind in zip(edges, relations) if t == i and kind == r]
+        scores = np.array([h[i, k] @ w["receiver"][r, k] + h[s, k] @ w["sender"][r, k] for s in near])
+        shares = np.exp(np.maximum(scores, 0.2 * scores))
+        z[i, r, k * size : (k + 1) * size] = (
+            sum(share * h[s, k] for share, s in zip(shares / shares.sum(), near)) if near else 0.0
+        )
+    z = np.where(z > 0, z, np.exp(np.minimum(z, 0)) - 1)
+    scores = [
+        np.mean(
+            [
+                w["semantic_query"] @ np.tanh(z[i, r] @ w["semantic"] + w["semantic_bias"])
+                for i in range(NODES)
+            ]
+        )
+        for r in range(RELATIONS)
+    ]
+    return np.einsum("nrd,r->nd", z, np.exp(scores) / np.sum(np.exp(scores)))
+
+
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
     """(outputs (n, N, O), weights (n, n, N)), if no two edges join the same nodes."""
     h = np.einsum("ni,ihf->nhf", x, w["kernel"])
@@ -130,6 +155,20 @@ def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
     params["prior"] = params["prior"].replace_boxed(jnp.asarray(w["prior"], jnp.float32))
     y = layer.apply({"params": params}, x, edges, relations)
     expected = dense_hgt(x.astype(np.float64), edges[:-5], relations[:-5], w, kinds, d.num_heads)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_over_metapaths_equals_a_dense_one():
+    x = np.random.default_rng(11).standard_normal((NODES, 8)).astype(np.float32)
+    d = GraphConfig(**TINY).dimensions
+    edges, relations = random_graph(padding=5)
+    layer = HANLayer(d, RELATIONS)
+    params, w = weights_of(layer, x, edges, relations)
+    w["semantic_bias"] = np.random.default_rng(12).standard_normal(8)
+    bias = params["semantic"]["bias"]
+    params["semantic"]["bias"] = bias.replace_boxed(jnp.asarray(w["semantic_bias"], jnp.float32))
+    y = layer.apply({"params": params}, x, edges, relations)
+    expected = dense_han(x.astype(np.float64), edges[:-5], relations[:-5], w, d.num_heads)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -209,7 +248,7 @@ def test_a_set_that_is_compressed_has_no_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "nodes"])
+@pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodes"])
 def test_nodes_have_no_order(network):
     """Permuting nodes of one type along with their edges permutes the outputs."""
     config = GraphConfig(

@@ -24,6 +24,7 @@ def local_mask(n, d, m):
         "axial": lambda: attention.axial(m.grid_width),
         "neighbourhood": lambda: attention.neighbourhood(m.grid_width, w // 2, w // 2),
         "bigbird": lambda: attention.block_mask(w, bigbird_blocks(n, m)),
+        "block_mask": lambda: attention.block_mask(w, [[int(c) for c in row] for row in m.block_mask]),
     }[m.pattern]()
     return attention.pairs(n, n, sees, is_causal=d.is_causal)
 

@@ -91,12 +91,15 @@ def test_vectors_of_nodes_need_the_whole_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "learns"),
-    [(name, name != "mlp") for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "full", "brl")],
+    [
+        (name, name != "mlp")
+        for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "full", "brl")
+    ],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
     """The nodes' features are random; a node has the same class as the nodes it is linked to."""
     write_graph(tmp_path / "g", papers=240)
-    batch = "--batch 32" if network in ("full", "brl") else ""
+    batch = "--batch 32" if network in ("full", "brl") else "--neighbours 0" if network == "han" else ""
     train.graph.main(
         f"acm-{network} --workdir {tmp_path}/run --data_dir {tmp_path}/g --cache_dir {tmp_path}/cache {TINY} {batch} "
         "--steps 80 --eval_every 10 --learning_rate 1e-2 --dropout 0.1 --input_dropout 0".split()

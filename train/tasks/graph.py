@@ -17,6 +17,7 @@ from brl_jax.models.graph import GraphConfig, NodeClassifier
 from train.data.graphs.batches import HeldOutNodes, NodeBatches, Source
 from train.data.graphs.graph import Graph
 from train.data.graphs.load import load_graph
+from train.data.graphs.metapath_graph import metapath_graph
 from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.batch import Arrays
@@ -151,6 +152,8 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
                 ),
             )
         hops = config.model.num_layers if config.model.has_edges else 0
+        if network == "han":
+            graph, hops = metapath_graph(graph, data.metapath_length, data.neighbours), 0
         targets = data.row_targets or _targets_of_row(config, graph)
         source = Subgraphs(graph, hops=hops, neighbours=data.neighbours if hops else 0, targets=targets)
         return GraphData(graph, source)

@@ -4,7 +4,7 @@ acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (
 20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
 -brl, -local, -full                 transformers over token lists, or over all nodes if there are no links
 -mlp, -gcn, -rgcn, -gat,            what they are compared with
--simple_hgn, -hgt
+-simple_hgn, -hgt, -han
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GraphRunConfig(RunConfig):
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
         network = self.model.network
-        lists = ("data.metapath_length", "data.clusters")
+        lists = ("data.clusters",) if network == "han" else ("data.metapath_length", "data.clusters")
         names = ["model.rope_theta", *(["data.row_targets"] if network == "tokens" else lists)]
         if network in ("nodes", "mlp"):
             names.append("data.neighbours")
@@ -61,7 +61,7 @@ _ATTENTION: dict[str, Mechanism] = {
     "local": LocalConfig(window=8),
     "full": FullConfig(),
 }
-_MESSAGES: tuple[Network, ...] = ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt")
+_MESSAGES: tuple[Network, ...] = ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han")
 
 _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 """The longest metapath of each graph."""
@@ -127,6 +127,11 @@ def _presets() -> dict[str, GraphRunConfig]:
     for dataset in _METAPATHS:
         found |= {f"{dataset}-{name}": _tokens(dataset, mechanism) for name, mechanism in _ATTENTION.items()}
         found |= {f"{dataset}-{network}": _graph(network) for network in _MESSAGES}
+        # All neighbours along a metapath are up to half of the nodes.
+        data = GraphDataConfig(metapath_length=4 if dataset == "dblp" else 2, neighbours=32)
+        han = found[f"{dataset}-han"]
+        model = dataclasses.replace(han.model, num_layers=1)
+        found[f"{dataset}-han"] = dataclasses.replace(han, data=data, model=model)
     for dataset in ("20news", "images"):
         found |= {f"{dataset}-{name}": _set(mechanism) for name, mechanism in _SET.items()}
         for name in ("mlp", "gcn", "gat"):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
@@ -152,6 +152,12 @@ def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
         f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
         f"tokens, got {shape} with {key.shape[1]} keys",
     )
+
+
+def pad_features(x: Float[Array, "*rows H"], width: int) -> Float[Array, "*rows W"]:
+    """x with zeros after its features, up to `width` of them."""
+    missing = width - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def zero_padding(x: Array, lengths: Array | None) -> Array:

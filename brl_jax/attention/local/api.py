@@ -25,6 +25,7 @@ from brl_jax.attention.core.arguments import (
     check_segments,
     check_sinks,
     is_int,
+    pad_features,
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import by_platform, without_kept
@@ -91,7 +92,7 @@ def local_attention(
 def local_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     bias: PositionBias | Float[Array, " ..."] | None = None,
     mask: Bool[Array, " ..."] | None = None,
     *,
@@ -110,10 +111,10 @@ def local_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     return_state: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | LocalState]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"] | LocalState]:
     """Softmax attention in which each query sees only nearby keys, or another sparse pattern; O(n w) time and memory.
 
-    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = local_attention(query, key, value, local_window_size=(255, 0), is_causal=True)
 
@@ -128,7 +129,8 @@ def local_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16. The batch axis may be absent from all arrays.
-      key, value: (B, S, K, H) in query's dtype; K divides N, and query head n reads key head n // (N / K).
+      key: (B, S, K, H) in query's dtype; K divides N, and query head n reads key head n // (N / K).
+      value: (B, S, K, V) in query's dtype. Where V differs from H, the narrower arrays are padded to the wider ones.
       bias: added to the scaled scores, and differentiable: an array that broadcasts to (B, N, T, S), or a
         `PositionBias`, which computes the bias of one block at a time from absolute positions.
       mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True. Not with a `PositionBias`.
@@ -155,7 +157,7 @@ def local_attention(
       return_state: also return the `LocalState` after these tokens.
 
     Returns:
-      (B, T, N, H) in query's dtype, 0 for a query that sees no key; softmax runs in float32. With return_residual, also
+      (B, T, N, V) in query's dtype, 0 for a query that sees no key; softmax runs in float32. With return_residual, also
       (B, T, N) in query's dtype: -inf, or the sink, for a query that sees no key.
 
     Raises:
@@ -163,8 +165,6 @@ def local_attention(
       NotImplementedError: the named implementation does not support the call or the platform.
     """
     check_qkv(query, key, value)
-    if value.shape != key.shape:
-        raise ValueError(f"value must have key's shape {key.shape}, got {value.shape}")
     check_dtypes(query, key, value)
     pattern = _check_pattern(local_window_size, pattern, is_causal)
     scale = check_scale(scale, query.shape[3])
@@ -192,6 +192,8 @@ def local_attention(
         }
         out, state = continue_from(state, pattern.left, local_attention, query, key, value, **options)
         return (out, state) if return_state else out
+    value_dim = value.shape[3]
+    query, key, value = (pad_features(x, max(key.shape[3], value_dim)) for x in (query, key, value))
     call = PatternCall(
         pattern=pattern,
         is_causal=bool(is_causal),
@@ -216,7 +218,9 @@ def local_attention(
         sinks,
     )
     result = _choose(call, implementation, arrays)
-    return (result[0], result[1].astype(query.dtype)) if return_residual else result
+    if return_residual:
+        return result[0][..., :value_dim], result[1].astype(query.dtype)
+    return result[..., :value_dim]
 
 
 # Compiled on its own, so that calls outside jit are traced once.

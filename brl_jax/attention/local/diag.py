@@ -34,26 +34,36 @@ class DiagState(NamedTuple):
     """What `diag_attention` keeps of the tokens so far.
 
     Attributes:
-      key, value: (B, block_size, K, H), the current block's tokens so far, then zeros.
+      key, value: (B, block_size, K, H) and (B, block_size, K, V), the current block's tokens so far, then zeros.
       length: () int32, the number of tokens so far.
     """
 
     key: Float[Array, "B block K H"]
-    value: Float[Array, "B block K H"]
+    value: Float[Array, "B block K V"]
     length: Int[Array, ""]
 
 
 @declared
 def init_diag_state(
-    batch: Count, num_kv_heads: Count, head_dim: Count, *, block_size: Count = 64, dtype: Any = jnp.float32
+    batch: Count,
+    num_kv_heads: Count,
+    head_dim: Count,
+    value_dim: Count | None = None,
+    *,
+    block_size: Count = 64,
+    dtype: Any = jnp.float32,
 ) -> DiagState:
     """The state of `diag_attention` before the first token.
+
+    Args:
+      value_dim: head_dim of the values; head_dim by default.
 
     Raises:
       ValueError: a size is below 1.
     """
-    shape = (batch, block_size, num_kv_heads, head_dim)
-    return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+    tokens, value_dim = (batch, block_size, num_kv_heads), head_dim if value_dim is None else value_dim
+    key, value = (jnp.zeros((*tokens, size), dtype) for size in (head_dim, value_dim))
+    return DiagState(key, value, jnp.zeros((), jnp.int32))
 
 
 @overload
@@ -78,7 +88,7 @@ def diag_attention(
 def diag_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     *,
     block_size: Count = 64,
     score: DiagScore = "softmax",
@@ -90,10 +100,10 @@ def diag_attention(
     count: Int[Array, ""] | int | None = None,
     implementation: Implementation | None = None,
     return_state: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], DiagState]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DiagState]:
     """Attention of each token to the tokens of its block, i // block_size; O(T block_size) time and memory.
 
-    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H)::
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
         out = diag_attention(query, key, value, block_size=64, is_causal=True)
 
@@ -104,7 +114,7 @@ def diag_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H) in query's dtype; K divides N.
+      key, value: (B, T, K, H) and (B, T, K, V) in query's dtype; K divides N.
       block_size: the number of tokens in a block; the last block may be shorter.
       score: "softmax", or "relu", whose weights are not normalised.
       is_causal: query i sees only keys up to i.
@@ -118,7 +128,7 @@ def diag_attention(
       return_state: also return the `DiagState` after these tokens.
 
     Returns:
-      (B, T, N, H) in query's dtype; scores and sums are float32. With return_state, also a `DiagState`.
+      (B, T, N, V) in query's dtype; scores and sums are float32. With return_state, also a `DiagState`.
 
     Raises:
       ValueError: arguments do not fit together.
@@ -133,7 +143,9 @@ def diag_attention(
             "state and return_state must be given with is_causal=True and without lengths",
         )
         if state is None:
-            state = init_diag_state(batch, *key.shape[2:], block_size=block_size, dtype=key.dtype)
+            state = init_diag_state(
+                batch, key.shape[2], key.shape[3], value.shape[3], block_size=block_size, dtype=key.dtype
+            )
         rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=True)
         out, state = _continue_from(state, int(block_size), rule, query, key, value, count)
         return (out, state) if return_state else out
@@ -150,7 +162,7 @@ def _whole_blocks(
     value: Array,
     query_lengths: Array | None = None,
     key_lengths: Array | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attention of tokens that start at the beginning of a block."""
     batch, length = query.shape[:2]
     block = min(int(block_size), length)
@@ -163,14 +175,20 @@ def _whole_blocks(
     ends = jnp.full((1,), length, jnp.int32) if key_lengths is None else jnp.minimum(key_lengths, length)
     inside = jnp.arange(blocks * block).reshape(1, blocks, block) < ends[:, None, None]
     out = _attend(rule, cut(query, query_lengths), cut(key, key_lengths), cut(value, key_lengths), inside)
-    return zero_padding(out.reshape(batch, -1, *query.shape[2:])[:, :length], query_lengths)
+    return zero_padding(out.reshape(batch, -1, *out.shape[3:])[:, :length], query_lengths)
 
 
 def _continue_from(
     state: DiagState, block: int, rule: _Rule, query: Array, key: Array, value: Array, count: Any
-) -> tuple[Float[Array, "B T N H"], DiagState]:
+) -> tuple[Float[Array, "B T N V"], DiagState]:
     fresh = functools.partial(
-        init_diag_state, key.shape[0], *key.shape[2:], block_size=block, dtype=key.dtype
+        init_diag_state,
+        key.shape[0],
+        key.shape[2],
+        key.shape[3],
+        value.shape[3],
+        block_size=block,
+        dtype=key.dtype,
     )
     check_state(state, jax.eval_shape(fresh), "init_diag_state")
     length = query.shape[1]
@@ -221,9 +239,9 @@ def _attend(
     rule: _Rule,
     query: Float[Array, "B C t N H"],
     key: Float[Array, "B C s K H"],
-    value: Float[Array, "B C s K H"],
+    value: Float[Array, "B C s K V"],
     inside: Bool[Array, "#B C s"],
-) -> Float[Array, "B C t N H"]:
+) -> Float[Array, "B C t N V"]:
     """Attention within each of C blocks to its keys `inside`. The backward pass recomputes the scores."""
     return by_platform(
         lambda platform, *_: _form(rule, _few_at_a_time if platform == "cpu" else _all_at_once),
@@ -231,7 +249,7 @@ def _attend(
         key,
         value,
         inside,
-        results=query,
+        results=jax.ShapeDtypeStruct((*query.shape[:4], value.shape[4]), query.dtype),
         plain=functools.partial(_blocks, rule),
     )
 
@@ -287,18 +305,14 @@ def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) 
     )
     kept = weights_dtype(value.dtype, rule.score)
     out = jnp.einsum(
-        "bckgts,bcskh->bctkgh", weights.astype(kept), value.astype(kept), preferred_element_type=jnp.float32
+        "bckgts,bcskv->bctkgv", weights.astype(kept), value.astype(kept), preferred_element_type=jnp.float32
     )
-    return out.reshape(query.shape).astype(query.dtype)
+    return out.reshape(*query.shape[:4], -1).astype(query.dtype)
 
 
 def _check(query, key, value, block_size, score, implementation) -> None:
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    require(
-        value.shape[3] == query.shape[3],
-        f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}",
-    )
     require(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",

@@ -26,7 +26,7 @@ class LocalState(NamedTuple):
     """
 
     key: Float[Array, "B window K H"]
-    value: Float[Array, "B window K H"]
+    value: Float[Array, "B window K V"]
     length: Int[Array, ""]
 
 
@@ -35,6 +35,7 @@ def init_local_state(
     batch: Count,
     num_kv_heads: Count,
     head_dim: Count,
+    value_dim: Count | None = None,
     *,
     local_window_size: Natural | tuple[Natural, Natural],
     dtype: Any = jnp.float32,
@@ -42,14 +43,17 @@ def init_local_state(
     """The state of `local_attention` before the first token.
 
     Args:
+      value_dim: head_dim of the values; head_dim by default.
       local_window_size: as in the calls that use the state; only the left side counts.
       dtype: of the keys and values.
 
     Raises:
       ValueError: a size is below 1.
     """
-    shape = (batch, SlidingWindow.of_size(local_window_size).left + 1, num_kv_heads, head_dim)
-    return LocalState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+    tokens = (batch, SlidingWindow.of_size(local_window_size).left + 1, num_kv_heads)
+    value_dim = head_dim if value_dim is None else value_dim
+    key, value = (jnp.zeros((*tokens, size), dtype) for size in (head_dim, value_dim))
+    return LocalState(key, value, jnp.zeros((), jnp.int32))
 
 
 def continue_from(
@@ -58,9 +62,9 @@ def continue_from(
     attend: Callable[..., Array],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     **options: Any,
-) -> tuple[Float[Array, "B T N H"], LocalState]:
+) -> tuple[Float[Array, "B T N V"], LocalState]:
     """Causal attention of T new tokens to themselves and `left` tokens before each, and the state after them.
 
     Args:
@@ -72,7 +76,7 @@ def continue_from(
     )
     size, window = (left, 0), left + 1
     init = functools.partial(
-        init_local_state, batch, kv_heads, head_dim, local_window_size=size, dtype=key.dtype
+        init_local_state, batch, kv_heads, head_dim, value.shape[3], local_window_size=size, dtype=key.dtype
     )
     if state is None:
         out = attend(query, key, value, local_window_size=size, is_causal=True, **options)

@@ -155,7 +155,7 @@ def long_short_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H) of the same tokens and dtype; K divides N.
+      key, value: (B, T, K, H) of the same tokens and dtype; K divides N. They have one width because they share a norm.
       projection: the logits of P, R per token and key head.
       window, chunk_size: as above; windows and chunks are counted from the first token.
       norms: scales of the LayerNorms.

@@ -28,15 +28,15 @@ from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_ro
 from brl_jax.fields import Count, declared
 from brl_jax.sharding import sequence_axis
 
-#: Arrays (H, H, F) and (F, H, H), which map a chunk's key-value product to F numbers and back.
-Compression = tuple[Float[Array, "H H F"], Float[Array, "F H H"]]
+#: Arrays (H, V, F) and (F, H, V), which map a chunk's key-value product to F numbers and back.
+Compression = tuple[Float[Array, "H V F"], Float[Array, "F H V"]]
 
 
 class BSBRState(NamedTuple):
     """What `bsbr_attention` keeps of the tokens so far: a summary of each completed chunk, and the current chunk.
 
     Attributes:
-      summary: the key-value products of the completed chunks, with F = H^2, or the F numbers that they are
+      summary: the key-value products of the completed chunks, with F = H V, or the F numbers that they are
         compressed to.
       retrieval_key: the retrieval keys of those chunks.
       retrieved: what the current chunk's queries read from earlier chunks.
@@ -46,9 +46,9 @@ class BSBRState(NamedTuple):
 
     summary: Float[Array, "B M K F"]
     retrieval_key: Float[Array, "B M K R"]
-    retrieved: Float[Array, "B N H H"]
+    retrieved: Float[Array, "B N H V"]
     key: Float[Array, "B C K H"]
-    value: Float[Array, "B C K H"]
+    value: Float[Array, "B C K V"]
     length: Int[Array, "B"]
 
 
@@ -57,6 +57,7 @@ def init_bsbr_state(
     batch: Count,
     num_kv_heads: Count,
     head_dim: Count,
+    value_dim: Count | None = None,
     *,
     length: Count,
     num_heads: Count | None = None,
@@ -68,6 +69,7 @@ def init_bsbr_state(
     """Returns the state of `bsbr_attention` before the first of up to `length` tokens.
 
     Args:
+      value_dim: V, the head_dim of the values; head_dim by default.
       num_heads: heads of the queries; num_kv_heads by default.
       retrieval_dim: R, the features of retrieval queries and keys; head_dim by default.
       num_compressed: F, if the calls have a `compression`.
@@ -79,14 +81,15 @@ def init_bsbr_state(
     """
     num_heads = num_kv_heads if num_heads is None else num_heads
     retrieval_dim = head_dim if retrieval_dim is None else retrieval_dim
-    numbers = head_dim**2 if num_compressed is None else num_compressed
+    value_dim = head_dim if value_dim is None else value_dim
+    numbers = head_dim * value_dim if num_compressed is None else num_compressed
     chunks = -(-length // chunk_size)
     return BSBRState(
         jnp.zeros((batch, chunks, num_kv_heads, numbers), jnp.float32),
         jnp.zeros((batch, chunks, num_kv_heads, retrieval_dim), dtype),
-        jnp.zeros((batch, num_heads, head_dim, head_dim), jnp.float32),
+        jnp.zeros((batch, num_heads, head_dim, value_dim), jnp.float32),
         jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype),
-        jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype),
+        jnp.zeros((batch, chunk_size, num_kv_heads, value_dim), dtype),
         jnp.zeros((batch,), jnp.int32),
     )
 
@@ -95,7 +98,7 @@ def init_bsbr_state(
 def bsbr_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     retrieval_query: Float[Array, "B T N R"],
     retrieval_key: Float[Array, "B T K R"],
     *,
@@ -108,10 +111,10 @@ def bsbr_attention(
     return_state: bool = False,
     chunk_size: Count = 64,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BSBRState]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], BSBRState]:
     """Softmax attention inside chunks of C tokens and retrieval between them, in O(T C + (T / C)^2) time.
 
-    (B, T, N, H), (B, T, K, H) x 2, (B, T, N, R), (B, T, K, R) -> (B, T, N, H)::
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, N, R), (B, T, K, R) -> (B, T, N, V)::
 
         retrieval = {"retrieval_query": r, "retrieval_key": h}
         out = bsbr_attention(query, key, value, **retrieval, strength=1 / 64, is_causal=True)
@@ -128,10 +131,10 @@ def bsbr_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H) of the same dtype; K divides N.
+      key, value: (B, T, K, H) and (B, T, K, V) of the same dtype; K divides N.
       retrieval_query, retrieval_key: (B, T, N, R) and (B, T, K, R) of the same dtype. Only the first and last token
         of each chunk matter.
-      compression: arrays (H, H, F) and (F, H, H), which compress F_c to F numbers and expand them after retrieval;
+      compression: arrays (H, V, F) and (F, H, V), which compress F_c to F numbers and expand them after retrieval;
         None keeps F_c.
       strength: factor of the retrieved part, (N,) or (). F_c is a sum over C tokens, so 1 / C makes it a mean.
       scale: scale of the scores; 1 / sqrt(H) by default.
@@ -141,7 +144,7 @@ def bsbr_attention(
       chunk_size: C, which changes the result; chunks are counted from the first token of the sequence.
 
     Returns:
-      (B, T, N, H) in the query's dtype, computed in float32; with return_state, also the new state.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
       ValueError: an argument does not fit, named in the message.
@@ -197,7 +200,7 @@ class _Retrieval(NamedTuple):
     compression: Compression | None
     factor: Float[Array, "*N"]
 
-    def summarize(self, product: Float[Array, "*B K H H"]) -> Float[Array, "*B K F"]:
+    def summarize(self, product: Float[Array, "*B K H V"]) -> Float[Array, "*B K F"]:
         """The product's entries, compressed if asked for."""
         if self.compression is None:
             return product.reshape(*product.shape[:-2], -1)
@@ -209,22 +212,21 @@ class _Retrieval(NamedTuple):
         key: Float[Array, "B M K R"],
         summary: Float[Array, "B M K F"],
         seen: Bool[Array, "#B I M"],
-        head_dim: int,
-    ) -> Float[Array, "B I N H H"]:
+        size: tuple[int, int],
+    ) -> Float[Array, "B I N H V"]:
         """The matrix that each query head reads, for I retrieval queries over the M chunks that they see."""
-        batch, count, heads, size = query.shape
-        kv_heads = key.shape[2]
-        grouped = query.reshape(batch, count, kv_heads, -1, size).astype(jnp.float32)
-        logits = jnp.einsum("bikgr,bmkr->bkgim", grouped, key.astype(jnp.float32)) / math.sqrt(size)
+        batch, count, heads, features = query.shape
+        grouped = query.reshape(batch, count, key.shape[2], -1, features).astype(jnp.float32)
+        logits = jnp.einsum("bikgr,bmkr->bkgim", grouped, key.astype(jnp.float32)) / math.sqrt(features)
         weights = softmax_weights(logits, seen[:, None, None])
         mixed = jnp.einsum("bkgim,bmks->bikgs", weights, summary).reshape(batch, count, heads, -1)
         if self.compression is None:
-            return mixed.reshape(batch, count, heads, head_dim, head_dim)
+            return mixed.reshape(batch, count, heads, *size)
         return jnp.einsum("bins,shv->binhv", mixed, self.compression[1].astype(mixed.dtype))
 
     def read(
-        self, query: Float[Array, "B *C N H"], matrix: Float[Array, "B *#C N H H"]
-    ) -> Float[Array, "B *C N H"]:
+        self, query: Float[Array, "B *C N H"], matrix: Float[Array, "B *#C N H V"]
+    ) -> Float[Array, "B *C N V"]:
         read = jnp.einsum("...nh,...nhv->...nv", query.astype(matrix.dtype), matrix)
         factor = jnp.broadcast_to(self.factor, query.shape[-2:-1])
         return read * factor.reshape((1,) * (read.ndim - 2) + (-1, 1))
@@ -232,7 +234,7 @@ class _Retrieval(NamedTuple):
 
 def _between_chunks(
     inputs: dict[str, Array], lengths: Array | None, retrieval: Any, is_causal: bool, chunk_size: int
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """What a whole sequence's queries read from other chunks; `retrieval` contains the arrays of a `_Retrieval`.
 
     On a mesh that shards sequences, each device summarises its own chunks, and the summaries are gathered.
@@ -258,7 +260,7 @@ def _shard_between_chunks(
     is_causal: bool,
     chunk_size: int,
     axis: str | None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """`_between_chunks` for one shard of sequences of `length` tokens; without an axis, for all of them."""
     retrieval = _Retrieval(*retrieval)
     batch, size = inputs["query"].shape[:2]
@@ -285,7 +287,7 @@ def _shard_between_chunks(
     earlier, other = all_numbers[None] < number[:, None], all_numbers[None] != number[:, None]
     seen = (earlier if is_causal else other)[None] & gather(exists)[:, None]
     queries = inputs["retrieval_query"][:, ::chunk_size]
-    matrix = retrieval.mix(queries, gather(keys), gather(summary), seen, key.shape[-1])
+    matrix = retrieval.mix(queries, gather(keys), gather(summary), seen, (key.shape[-1], value.shape[-1]))
     far = retrieval.read(split(inputs["query"]), matrix[:, :, None])
     return far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :size]
 
@@ -298,7 +300,7 @@ def _prompt(
     scale: float,
     chunk_size: int,
     implementation: Implementation | None,
-) -> tuple[BSBRState, Float[Array, "B T N H"]]:
+) -> tuple[BSBRState, Float[Array, "B T N V"]]:
     """Computes many new tokens at once. A GPU would otherwise wait for the kernel launches of each piece."""
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
@@ -326,7 +328,7 @@ def _prompt(
     retrieval_key = write_places(state.retrieval_key, new_keys, slot)
     seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[..., None]
     queries = split("retrieval_query")[:, :, 0]
-    matrix = retrieval.mix(queries, retrieval_key, summaries, seen, key.shape[-1])
+    matrix = retrieval.mix(queries, retrieval_key, summaries, seen, (key.shape[-1], value.shape[-1]))
     # If the first chunk began with an earlier token, it has already retrieved.
     begun = (prompt.filled > 0) & (index == 0)
     matrix = jnp.where(begun[..., None, None, None], state.retrieved[:, None], matrix)
@@ -348,7 +350,7 @@ def _piece(
     retrieval: _Retrieval,
     scale: float,
     chunk_size: int,
-) -> tuple[BSBRState, Float[Array, "B L N H"]]:
+) -> tuple[BSBRState, Float[Array, "B L N V"]]:
     """At most chunk_size new tokens, starting anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads, head_dim = piece["key"].shape
     filled, chunk = state.length % chunk_size, state.length // chunk_size
@@ -383,7 +385,7 @@ def _piece(
         def new() -> Array:
             seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[:, None, None]
             query = token_at(piece["retrieval_query"], position)
-            matrix = retrieval.mix(query, keys, chunks, seen, head_dim)[:, 0]
+            matrix = retrieval.mix(query, keys, chunks, seen, (head_dim, value.shape[-1]))[:, 0]
             return jnp.where(begins[:, None, None, None], matrix, old)
 
         # Read all summaries only once per chunk, when it begins.
@@ -414,9 +416,6 @@ def _piece(
 def _check_retrieval(
     query: Array, key: Array, value: Array, retrieval_query: Array, retrieval_key: Array, compression: Any
 ) -> None:
-    require(
-        value.shape[3] == key.shape[3], f"value must have key's head_dim {key.shape[3]}, got {value.shape[3]}"
-    )
     names = ("retrieval_query", "retrieval_key", "value")
     check_qkv(retrieval_query, retrieval_key, value, names)
     for name, array, like in zip(names, (retrieval_query, retrieval_key), (query, key)):
@@ -431,7 +430,7 @@ def _check_retrieval(
         f"compression must be None or a pair of arrays, got {type(compression).__name__}",
     )
     down, up = compression
-    sizes = (key.shape[3], key.shape[3])
+    sizes = (key.shape[3], value.shape[3])
     require(
         down.ndim == 3 and down.shape[:2] == sizes and up.shape == (down.shape[2], *sizes),
         f"compression must be arrays of shapes {(*sizes, 'F')} and {('F', *sizes)}, got {down.shape} and {up.shape}",
@@ -442,7 +441,7 @@ def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, 
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(
-        query.shape[0], *key.shape[2:], length=length, num_heads=query.shape[2],
+        query.shape[0], key.shape[2], key.shape[3], inputs["value"].shape[3], length=length, num_heads=query.shape[2],
         retrieval_dim=inputs["retrieval_key"].shape[3],
         num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,

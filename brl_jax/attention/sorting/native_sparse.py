@@ -265,22 +265,22 @@ def far_attention(
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     compressed_key: Float[Array, "B C K H"],
-    compressed_value: Float[Array, "B C K H"],
+    compressed_value: Float[Array, "B C K V"],
     gates: Float[Array, "B T N 3"],
     *,
     sizes: BlockSizes = DEFAULT_SIZES,
     window: Count = 512,
     window_key: Float[Array, "B T K H"] | None = None,
-    window_value: Float[Array, "B T K H"] | None = None,
+    window_value: Float[Array, "B T K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Causal attention to compressed blocks, to the blocks of tokens that these choose, and to a window.
 
-    (B, T, N, H), (B, T, K, H) x 2, (B, C, K, H) x 2, (B, T, N, 3) -> (B, T, N, H)::
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, C, K, H), (B, C, K, V), (B, T, N, 3) -> (B, T, N, V)::
 
         few_key, few_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
         out = native_sparse_attention(query, key, value, few_key, few_value, gates)
@@ -301,8 +301,8 @@ def native_sparse_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H), the tokens whose blocks are chosen; K divides N.
-      compressed_key, compressed_value: (B, C, K, H), one for each block of `compression_blocks`.
+      key, value: (B, T, K, H) and (B, T, K, V), the tokens whose blocks are chosen; K divides N.
+      compressed_key, compressed_value: (B, C, K, H) and (B, C, K, V), one for each block of `compression_blocks`.
       gates: (B, T, N, 3), weights of the compressed blocks, the chosen blocks and the window.
       sizes, window: as above.
       window_key, window_value: keys and values for the window; `key` and `value` by default.
@@ -314,7 +314,7 @@ def native_sparse_attention(
         run through XLA.
 
     Returns:
-      (B, T, N, H) in the query's dtype, with float32 softmax and gates.
+      (B, T, N, V) in the query's dtype, with float32 softmax and gates.
 
     Raises:
       ValueError: an argument does not fit, named in the message.
@@ -324,17 +324,14 @@ def native_sparse_attention(
     sizes.check()
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    require(
-        key.shape[1] == length and value.shape[3] == head_dim,
-        f"key and value must have query's length and head_dim {length}, {head_dim}, got {value.shape}",
-    )
+    require(key.shape[1] == length, f"key must have query's length {length}, got {key.shape[1]}")
     segment_ids = _checked_ids(segment_ids, key)
     starts = block_starts(length, sizes.compressed, sizes.stride, segment_ids)
     window_key = key if window_key is None else window_key
     window_value = value if window_value is None else window_value
     expected = {
         "compressed_key": (compressed_key, (batch, starts.shape[1], kv_heads, head_dim)),
-        "compressed_value": (compressed_value, (batch, starts.shape[1], kv_heads, head_dim)),
+        "compressed_value": (compressed_value, (batch, starts.shape[1], *value.shape[2:])),
         "window_key": (window_key, key.shape),
         "window_value": (window_value, value.shape),
         "gates": (gates, (batch, length, heads, 3)),

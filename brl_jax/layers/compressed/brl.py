@@ -16,8 +16,8 @@ import flax.linen as nn
 from brl_jax.attention.core.scores import Score
 from brl_jax.fields import Count, Range
 from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
-from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
-from brl_jax.layers.local.local_attention import LocalConfig, LocalPattern, unused_by_pattern
+from brl_jax.layers.core.protocol import Dimensions, Residual
+from brl_jax.layers.local.local_attention import LocalConfig, PatternConfig
 
 Memory = Literal["output", "layer"]
 Generation = Literal["blocks", "all"]
@@ -29,22 +29,14 @@ CompressPositions = Literal["none", "rope"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BRLConfig(Mechanism):
-    """BRL attention: a local pattern plus compressed tokens (OpenReview Vpyg3fqXbl; its symbols in brackets).
+class BRLConfig(PatternConfig):
+    """BRL attention: local attention plus compressed tokens (OpenReview Vpyg3fqXbl; its symbols in brackets).
 
     config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
+
+    The local attention has a `window` [w] and a `pattern` [D], any of the mechanism "local".
     """
 
-    window: Count = 128
-    """Width of the local attention [w], as in the mechanism "local"."""
-    pattern: LocalPattern = "sliding"
-    """Pattern of the local attention [D], any of the mechanism "local"."""
-    dilation: Count = 2
-    """Step between the keys of the pattern "dilated"."""
-    grid_width: Count = 32
-    """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
-    num_global: Count = 64
-    """Global tokens of the patterns "global", "bigbird" and "global_local"."""
     num_compressed: Annotated[int, Range(0, 256)] = 64
     """Compressed tokens of a block [m], at most 256; 0 leaves only local attention."""
     compressed_dim: Count | None = None
@@ -94,6 +86,7 @@ class BRLConfig(Mechanism):
     positions, as in the paper; the compressed tokens then read a set (docs/recall.md)."""
 
     def __post_init__(self):
+        super().__post_init__()
         if self.bias == "t5" and self.num_compressed and self.history <= 16:
             raise ValueError(
                 f"history_size (or block_size, if that is None) must be above 16 with bias='t5', "
@@ -102,7 +95,7 @@ class BRLConfig(Mechanism):
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
-        unused = unused_by_pattern(self.pattern)
+        unused = super().without_effect()
         if not self.num_compressed:
             names = ("compressed_dim", "phi", "score", "bias", "gamma", "lambda_init", "beta")
             unused |= dict.fromkeys((*names, "compress_scale", "compress_positions"), "with num_compressed 0")
@@ -113,14 +106,6 @@ class BRLConfig(Mechanism):
         if self.formulation == "equations":
             return "post"
         return "pre" if self.input_norm else "ffn"
-
-    @property
-    def causal(self) -> bool:
-        return self.local.causal
-
-    @property
-    def linear_cost(self) -> bool:
-        return self.local.linear_cost
 
     @property
     def segment(self) -> int | None:
@@ -134,7 +119,7 @@ class BRLConfig(Mechanism):
     def packs(self) -> bool:
         # With memory "output", blocks start at multiples of their size in the row. A packed sequence would be cut into
         # other blocks than the same sequence alone, and would have other compressed tokens.
-        return self.local.packs and (self.memory == "layer" or not self.num_compressed)
+        return super().packs and (self.memory == "layer" or not self.num_compressed)
 
     @property
     def packs_bidirectional(self) -> bool:
@@ -144,9 +129,8 @@ class BRLConfig(Mechanism):
     @property
     def local(self) -> LocalConfig:
         """The local attention's configuration."""
-        return LocalConfig(
-            self.window, self.pattern, self.dilation, self.num_global, grid_width=self.grid_width
-        )
+        fields = dataclasses.fields(PatternConfig)
+        return LocalConfig(**{field.name: getattr(self, field.name) for field in fields})
 
     @property
     def block(self) -> int:

@@ -14,39 +14,32 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
-from brl_jax.layers.core.protocol import Dimensions, LayerCall
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
 LocalPattern = Literal[
     "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "global_local", "axial",
-    "neighbourhood",
+    "neighbourhood", "block_mask",
 ]  # fmt: skip
 _BIDIRECTIONAL_ONLY = ("global", "bigbird", "global_local")
-_NOT_LINEAR = ("strided", "fixed", "axial")
+_NOT_LINEAR = ("strided", "fixed", "axial", "block_mask")
 # The patterns that read an option; all read the window.
 _READ_BY = {
     "dilation": ("dilated",),
     "grid_width": ("axial", "neighbourhood"),
     "num_global": ("global", "bigbird", "global_local"),
     "global_segment": ("global_local",),
+    "block_mask": ("block_mask",),
 }
 
 
-def unused_by_pattern(pattern: LocalPattern) -> dict[str, str]:
-    """The options that a pattern does not read, each with the reason."""
-    return {name: f"with pattern {pattern}" for name, patterns in _READ_BY.items() if pattern not in patterns}
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalConfig(SoftmaxConfig):
-    """Softmax attention in which a token sees a pattern of its neighbourhood (Longformer, arXiv:2004.05150).
-
-    config = DecoderConfig(mechanism=LocalConfig(window=256))
-    """
+class PatternConfig(Mechanism):
+    """Which keys a token sees: the fields that "local" and "brl" share."""
 
     window: Count = 128
     """Width w: a token sees itself and the w - 1 tokens before it in a decoder, and w // 2 tokens on each side in an
-    encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
-    "strided" and "fixed"."""
+    encoder. For other patterns it is the block of "block", "bigbird" and "block_mask", the bucket of "bucketed", and
+    the stride of "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
     """Which keys a token sees. "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. Two
     patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its column
@@ -61,10 +54,22 @@ class LocalConfig(SoftmaxConfig):
     `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
     grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
+    block_mask: tuple[str, ...] = ()
+    """In "block_mask", a row for each block of queries, with a 1 for each block of keys that they see and else a 0, as
+    in 100 110 101. The rows must cover the longest sequence."""
+
+    def __post_init__(self):
+        if self.pattern == "block_mask":
+            rows = self.block_mask
+            if not rows or any(len(row) != len(rows[0]) or not row or set(row) - set("01") for row in rows):
+                raise ValueError(f"block_mask must be rows of 0 and 1, all of one length, got {rows}")
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
-        return unused_by_pattern(self.pattern)
+        pattern = self.pattern
+        return {
+            name: f"with pattern {pattern}" for name, readers in _READ_BY.items() if pattern not in readers
+        }
 
     @property
     def causal(self) -> bool:
@@ -78,6 +83,14 @@ class LocalConfig(SoftmaxConfig):
     def packs(self) -> bool:
         # Patterns with fixed boundaries would cut a packed sequence elsewhere than the same sequence alone.
         return self.pattern in ("sliding", "dilated")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConfig(PatternConfig, SoftmaxConfig):
+    """Softmax attention in which a token sees a pattern of its neighbourhood (Longformer, arXiv:2004.05150).
+
+    config = DecoderConfig(mechanism=LocalConfig(window=256))
+    """
 
     @functools.cache  # noqa: B019 (configurations are few and small)
     def make_pattern(self, is_causal: bool) -> patterns.Pattern:
@@ -108,6 +121,9 @@ class LocalConfig(SoftmaxConfig):
                 return patterns.Neighbourhood(self.grid_width, self.window // 2, self.window // 2)
             case "bigbird":
                 return far_patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
+            case "block_mask":
+                rows = tuple(tuple(block == "1" for block in row) for row in self.block_mask)
+                return far_patterns.BlockMask(self.window, rows)
         raise ValueError(f"unknown pattern {self.pattern!r}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
@@ -122,8 +138,11 @@ class LocalAttention(SoftmaxLayer):
 
     def init_cache(self, batch: int, length: int) -> WindowCache:
         """Returns a cache for the last keys and values that the pattern can reach, at most `length`."""
-        d = self.dimensions
-        reach = self.mechanism.make_pattern(True).lookback
+        d, m = self.dimensions, self.mechanism
+        covered = m.window * len(m.block_mask)
+        if m.pattern == "block_mask" and length > covered:
+            raise ValueError(f"block_mask must cover the cache's {length} tokens, got rows for {covered}")
+        reach = m.make_pattern(True).lookback
         reach = length if reach is None else min(reach, length)
         return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 

@@ -9,7 +9,7 @@ _ROWS = {
     "GCN": "gcn",
     "GAT": "gat",
     "RGCN": "rgcn",
-    "HAN": "",
+    "HAN": "han",
     "HetGNN": "",
     "Simple-HGN": "simple_hgn",
     "GTN": "",

@@ -9,6 +9,7 @@ import pytest
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
 from train.data.graphs.images import describe
 from train.data.graphs.load import GraphDataConfig, load_graph
+from train.data.graphs.metapath_graph import metapath_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapaths
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.errors import UserError
@@ -67,7 +68,9 @@ def test_a_folder_of_the_benchmark(tmp_path):
     for a, b in zip(graph.features, again.features):
         np.testing.assert_array_equal(a, b)
         assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(AUTHORS, rel=1e-4)
-    (tmp_path / "g/info.dat").write_text('{"node.dat": {"node type": {"0": "paper", "1": "author"}}}')
+    (tmp_path / "g/info.dat").write_text(
+        '{"node.dat": {"node type": {"0": "paper", "1": "author"}, "3": NaN}}'
+    )
     assert load(tmp_path / "g").types == ("paper", "author")
     for other in ('{"node.dat": [], "label.dat": 3}', '{"node.dat": {"node type": []}}'):
         (tmp_path / "g/info.dat").write_text(other)
@@ -321,6 +324,32 @@ def test_token_lists_hold_means_along_metapaths_and_drawn_nodes(tmp_path):
     two_away = features[1, 6:9][present[1, 6:9] == 1]
     near = {i for a in authors[7] for i in by_author[a]}
     assert all(any(np.array_equal(row, graph.features[0][i]) for i in near) for row in two_away)
+
+
+def test_nodes_are_linked_along_metapaths(tmp_path):
+    """All papers of a paper's authors, or some of them; a paper without authors receives from itself alone."""
+    authors = write_graph(
+        tmp_path / "g", [("link.dat", 1, None)] * 2 + [("link.dat", 2 * PAPERS - 1, None)] * 2
+    )
+    authors[0] = []
+    graph = load(tmp_path / "g", features=16)
+    whole = metapath_graph(graph, 3, 0)
+    assert (whole.counts, whole.target, [(r.receiver, r.sender) for r in whole.relations]) == (
+        (PAPERS,),
+        0,
+        [(0, 0)],
+    )
+    near = [{i} | {j for j in range(PAPERS) if set(authors[i]) & set(authors[j])} for i in range(PAPERS)]
+    assert [set(np.flatnonzero(row)) for row in whole.relations[0].adjacency.toarray()] == near
+    drawn = metapath_graph(graph, 2, 3).relations[0].adjacency.toarray() > 0
+    for i, row in enumerate(drawn):
+        assert set(np.flatnonzero(row)) <= near[i]
+        assert row[i]
+        assert row.sum() <= 4
+    assert drawn.sum() > 2 * PAPERS
+    np.testing.assert_array_equal(metapath_graph(graph, 2, 3).relations[0].adjacency.toarray() > 0, drawn)
+    with pytest.raises(UserError, match="--metapath_length: expected more than 1: no metapath leads back"):
+        metapath_graph(graph, 1, 0)
 
 
 def test_subgraphs_have_what_their_nodes_receive_from(tmp_path):

@@ -104,7 +104,8 @@ def _info(folder: Path) -> dict[str, Any]:
         return {}
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            return parse_json(file.read(), dict, os.fspath(path))
+            # IMDB's file has numbers that are not finite, among names that nothing here reads.
+            return parse_json(file.read().replace(b": NaN", b": null"), dict, os.fspath(path))
     except ValueError as error:
         raise UserError(f"--data_dir: {error}") from error
     except UNREADABLE as error:

@@ -38,10 +38,11 @@ class GraphDataConfig(Checked):
     split_seed: Seed = 0
     """Seed of the choice of the validation nodes, and of the test nodes where the files don't name them."""
     metapath_length: Count = 2
-    """Token lists: links of the longest metapath. Each metapath gives a token, the mean of the nodes at its end."""
+    """Links of the longest metapath. In token lists each metapath gives a token, the mean of the nodes at its end; in
+    HAN each one that leads back to the classified type is a kind of edges."""
     neighbours: Natural = 0
     """Token lists: nodes drawn at the end of each metapath of one or two links, a token each. Networks that read edges:
-    the edges drawn for each node of a subgraph; 0: all edges, and the subgraph is the graph."""
+    the edges drawn for each node of a subgraph, in HAN for each node and metapath; 0: all edges of the graph."""
     clusters: Natural = 0
     """Token lists: tokens that are the centres of that many clusters of nodes."""
     nearest: Natural = 0

@@ -72,7 +72,7 @@ class PolyTokens:
             rng = np.random.default_rng(7)
             for path in paths:
                 if len(path) <= 2:
-                    ends = _walk(graph.relations, path, np.arange(count), neighbours, rng)
+                    ends = walk(graph.relations, path, np.arange(count), neighbours, rng)
                     self._drawn.append((graph.relations[path[-1]].sender, ends))
         self._centres = _centres(self._means[:, 0], clusters)
         groups = [1] * (1 + len(paths)) + [neighbours] * len(self._drawn) + [clusters] * (clusters > 0)
@@ -100,7 +100,7 @@ class PolyTokens:
         return features, present
 
 
-def _walk(
+def walk(
     relations: Sequence[Relation], path: Metapath, nodes: np.ndarray, number: int, rng: np.random.Generator
 ) -> np.ndarray:
     """The ends (N, number) of random walks along a path, -1 for a walk that finds no link or ends at another walk's
