@@ -118,7 +118,6 @@ def delta_chunks(
     levels = count_levels(first, T, CHUNK)
     # Products of keys, in the rows, with queries and with keys; BY_FEATURE with D.
     p, overlap = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    diagonal = tl.zeros([CHUNK], tl.float32)
     for ft in range(FT):
         f = ft * FB + tl.arange(0, FB)
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
@@ -127,7 +126,7 @@ def delta_chunks(
         if BY_FEATURE:
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
-            diagonal += tl.sum(readers.to(tl.float32) * columns, 0)
+            p += tl.where(i == j, tl.sum(readers.to(tl.float32) * columns, 0)[None, :], 0.0)
             for level in range(levels):
                 here = key * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
                 here = here.to(key.dtype)
@@ -140,8 +139,6 @@ def delta_chunks(
         else:
             p = tl.dot(key, readers, p, input_precision=PRECISION)
             overlap = tl.dot(key, columns, overlap, input_precision=PRECISION)
-    if BY_FEATURE:
-        p = tl.where(i == j, diagonal[None, :], p)
     factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)
