@@ -124,13 +124,14 @@ def recurrent_key_gradient(
     if WEIGHS:
         keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
         dk += tl.where(vt == 0, keys, 0.0)[None, :]
-    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    dv = tl.dot(key, state, input_precision=PRECISION)
+    reached = tl.full([BN], 1.0, tl.float32)
     if SEGMENTS:
         own = segment_numbers(segments, b, first, n, T)
-        reached = (own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0)
-        dk, dv = tl.where(reached[:, None], dk, 0.0), tl.where(reached[:, None], dv, 0.0)
+        reached = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), reached, 0.0)
+    dk *= reached[:, None]
     ended = tl.sum(dk * key, 1)
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
+    dv = tl.dot(key, state, input_precision=PRECISION) * reached[:, None]
     # The later blocks of the chunk from the last, and the block of the keys themselves. What has been summed decays
     # over a block before the block is added.
     for later in tl.static_range(1, -1, -1):

@@ -122,7 +122,7 @@ _DELTAS = {
     ),
 }  # fmt: skip
 _DELTAS |= {
-    (100, 128): _DELTAS[90, 128]._replace(states=Launch(32, 8, 1), state_gradient=Launch(32, 8, 1)),
+    (100, 128): _DELTAS[90, 128]._replace(states=Launch(32, 8, 1)),
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
