@@ -1,6 +1,5 @@
 """Sampling, stop tokens, streaming, and invalid calls."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 from brl_jax import DecoderConfig, DecoderLM, LocalConfig, generate, stream
 from brl_jax.sampling import sample
+from tests.support.parameters import drawn
 
 SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
 MODEL = DecoderLM(DecoderConfig(mechanism=LocalConfig(window=4), **SIZES))
@@ -18,7 +18,7 @@ SETTINGS = {"max_new_tokens": 6, "lengths": LENGTHS, "rng": jax.random.key(3)}
 
 @pytest.fixture(scope="module")
 def variables():
-    return nn.unbox(jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    return drawn(MODEL.init, jnp.zeros((1, 1), jnp.int32))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_stream_ends_when_every_row_has_ended(variables):
     assert together[0, 1] == 0
 
 
-def drawn(probabilities, **options):
+def likely(probabilities, **options):
     """The set of tokens in 400 draws."""
     logits = jnp.log(jnp.asarray([probabilities], jnp.float32))
     draw = jax.jit(jax.vmap(lambda key: sample(key, logits, **options)[0]))
@@ -96,14 +96,14 @@ def drawn(probabilities, **options):
     ],
 )
 def test_which_tokens_are_drawn(options, expected):
-    assert drawn([0.15, 0.5, 0.05, 0.3], **options) == expected
+    assert likely([0.15, 0.5, 0.05, 0.3], **options) == expected
 
 
 def test_top_p_that_the_first_token_reaches():
     """The sum before the second token equals top_p exactly, so it is not drawn."""
     assert jnp.cumsum(jax.nn.softmax(jnp.log(jnp.asarray([0.5, 0.25, 0.25]))))[0] == 0.5
-    assert drawn([0.5, 0.25, 0.25], top_p=0.5) == {0}
-    assert drawn([0.25, 0.5, 0.25], top_p=0.5000001) == {0, 1, 2}  # both of a tie
+    assert likely([0.5, 0.25, 0.25], top_p=0.5) == {0}
+    assert likely([0.25, 0.5, 0.25], top_p=0.5000001) == {0, 1, 2}  # both of a tie
 
 
 @pytest.mark.parametrize(

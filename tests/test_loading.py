@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
         (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
     line = (
         f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
-        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism.block_size 8 --tensorboard False --sample_tokens 0"
+        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
     )
     train.lm.main(line.split())
     return folder / "run"
@@ -172,7 +172,14 @@ def test_every_module_of_the_extra_is_looked_for(monkeypatch):
     assert len(looked_for) == len(project["project"]["optional-dependencies"]["train"])
 
 
-def test_the_library_imports_none_of_the_training_code():
-    code = "import sys, brl_jax; print([m for m in ('optax', 'orbax', 'tyro', 'grain', 'train') if m in sys.modules])"
+def test_the_library_imports_neither_the_training_code_nor_kernels():
+    """Otherwise GPU users would wait for Triton at start-up and could no longer choose its interpreter."""
+    code = (
+        "import sys, jax.numpy as jnp, brl_jax\n"
+        "x = jnp.ones((1, 4, 2, 8))\n"
+        "brl_jax.propagate(x, x, x, strength=0.5, implementation='xla')\n"
+        "heavy = ('optax', 'orbax', 'tyro', 'grain', 'train', 'triton', 'pallas_kernels.triton')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

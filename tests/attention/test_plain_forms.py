@@ -19,7 +19,7 @@ B, N, K, H = 2, 4, 2, 8
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32) / 2
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape) / 2, jnp.float32)
 
 
 def qkv(length):
@@ -79,15 +79,15 @@ def levels(heads):
 
 
 # Strong and weak decays next to each other, and tokens that empty the state.
-DECAYS = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])
+DECAYS = -np.asarray([0.01, 1e3, 0.1, 20.0, 0.0, np.inf, 0.5], np.float32)
 
 
 def head_decay(length):
-    return DECAYS[jnp.asarray([0, 3])]
+    return jnp.asarray(DECAYS[[0, 3]])
 
 
 def token_decay(length):
-    return jnp.broadcast_to(DECAYS[jnp.arange(length) % 7][None, :, None], (B, length, K))
+    return jnp.broadcast_to(DECAYS[np.arange(length) % 7][None, :, None], (B, length, K))
 
 
 def feature_decay(length):
@@ -147,7 +147,7 @@ CASES = {
         ),
         ("norm_attention", qkv, both(norm="layer", feature_map="elu")),
         ("norm_attention", qkv, both(norm_scale=normal(N, H), positions=lambda n: jnp.arange(n)[None])),
-        ("performer_attention", qkv, both(projection=brl_jax.performer_projection(jax.random.key(0), 12, H))),
+        ("performer_attention", qkv, both(projection=lambda n: brl_jax.performer_projection(jax.random.key(0), 12, H))),
         ("cosformer_attention", qkv, both(max_length=211)),
         ("flowformer_attention", qkv, both(positions=lambda n: jnp.arange(n)[None])),
         ("luna_attention", qkv, [{"packed": normal(3, K, H)}]),

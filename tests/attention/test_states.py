@@ -12,11 +12,16 @@ from brl_jax import state_functions
 from tests.marks import slow_unless
 
 B, T, N, K, H = 2, 11, 4, 2, 8
-BETA = jax.random.uniform(jax.random.key(9), (B, T, K))
-DECAY = -jnp.exp(3 * jax.random.normal(jax.random.key(8), (B, T, K, H)))
-PROJECTION = brl_jax.performer_projection(jax.random.key(3), 16, H)
-PACKED = jax.random.normal(jax.random.key(7), (3, K, H))
-FURTHER = jax.random.normal(jax.random.key(6), (2, B, T, N, H))
+RNG = np.random.default_rng(9)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)  # slices of NumPy's arrays need no compiler
+
+
+BETA = RNG.random((B, T, K)).astype(np.float32)
+DECAY = -np.exp(3 * normal(B, T, K, H))
+PROJECTION, PACKED, FURTHER = normal(16, H), normal(3, K, H), normal(2, B, T, N, H)
 RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
 LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
 WINDOW = {"local_window_size": (3, 0), "is_causal": True}
@@ -68,20 +73,20 @@ CASES = {
     ),
     "gated_deltanet_2": (
         {},
-        {"erase": jnp.exp(DECAY), "write": 1 - jnp.exp(DECAY), "log_decay": DECAY[..., ::-1]},
+        {"erase": np.exp(DECAY), "write": 1 - np.exp(DECAY), "log_decay": DECAY[..., ::-1]},
         lambda q, k, v: brl_jax.gated_delta_rule_2(
-            q, k, v, erase=jnp.exp(DECAY), write=1 - jnp.exp(DECAY), log_decay=DECAY[..., ::-1]
+            q, k, v, erase=np.exp(DECAY), write=1 - np.exp(DECAY), log_decay=DECAY[..., ::-1]
         ),
     ),
     "rwkv7": (
         {},
-        {"removal_key": LINEAR["linear_key"], "learning_rate": jnp.exp(DECAY), "log_decay": DECAY[..., ::-1]},
+        {"removal_key": LINEAR["linear_key"], "learning_rate": np.exp(DECAY), "log_decay": DECAY[..., ::-1]},
         lambda q, k, v: brl_jax.rwkv7_attention(
             q,
             k,
             v,
             removal_key=LINEAR["linear_key"],
-            learning_rate=jnp.exp(DECAY),
+            learning_rate=np.exp(DECAY),
             log_decay=DECAY[..., ::-1],
         ),
     ),
@@ -118,16 +123,15 @@ CASES = {
 
 
 def _inputs(name, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (N, N, N) if name == "flowformer" else (N, K, K)
-    return [jax.random.normal(key, (B, T, n, H), dtype) for key, n in zip(keys, heads)]
+    rng, heads = np.random.default_rng(0), (N, N, N) if name == "flowformer" else (N, K, K)
+    return [rng.standard_normal((B, T, n, H)).astype(dtype) for n in heads]
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear", "flash")))
 def test_a_sequence_in_pieces_is_the_sequence(name):
     settings, more, at_once = CASES[name]
     arrays = _inputs(name)
-    expected = at_once(*arrays)
+    expected = jax.jit(at_once)(*arrays)
     functions = state_functions(name.split(",")[0], **settings)
     extend, step = jax.jit(functions.extend), jax.jit(functions.step)
     state = functions.init(B, arrays[1].shape[2], H)
@@ -158,7 +162,7 @@ def test_states_after_each_of_the_last_tokens(name):
         return extend(*(x[:, start:end] for x in arrays), state, **extra, **options)
 
     _, state = call(0, 2, state)
-    expected = at_once(*arrays)
+    expected = jax.jit(at_once)(*arrays)
     for last in (4, 6):
         out, states = call(2, 8, state, return_states=last)
         np.testing.assert_allclose(out, expected[:, 2:8], rtol=2e-4, atol=2e-5)
@@ -181,7 +185,7 @@ def test_values_narrower_than_keys(name):
         tokens = (x[:, start:end] for x in (query, key, value[..., :5]))
         out, state = jax.jit(functions.extend)(*tokens, state, **extra)
         pieces.append(out)
-    expected = at_once(query, key, value)[..., :5]
+    expected = jax.jit(at_once)(query, key, value)[..., :5]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
 
 

@@ -97,7 +97,7 @@ DEEP = "[" * 100_000
     ("file", "content", "message"),
     [
         ("config.json", '{"task": ["lm"]}', "config.json: task must be a string"),
-        ("config.json", DEEP, "config.json is not JSON: nested too deep"),
+        pytest.param("config.json", DEEP, "config.json is not JSON: nested too deep", id="deep"),
         ("data.json", "[]", "data.json must be an object"),
         ("data.json", "{}", "data.json: data is missing"),
         ("data.json", DEEP, "data.json is not JSON: nested too deep"),

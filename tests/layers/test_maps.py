@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from brl_jax.layers import MECHANISMS, Dimensions
 from brl_jax.models import Stack
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 
 # These do nothing between the matrix and the output projection.
 PLAIN = {
@@ -47,8 +47,7 @@ def _layer(name, options):
 
 def _inputs(layer):
     x = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
-    variables = jax.jit(layer.init)(jax.random.key(1), x)
-    return x, nn.unbox(variables)
+    return x, drawn(layer.init, x)
 
 
 def _apply(layer, variables, x, **options):

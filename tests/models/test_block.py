@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 
 D = dimensions(True)
 CALL = {"positions": None, "lengths": None, "segment_ids": None, "count": None}
@@ -55,7 +55,7 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
         return layer.apply(variables, x, CrossCall(encoded))[0]
 
     x, outputs, lengths = draw(2, 5, 16), draw(2, 9, 16, seed=1), jnp.array([4, 9])
-    variables = nn.unbox(layer.init(jax.random.key(0), x, CrossCall(Encoded(outputs))))
+    variables = drawn(layer.init, x, CrossCall(Encoded(outputs)))
     got = run(Encoded(outputs, lengths))
     expected = dense_cross_attention(variables["params"], x, outputs, lengths)
     assert relative_error(got, expected) < 1e-5
@@ -70,7 +70,7 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
 def test_a_stack_reads_an_encoder_in_every_layer(remat):
     stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=CrossConfig())
     x, encoded = draw(2, 7, 16), Encoded(draw(2, 5, 16, seed=1), jnp.array([3, 5]))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x, encoded=encoded))
+    variables = drawn(stack.init, x, encoded=encoded)
     plain = jax.eval_shape(Stack((LocalConfig(window=2),) * 2, D).init, jax.random.key(0), x)
     block = variables["params"]["layers_0"]["block_0"]
     assert set(block) - set(plain["params"]["layers_0"]["block_0"]) == {"cross_mixer", "cross_norm"}
@@ -97,7 +97,7 @@ def test_a_stack_in_segments_reads_an_encoder():
     mechanism = BRLConfig(window=3, num_compressed=2, block_size=4, memory="output")
     stack = Stack((mechanism,) * 2, D, cross_attention=CrossConfig())
     x, encoded = draw(1, 10, 16), Encoded(draw(1, 5, 16, seed=1))
-    variables = nn.unbox(stack.init(jax.random.key(0), x[:, :1], encoded=encoded))
+    variables = drawn(stack.init, x[:, :1], encoded=encoded)
     run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs))[0])
     change = np.abs(run(encoded.outputs * 2) - run(encoded.outputs)).max(axis=(0, 2))
     assert (change > 1e-4).all()
@@ -120,8 +120,8 @@ def test_dropout_reaches_each_sublayer(sublayer):
     """One sublayer's contribution, with the others silent: half of it is 0, the other half doubled."""
     block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=CrossConfig())
     x, encoded = draw(2, 40, 16), Encoded(draw(2, 5, 16, seed=1))
-    init = jax.jit(lambda key: block.init(key, x, None, None, CALL, True, CrossCall(encoded)))
-    params = nn.unbox(init(jax.random.key(0)))["params"]
+    init = lambda key: block.init(key, x, None, None, CALL, True, CrossCall(encoded))  # noqa: E731
+    params = drawn(init)["params"]
     last = {"mixer": "out", "cross_mixer": "out", "feed_forward": "down"}
     for other, layer in last.items():
         if other != sublayer:
@@ -155,7 +155,7 @@ def test_output_norms_own_logits_and_their_bound():
         norm="rms", output_norms=True, tied_embeddings=False, embedding_scale=0.5, norm_epsilon=0.0,
     )  # fmt: skip
     tokens = jnp.arange(5)[None]
-    params = nn.unbox(DecoderLM(config).init(jax.random.key(0), tokens))["params"]
+    params = drawn(DecoderLM(config).init, tokens)["params"]
 
     def logits(config, change):
         flat = traverse_util.flatten_dict(params)
@@ -196,7 +196,7 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     x, outputs, compressed = draw(2, 7, 16), draw(2, 11, 16, seed=1), draw(2, 3, 6, seed=2)
     lengths = [6, 11]
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
-    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x, call))
+    variables = drawn(layer.init, x, call)
     run = jax.jit(lambda x, call: layer.apply(variables, x, call)[0])
     got = run(x, call)
     for start in range(7):  # from any position, as in generation, which reads at most 8 of the 11 keys

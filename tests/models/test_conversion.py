@@ -21,6 +21,7 @@ from brl_jax.layers import (
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.conversion import converted, matching_errors, mixers, replaced_layers, with_mixers
+from tests.support.parameters import drawn
 
 TEACHER = DecoderConfig(num_layers=4, d_model=32, num_heads=4, d_ff=48, vocab_size=61, mechanism=FullConfig())
 BRL = BRLConfig(window=8, num_compressed=4, block_size=8, history_size=16)
@@ -28,8 +29,7 @@ TOKENS = jax.random.randint(jax.random.key(7), (3, 24), 0, 61)
 
 
 def fresh(config, seed):
-    variables = jax.jit(DecoderLM(config).init)(jax.random.key(seed), TOKENS[:1, :1])
-    return nn.unbox(variables["params"])
+    return drawn(DecoderLM(config).init, TOKENS[:1, :1], seed=seed)["params"]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ texts."""
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ from brl_jax.models import (
 from brl_jax.models.inputs import sinusoidal_positions
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}
 # One case of each listed mechanism; max_length of Linformer and cosFormer leaves space for a token in front.
@@ -38,17 +38,11 @@ LENGTHS = jnp.array([9, 14])
 
 
 def make(config, kind=Classifier, tokens=TOKENS):
-    """A model's compiled call, and its parameters drawn here, which saves compiling its initializer."""
+    """A model's parameters and its compiled call."""
     model = kind(config)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens))
-    rng = np.random.default_rng(1)
-
-    def draw(leaf):
-        value = rng.normal(size=leaf.shape) * 0.3 + (len(leaf.shape) <= 2)
-        return jnp.asarray(value, leaf.dtype)
-
-    variables = jax.tree.map(draw, shapes)
-    return variables, jax.jit(lambda v, tokens, lengths: model.apply(v, tokens, lengths=lengths))
+    return drawn(model.init, tokens), jax.jit(
+        lambda v, tokens, lengths: model.apply(v, tokens, lengths=lengths)
+    )
 
 
 def check_padding(config):
@@ -118,7 +112,7 @@ def test_packed_sequences_have_the_answers_they_have_alone(positions):
     assert relative_error(run(TOKENS)[0], together[0]) > 1e-3
 
     masked = MaskedLM(config)
-    weights = nn.unbox(jax.jit(masked.init)(jax.random.key(1), TOKENS, TOKENS[:, :1]))
+    weights = drawn(masked.init, TOKENS, TOKENS[:, :1], seed=1)
     ask = jax.jit(lambda tokens, places, **options: masked.apply(weights, tokens, places, **options))
     logits = ask(TOKENS, jnp.array([[2, 7], [4, 5]]), segment_ids=ids)
     assert relative_error(logits[0, 1], ask(TOKENS[:1, 5:], jnp.array([[2]]))[0, 0]) < 1e-5

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from brl_jax.layers import (
 )
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "encoder_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 16, "vocab_size": 11}
 BRL = BRLConfig(window=4, num_compressed=3, block_size=4, history_size=8)
@@ -31,15 +31,9 @@ PREFIX = 3
 
 
 def make(config):
-    """A model's parameters, drawn here to save compiling its initializer, and its compiled forward pass: (parameters,
-    tokens, source, weight) -> logits, gradients of sum(logits weight)."""
+    """A model, its parameters, and its compiled forward pass: (parameters, tokens, source, weight) -> logits, gradients
+    of sum(logits weight)."""
     model = EncoderDecoder(config)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), TOKENS, SOURCE))
-    rng = np.random.default_rng(1)
-
-    def draw(leaf):
-        value = rng.normal(size=leaf.shape) * 0.3 + (len(leaf.shape) <= 2)
-        return jnp.asarray(value, leaf.dtype)
 
     def weighted(variables, tokens, source, weight):
         logits, _ = model.apply(variables, tokens, source, source_lengths=LENGTHS)
@@ -49,7 +43,7 @@ def make(config):
         grads, logits = jax.grad(weighted, has_aux=True)(*arguments)
         return logits, grads["params"]
 
-    return model, jax.tree.map(draw, shapes), jax.jit(both)
+    return model, drawn(model.init, TOKENS, SOURCE), jax.jit(both)
 
 
 def check(config):

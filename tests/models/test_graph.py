@@ -10,6 +10,7 @@ import pytest
 from brl_jax.layers import BRLConfig, FullConfig
 from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
 from brl_jax.models.graph_layers import GATLayer, GCNLayer, HANLayer, HGTLayer, RGCNLayer, add_loops
+from tests.support.parameters import drawn
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
@@ -24,9 +25,9 @@ def random_graph(padding):
 
 
 def weights_of(layer, *args):
-    params = layer.init(jax.random.key(1), *args)["params"]
+    params = drawn(layer.init, *args)["params"]
     return params, {
-        name: np.asarray(leaf.unbox(), np.float64)
+        name: np.asarray(leaf, np.float64)
         for name, leaf in ((k, v["kernel"] if isinstance(v, dict) else v) for k, v in params.items())
     }
 
@@ -137,9 +138,9 @@ def test_relations_of_their_own_equal_dense_ones():
     d = GraphConfig(**TINY).dimensions
     edges, relations = random_graph(padding=5)
     layer = RGCNLayer(d, 4, RELATIONS)
-    params = layer.init(jax.random.key(1), x, edges, relations)["params"]
+    params = drawn(layer.init, x, edges, relations)["params"]
     w = {"own": params["own"]["kernel"], "own_bias": params["own"]["bias"], "kernel": params["kernel"]}
-    w = {name: np.asarray(leaf.unbox(), np.float64) for name, leaf in w.items()}
+    w = {name: np.asarray(leaf, np.float64) for name, leaf in w.items()}
     y = layer.apply({"params": params}, x, edges, relations)
     expected = dense_rgcn(x.astype(np.float64), edges[:-5], relations[:-5], w)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
@@ -151,8 +152,6 @@ def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
     edges, relations = random_graph(padding=5)
     layer = HGTLayer(d, kinds, RELATIONS)
     params, w = weights_of(layer, x, edges, relations)
-    w["prior"] = np.random.default_rng(10).standard_normal(w["prior"].shape)
-    params["prior"] = params["prior"].replace_boxed(jnp.asarray(w["prior"], jnp.float32))
     y = layer.apply({"params": params}, x, edges, relations)
     expected = dense_hgt(x.astype(np.float64), edges[:-5], relations[:-5], w, kinds, d.num_heads)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
@@ -164,9 +163,7 @@ def test_attention_over_metapaths_equals_a_dense_one():
     edges, relations = random_graph(padding=5)
     layer = HANLayer(d, RELATIONS)
     params, w = weights_of(layer, x, edges, relations)
-    w["semantic_bias"] = np.random.default_rng(12).standard_normal(8)
-    bias = params["semantic"]["bias"]
-    params["semantic"]["bias"] = bias.replace_boxed(jnp.asarray(w["semantic_bias"], jnp.float32))
+    w["semantic_bias"] = np.asarray(params["semantic"]["bias"], np.float64)
     y = layer.apply({"params": params}, x, edges, relations)
     expected = dense_han(x.astype(np.float64), edges[:-5], relations[:-5], w, d.num_heads)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
@@ -227,7 +224,7 @@ def check_set(mechanism):
     x = rng.standard_normal((2, 9, 8)).astype(np.float32)
     present = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 1, 0]], bool)
     network = SetEncoder(config)
-    params = network.init(jax.random.key(0), x, present, True)
+    params = drawn(lambda key: network.init(key, x, present, True))
     run = jax.jit(lambda x, present: network.apply(params, x, present, True))
     y = np.asarray(run(x, present))
     order = rng.permutation(9)
@@ -261,7 +258,7 @@ def test_nodes_have_no_order(network):
     places = np.arange(4, dtype=np.int32)[None]
     model = NodeClassifier(config)
     graph = {"edges": edges[None], "relations": relations[None]} if config.has_edges else {}
-    params = jax.jit(model.init)(jax.random.key(0), x, present, places=places, **graph)
+    params = drawn(model.init, x, present, places=places, **graph)
     run = jax.jit(model.apply)
     y = run(params, x, present, places=places, **graph)
     new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # each node's new position
@@ -282,7 +279,7 @@ def test_nodes_with_vectors_of_their_own_ignore_features():
     arguments = {"edges": edges, "relations": relations, "places": np.arange(4, dtype=np.int32)[None]}
     x, present = np.full((1, NODES, WIDTH), np.nan, np.float32), np.ones((1, NODES), np.int32)
     model = NodeClassifier(config)
-    params = jax.jit(model.init)(jax.random.key(0), x, present, **arguments)
+    params = drawn(model.init, x, present, **arguments)
     run = jax.jit(model.apply)
     y = run(params, x, present, **arguments)
     assert np.unique(np.asarray(y)[0, :, 0]).size == 4
@@ -295,7 +292,7 @@ def test_tokens_of_one_kind_have_no_order():
     x = np.random.default_rng(7).standard_normal((1, 5, WIDTH)).astype(np.float32)
     present = np.array([[1, 1, 0, 1, 1]], np.int32)
     model = NodeClassifier(config)
-    params = jax.jit(model.init)(jax.random.key(0), x, present)
+    params = drawn(model.init, x, present)
     run = jax.jit(lambda x, present: model.apply(params, x, present))
     y = np.asarray(run(x, present))
     assert y.shape == (1, 1, 2)

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,22 +25,11 @@ from brl_jax.models.inputs import existing
 from brl_jax.models.losses import cross_entropy
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 24, "mechanism": FullConfig()}
 TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
 VECTORS = jax.random.normal(jax.random.key(1), (2, 6, 3))
-
-
-def make(model, inputs):
-    """Moves parameters away from their initial values, so that each affects the result."""
-    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), inputs))
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda a: a + jnp.asarray(0.2 * rng.standard_normal(a.shape), a.dtype), variables)
-
-
-def make_masked(model):
-    init = functools.partial(model.init, places=jnp.zeros((2, 1), jnp.int32))
-    return nn.unbox(jax.jit(init)(jax.random.key(0), TOKENS))
 
 
 def encoder_config(**changes):
@@ -51,7 +39,7 @@ def encoder_config(**changes):
 def test_an_encoder_gives_token_outputs_that_classifiers_pool():
     config = encoder_config()
     encoder, classifier = Encoder(config), Classifier(config)
-    variables = make(classifier, TOKENS)
+    variables = drawn(classifier.init, TOKENS)
     lengths = jnp.array([4, 6])
     own = {"params": variables["params"]["encoder"]}
     outputs = jax.jit(encoder.apply)(own, TOKENS, lengths=lengths)
@@ -66,7 +54,7 @@ def test_an_encoder_gives_token_outputs_that_classifiers_pool():
 
 def test_a_prefix_stands_in_front():
     encoder = Encoder(encoder_config(positions="none"))
-    variables = make(encoder, TOKENS)
+    variables = drawn(encoder.init, TOKENS)
     rows = encoder.apply(variables, TOKENS, method=lambda m, t: m.inputs(t))
     outputs = encoder.apply(variables, TOKENS[:, 2:], prefix=rows[:, :2], lengths=jnp.array([2, 4]))
     alone = encoder.apply(variables, TOKENS, lengths=jnp.array([4, 6]))
@@ -89,7 +77,7 @@ def test_a_set_of_vectors_has_no_order(kind):
     config = encoder_config(inputs="features", num_features=3, positions="none", **options)
     order, lengths = jnp.array([3, 0, 2, 1, 4, 5]), jnp.array([4, 6])
     model = Classifier(config)
-    variables = make(model, VECTORS)
+    variables = drawn(model.init, VECTORS)
     run = jax.jit(lambda v: model.apply(variables, v, lengths=lengths))
     logits = run(VECTORS)
     assert relative_error(run(VECTORS[:, order]), logits) < 1e-5
@@ -115,7 +103,7 @@ def test_padded_vectors_that_are_nan_reach_no_gradient(network):
     else:
         model = Regressor(RegressorConfig(num_inputs=3, is_causal=False, **SIZE))
     lengths = jnp.array([4, 6])
-    variables = make(model, VECTORS)
+    variables = drawn(model.init, VECTORS)
 
     def loss(variables, vectors):
         out = model.apply(variables, vectors, lengths=lengths)
@@ -129,7 +117,7 @@ def test_padded_vectors_that_are_nan_reach_no_gradient(network):
 def test_pairs_of_sets():
     config = encoder_config(inputs="features", num_features=3)
     model, pairs = PairClassifier(config), VECTORS.reshape(1, 2, 6, 3)
-    variables = make(model, pairs)
+    variables = drawn(model.init, pairs)
     assert model.apply(variables, pairs, lengths=jnp.array([[2, 5]])).shape == (1, 2)
     with pytest.raises(ValueError, match=r"inputs must have shape \(batch, 2, length, features\)"):
         model.apply(variables, VECTORS)
@@ -147,7 +135,7 @@ NETWORKS = {
 def test_dropout_reaches_the_embedding(name):
     """Outputs change even though sublayers add nothing and their dropout has no effect."""
     model, inputs = NETWORKS[name]
-    params = make(model, inputs)["params"]
+    params = drawn(model.init, inputs)["params"]
     block = params["stack"]["layers_0"]["block_0"]
     silent = {
         "mixer": {**block["mixer"], "out": jax.tree.map(jnp.zeros_like, block["mixer"]["out"])},
@@ -174,7 +162,7 @@ def test_tokens_outside_the_vocabulary(token):
     """Raises an error if they are known; if traced they give NaN, never another token's vector."""
     wrong = TOKENS.at[0, 2].set(token)
     model = DecoderLM(DecoderConfig(vocab_size=11, **SIZE))
-    variables = make(model, TOKENS)
+    variables = drawn(model.init, TOKENS)
     message = rf"tokens must be 0 to vocab_size-1=10, got \[{token}\]"
     with pytest.raises(ValueError, match=message):
         model.apply(variables, wrong)
@@ -184,7 +172,7 @@ def test_tokens_outside_the_vocabulary(token):
     assert np.isnan(logits[0, 2:]).all()
     assert not np.isnan(logits[1]).any()
     classifier = Classifier(encoder_config())
-    variables = make(classifier, TOKENS)
+    variables = drawn(classifier.init, TOKENS)
     with pytest.raises(ValueError, match=message):
         classifier.apply(variables, wrong)
     # In padding any token will do.
@@ -207,7 +195,7 @@ def test_tokens_outside_the_vocabulary(token):
 )
 def test_lengths_that_cannot_be(lengths, message):
     model = Classifier(encoder_config())
-    variables = make(model, TOKENS)
+    variables = drawn(model.init, TOKENS)
     with pytest.raises(ValueError, match=message):
         model.apply(variables, TOKENS, lengths=lengths)
     regressor = Regressor(RegressorConfig(num_inputs=3, is_causal=False, **SIZE))
@@ -225,7 +213,7 @@ def test_lengths_of_pairs():
 @pytest.mark.parametrize("pooling", slow_unless(["mean", "max", "cls"], ("max",)))
 def test_traced_lengths_out_of_range_give_numbers(pooling):
     model = Classifier(encoder_config(pooling=pooling))
-    variables = make(model, TOKENS)
+    variables = drawn(model.init, TOKENS)
     run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))
     assert np.isfinite(run(jnp.array([0, 6]))).all()
     np.testing.assert_array_equal(run(jnp.array([3, 9])), run(jnp.array([3, 6])))
@@ -234,7 +222,7 @@ def test_traced_lengths_out_of_range_give_numbers(pooling):
 def test_traced_lengths_beyond_the_tokens_mean_all_of_them_to_compressed_tokens():
     """Their positions are spread over the existing tokens."""
     model = Classifier(encoder_config(mechanism=BRLConfig(window=2, num_compressed=2)))
-    variables = make(model, TOKENS)
+    variables = drawn(model.init, TOKENS)
     run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))
     np.testing.assert_array_equal(run(jnp.array([3, 60])), run(jnp.array([3, 6])))
 
@@ -246,7 +234,7 @@ def test_lengths_of_few_bits(dtype):
     np.testing.assert_array_equal(existing(lengths.astype(dtype), 300).sum(1), lengths)
     model = Classifier(encoder_config(pooling="cls", max_length=260))
     tokens = jax.random.randint(jax.random.key(0), (2, 258), 0, 11)
-    variables = make(model, tokens)
+    variables = drawn(model.init, tokens)
     few = np.array([255 if dtype == jnp.uint8 else 127, 3])
     run = jax.jit(lambda n: model.apply(variables, tokens, lengths=n))
     np.testing.assert_array_equal(run(few.astype(dtype)), run(few.astype(np.int32)))
@@ -254,7 +242,7 @@ def test_lengths_of_few_bits(dtype):
 
 def test_places_of_masked_tokens():
     model = MaskedLM(encoder_config())
-    variables = make_masked(model)
+    variables = drawn(model.init, TOKENS, places=jnp.zeros((2, 1), jnp.int32))
     for places, message in (
         ([[0, 6], [1, 2]], r"places must be 0 to 5, got \[6\]"),
         ([[0, 1]], r"places must be integers of shape \(2, 2\), got int32 \(1, 2\)"),

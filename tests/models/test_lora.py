@@ -12,16 +12,15 @@ from brl_jax import generate
 from brl_jax.layers import BRLConfig, FullConfig, GatedDeltaNetConfig
 from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
 from brl_jax.models.lora import merged
+from tests.support.parameters import drawn
 
 SIZES = {"num_layers": 3, "d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 40}
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
-def network(**options):
-    """A decoder with changes of rank 3, its parameters, and those without the changes."""
-    config = DecoderConfig(**SIZES, lora_rank=3, lora_alpha=6.0, **options)
-    params = nn.unbox(jax.jit(DecoderLM(config).init)(jax.random.key(0), TOKENS[:, :1])["params"])
-    return config, params, without(params)
+def with_changes(**options):
+    """A decoder with changes of rank 3."""
+    return DecoderConfig(**SIZES, lora_rank=3, lora_alpha=6.0, **options)
 
 
 def without(params):
@@ -30,15 +29,6 @@ def without(params):
         for name, value in params.items()
         if not name.startswith("lora")
     }
-
-
-def changed(params):
-    """The parameters with changes that are not zero."""
-
-    def draw(path, x):
-        return 0.1 * jax.random.normal(jax.random.key(1), x.shape) if path[-1].key == "lora_up" else x
-
-    return jax.tree_util.tree_map_with_path(draw, params)
 
 
 def logits(config, params):
@@ -50,10 +40,10 @@ def logits(config, params):
 def test_a_network_starts_as_the_one_without(mechanism, dtype):
     # Flax's norms promote bfloat16.
     with jax.numpy_dtype_promotion("standard"):
-        config, params, base = network(mechanism=mechanism, dtype=dtype)
+        config = with_changes(mechanism=mechanism, dtype=dtype)
+        params = nn.unbox(jax.jit(DecoderLM(config).init)(jax.random.key(0), TOKENS[:, :1])["params"])
         plain = dataclasses.replace(config, lora_rank=0)
-        np.testing.assert_array_equal(logits(config, params), logits(plain, base))
-        assert np.abs(logits(config, changed(params)) - logits(plain, base)).max() > 0.1
+        np.testing.assert_array_equal(logits(config, params), logits(plain, without(params)))
     layer = params["stack"]["layers_0"]["block_0"]["feed_forward"]["down"]
     assert {layer["kernel"].dtype, params["embedding"].dtype} == {jnp.dtype(dtype)}
     others = (layer["lora_down"], layer["lora_up"], params["stack"]["final_norm"]["scale"])
@@ -63,8 +53,8 @@ def test_a_network_starts_as_the_one_without(mechanism, dtype):
 @pytest.mark.parametrize("mechanism", [FullConfig(), BRLConfig(window=4, num_compressed=3, compressed_dim=8)])
 def test_merged_weights_are_the_products_of_the_paper(mechanism):
     """W + (alpha / rank) A B in float64, for stacked layers, two axes of inputs or outputs, and carriers."""
-    config, params, _ = network(mechanism=mechanism)
-    params = changed(params)
+    config = with_changes(mechanism=mechanism)
+    params = drawn(DecoderLM(config).init, TOKENS[:, :1])["params"]
     plain, got = merged(config, params)
     assert plain.lora_rank == 0
     count = 0
@@ -87,13 +77,15 @@ def test_merged_weights_are_the_products_of_the_paper(mechanism):
 
     check(params, got)
     assert count >= 7
-    np.testing.assert_allclose(logits(plain, got), logits(config, params), rtol=1e-4, atol=1e-4)
+    merged_logits = logits(plain, got)
+    np.testing.assert_allclose(merged_logits, logits(config, params), rtol=1e-4, atol=1e-4)
+    assert np.abs(merged_logits - logits(plain, without(params))).max() > 0.1
 
 
 def test_generation_and_export_have_the_changes(tmp_path):
     pytest.importorskip("safetensors")
-    config, params, _ = network(mechanism=FullConfig(), norm="rms", ffn="swiglu")
-    params = changed(params)
+    config = with_changes(mechanism=FullConfig(), norm="rms", ffn="swiglu")
+    params = drawn(DecoderLM(config).init, TOKENS[:, :1])["params"]
     plain, weights = merged(config, params)
     options = {"max_new_tokens": 6, "temperature": 0}
     np.testing.assert_array_equal(

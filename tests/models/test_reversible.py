@@ -3,7 +3,6 @@
 import dataclasses
 import operator
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from brl_jax.models.block import Block
 from brl_jax.models.reversible import reversible_layers
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 D = dataclasses.replace(dimensions(True), reversible=True)
 REFORMER = ReformerConfig(num_rounds=2, num_buckets=4, chunk_size=4)
@@ -23,7 +23,7 @@ ALTERNATE = (LocalConfig(window=3), FullConfig(), LocalConfig(window=3), FullCon
 def made(mechanisms, d=D, length=9):
     stack = Stack(mechanisms, d)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, length, d.d_model)), jnp.float32)
-    return stack, nn.unbox(jax.jit(stack.init)(jax.random.key(0), x)), x
+    return stack, drawn(stack.init, x), x
 
 
 def ordinary(stack, variables, x, **call):

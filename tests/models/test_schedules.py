@@ -14,6 +14,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 
 A, B = DiagConfig(block_size=4), FullConfig()
 BOTH = {"mechanism": A, "late_mechanism": B}
@@ -96,7 +97,7 @@ def test_generation_is_training(name):
     config = DecoderConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=11, **NETWORKS[name])
     model = DecoderLM(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 11)
-    variables = nn.unbox(jax.jit(model.init)(jax.random.key(1), tokens))
+    variables = drawn(model.init, tokens)
     run = jax.jit(lambda params: model.apply({"params": params}, tokens)[0])
     expected = run(variables["params"])
     step = jax.jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
@@ -120,7 +121,7 @@ def test_parallel_is_one_projection_of_both():
     d = dimensions(True)
     layer = SideBySideConfig(A, B).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
-    params = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))["params"]
+    params = drawn(layer.init, x)["params"]
     heads = []
     for name, mechanism in (("first", A), ("second", B)):
         # With an identity projection, a layer returns its merged heads.

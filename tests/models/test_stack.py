@@ -1,6 +1,5 @@
 """The stack of blocks: where its parameters come from."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ from brl_jax.layers import BRLConfig, FullConfig, LinearConfig, LocalConfig
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 
 
 @pytest.mark.parametrize("length", slow_unless([16, 20], (20,)))
@@ -34,7 +34,7 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
 def test_more_tokens_than_a_cache_holds_are_refused(mechanism):
     stack = Stack((mechanism,), dimensions(True))
     x = jnp.ones((1, 5, 16))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x))
+    variables = drawn(stack.init, x)
     cache = stack.init_cache(1, 4)
     with pytest.raises(
         ValueError, match=r"cache: has room for 4 tokens, got 5 after 0; init_cache\(batch, length\)"
@@ -52,7 +52,7 @@ def test_no_gradient_flows_through_brls_output_history():
         (BRLConfig(window=3, num_compressed=2, block_size=8, memory="output"),) * 2, dimensions(True)
     )
     x = jax.random.normal(jax.random.key(0), (1, 24, 16))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x[:, :1]))
+    variables = drawn(stack.init, x[:, :1])
     last = jax.jit(lambda x: stack.apply(variables, x)[0][0, -1])
     assert float(jnp.abs(last(x.at[0, 4].multiply(-1.0)) - last(x)).max()) > 1e-6
     slope = jax.jit(jax.grad(lambda x: jnp.vdot(last(x), jnp.arange(16.0))))(x)

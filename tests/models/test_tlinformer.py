@@ -16,6 +16,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.support.parameters import drawn
 from tests.support.programs import optimised
 from train.tasks.lm_config import PRESETS
 
@@ -30,11 +31,9 @@ def config(mechanism=SMALL, **changes):
 
 @pytest.fixture(scope="module")
 def variables():
-    """Parameters of a plain decoder, moved away from their initial values so that each affects the result."""
+    """Parameters of a plain decoder."""
     model = DecoderLM(config(FullConfig(), use_bias=True, ffn_bias=False))
-    found = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), found)
+    return drawn(model.init, jnp.zeros((1, 1), jnp.int32))
 
 
 def decoder(mechanism=SMALL, **changes):
@@ -66,7 +65,7 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     mechanism = dataclasses.replace(SMALL, context=6)  # more than a window
     stack = make_stack((mechanism,) * 6, dimensions(True))
     x = jax.random.normal(jax.random.key(1), (1, LENGTH, 16), jnp.float32)
-    params = nn.unbox(jax.jit(stack.init)(jax.random.key(2), x))
+    params = drawn(stack.init, x)
     jacobian = jax.jit(jax.jacrev(lambda x: stack.apply(params, x)[0][0]))(x)[:, :, 0]
     influence = np.abs(np.asarray(jacobian)).max(axis=(1, 3))
     lower = np.tri(LENGTH, dtype=bool)
@@ -223,7 +222,7 @@ def test_auto_context_grows_with_the_history():
 def test_generation_within_one_window_needs_no_history(capacity):
     """Prompt and new tokens fit in one window, whose history stays empty."""
     model = decoder()
-    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    variables = drawn(model.init, jnp.zeros((1, 1), jnp.int32))
     out = generate(model, variables, tokens(2), max_new_tokens=capacity - 2, temperature=0)
     logits = jax.jit(model.apply)(variables, out)[0]
     np.testing.assert_array_equal(out[:, 2:], jnp.argmax(logits[:, 1:-1], axis=-1))

@@ -9,6 +9,7 @@ import pytest
 from brl_jax.layers import DiagConfig, NormConfig
 from brl_jax.models import TRANSNORMER_SIZES, DecoderConfig, DecoderLM, Stack, StackConfig, transnormer
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 
 def kinds(**options):
@@ -65,7 +66,7 @@ def test_lra_size_is_an_encoder():
     config = transnormer("t1", StackConfig, block_size=4, **TRANSNORMER_SIZES["lra"])
     stack = Stack(config.mechanisms, config.make_dimensions(is_causal=False))
     x = jax.random.normal(jax.random.key(0), (1, 14, 64))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
+    variables = drawn(stack.init, x)
     run = jax.jit(lambda v, x, lengths: stack.apply(v, x, lengths=lengths)[0])
     whole = run(variables, x, jnp.array([14]))
     for later in (3, 13):

@@ -3,11 +3,13 @@
 import jax
 import numpy as np
 
+from tests.support.parameters import drawn
+
 
 def check_read_alike(classifier, widths):
     """Asserts that one short sequence gets the same logits in rows of each of three widths."""
     lengths, logits, apply = np.array([7]), [], jax.jit(classifier.apply)
-    params = jax.jit(classifier.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
+    params = drawn(classifier.init, np.zeros((1, 1), np.int32))
     for width in widths:
         tokens = np.zeros((1, width), np.int32)
         tokens[:, :7] = np.arange(7) * 20

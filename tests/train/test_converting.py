@@ -18,13 +18,16 @@ import train.tokenize
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
+from tests.support.runs import untrained
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.cli.command import command
+from train.cli.options import parse
 from train.data import load_tokenizer
 from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
+from train.tasks.recall import PRESETS, RECALL
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.converting")
@@ -143,26 +146,32 @@ def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_pa
     assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
 
 
-def test_a_stopped_run_goes_on(teacher, text, tmp_path, run):
-    """After the matching without its teacher, or in the matching, bit for bit."""
-    for place, last in ((tmp_path / "after", "checkpoints/40"), (tmp_path / "in", "matching/checkpoints/60")):
-        shutil.copytree(run, place)
-        shutil.rmtree(place / last)
-    train.lm.main(["--workdir", str(tmp_path / "after")])
-    for name in (
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-    ):  # what a stop in the matching has not written
-        place = tmp_path / "in" / name
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
+def check_equal_runs(folder, run):
+    for part in (".", "matching"):
+        losses = [[x["loss"] for x in metrics_lines(place / part)] for place in (folder, run)]
+        assert losses[0] == losses[1]
+    jax.tree.map(np.testing.assert_array_equal, params_of(folder), params_of(run))
+
+
+def test_a_run_stopped_in_the_matching_goes_on(teacher, text, tmp_path, run):
+    """Bit for bit."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    for name in ("checkpoints", "matching/checkpoints/60"):
+        shutil.rmtree(folder / name)
+    for name in ("config.json", "metrics.jsonl"):  # written after the matching
+        (folder / name).unlink()
     with at_its_place(teacher, run) as place:
-        train.lm.main(words(text, tmp_path / "in", CONVERTED, place))
-    for folder in (tmp_path / "after", tmp_path / "in"):
-        for part in (".", "matching"):
-            losses = [[x["loss"] for x in metrics_lines(place / part)] for place in (folder, run)]
-            assert losses[0] == losses[1]
-        jax.tree.map(np.testing.assert_array_equal, params_of(folder), params_of(run))
+        train.lm.main(words(text, folder, CONVERTED, place))
+    check_equal_runs(folder, run)
+
+
+@pytest.mark.slow  # the loop's own tests stop a run anywhere
+def test_a_run_stopped_after_the_matching_goes_on_without_its_teacher(tmp_path, run):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/40")
+    train.lm.main(["--workdir", str(tmp_path / "run")])
+    check_equal_runs(tmp_path / "run", run)
 
 
 def test_a_folder_of_transformers(folder, text, tmp_path):
@@ -208,7 +217,8 @@ def test_recall_is_converted_too(tmp_path):
         "--valid_rows 4 --test_rows 4 --tensorboard False"
     )
     sizes = "--num_layers 1 --d_model 16 --num_heads 2 --d_ff 16"
-    train.recall.main(f"full {short} {sizes} --workdir {tmp_path}/full".split())
+    line = f"{short} {sizes} --workdir {tmp_path}/full"
+    untrained(RECALL, RECALL.sized(parse(PRESETS, "full", line.split(), prog="p", about="a")))
     train.recall.main(
         f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local".split()
     )

@@ -110,15 +110,18 @@ def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more", ["", "--lora_rank 2 --dtype bfloat16 --accumulation 2"])
-def test_a_stopped_run_goes_on(folder, text, tmp_path, more):
-    options = ["--from_hf", str(folder), "--decay", "constant", *more.split()]
-    line = words(text, tmp_path / "a", *options, "--steps", "6")
+def test_a_run_goes_on_from_a_checkpoint(folder, text, tmp_path, more):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    line = words(text, whole, f"--from_hf {folder} --steps 12 --checkpoint_every 6 {more}")
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16
         train.lm.main(line)
-        train.lm.main(last_wins([*line, "--steps", "12"]))
-        train.lm.main(words(text, tmp_path / "b", *options, "--steps", "12"))
-    lost = [[each["loss"] for each in metrics_lines(tmp_path / name)] for name in "ab"]
-    assert lost[0] == lost[1]
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / "checkpoints" / "12")
+        (again / "metrics.jsonl").unlink()
+        train.lm.main(["--workdir", str(again)])
+    lost = [[each["loss"] for each in metrics_lines(place)] for place in (whole, again)]
+    assert len(lost[1]) == 6
+    assert lost[0][6:] == lost[1]
 
 
 @pytest.mark.parametrize(

@@ -350,6 +350,24 @@ def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, 
     assert lines[-1]["step"] == last
 
 
+@pytest.mark.slow
+def test_a_run_that_patience_ended_stays_ended(tmp_path):
+    """Stopped and restarted, it ends at the same step; without patience it goes on."""
+    settings = {"objective": _all_alike(), "steps": 20, "eval_every": 2}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _train(whole, patience=2, **settings)
+    lines = metrics_lines(whole)
+    _train(whole, patience=2, **settings)
+    assert metrics_lines(whole) == lines
+    assert {path.name for path in (whole / "checkpoints").iterdir()} >= {"2", "6"}
+    with pytest.raises(Stopped):
+        _train(stopped, stream=ToyStream(at={4: _sigterm}), patience=2, **settings)
+    _train(stopped, patience=2, **settings)
+    assert metrics_lines(stopped)[-1]["step"] == 6
+    _train(whole, **settings | {"steps": 8})
+    assert metrics_lines(whole)[-1]["step"] == 8
+
+
 def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
     """So is a run that reaches its last step. Bits per byte divide by the larger data's bytes."""
 

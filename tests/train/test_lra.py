@@ -6,9 +6,7 @@ import math
 import re
 import shlex
 import shutil
-import signal
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -25,16 +23,15 @@ from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.tasks.lra_figures import PRESETS as ROWS
 from tests.support.command_lines import last_wins
+from tests.support.parameters import drawn
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
 from train.cli.options import parse
 from train.data.lra.batches import TrainBatches
 from train.engine.config_file import to_json
-from train.engine.errors import Stopped, UserError
-from train.engine.loop import train as train_loop
-from train.engine.step import Objective, classification
+from train.engine.errors import UserError
+from train.engine.step import classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -260,27 +257,30 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
         eval.tasks.lra.main(["--table", str(tmp_path)])
 
 
+def started(run):
+    """The parameters of a classifier before and after it takes over those of a run."""
+    line = last_wins(f"{TINY} {LOCAL} --pretrained {run} --checkpoint last")
+    config = LRA.sized(parse(PRESETS, "listops", line, prog="p", about="a"))
+    objective = LRA.objective(LRA.model(config), config)
+    fresh = drawn(objective.init)
+    return fresh, objective.start(fresh)
+
+
 def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
-    """Trains on masked tokens, then a classifier from that encoder's weights; a trained classifier keeps its head."""
+    """Trains on masked tokens; a classifier starts from that encoder's weights, and from a trained classifier's with
+    its head."""
     run(tmp_path / "denoise", f"{LOCAL} --mask_share 0.3", "denoise-listops")
     assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
         range(1, 7)
     )
-    more = f"{LOCAL} --learning_rate 1e-12 --steps 1 --eval_every 1 --checkpoint last"
-    params = {}
-    for name, start in (("denoised", tmp_path / "denoise"), ("again", runs / "local")):
-        run(tmp_path / name, f"{more} --pretrained {start}")
-        params[name] = open_run([LRA], str(tmp_path / name), "last").params
+    fresh, params = started(tmp_path / "denoise")
     source = open_run([LRA_DENOISE], str(tmp_path / "denoise"), "last").params
-    table = params["denoised"]["encoder"]["embedding"]
-    assert table.shape[0] == 16  # 15 tokens and the mask
-    np.testing.assert_allclose(table, source["encoder"]["embedding"], atol=1e-6)
-    opened = open_run([LRA], str(runs / "local"), "last")
-    init = jax.jit(LRA.objective(opened.model, opened.config).init)
-    fresh = nn.unbox(init(jax.random.split(jax.random.key(opened.config.loop.seed))[0]))
-    head = fresh["head"]["out"]["kernel"]
-    np.testing.assert_allclose(params["denoised"]["head"]["out"]["kernel"], head, atol=1e-6)
-    assert np.abs(params["again"]["head"]["out"]["kernel"] - head).max() > 1e-3
+    assert params["encoder"]["embedding"].shape[0] == 16  # 15 tokens and the mask
+    np.testing.assert_array_equal(params["encoder"]["embedding"], source["encoder"]["embedding"])
+    jax.tree.map(np.testing.assert_array_equal, params["head"], fresh["head"])
+    _, params = started(runs / "local")
+    source = open_run([LRA], str(runs / "local"), "last").params
+    jax.tree.map(np.testing.assert_array_equal, params, source)
     for more, message in (
         (f"{LOCAL} --d_ff 8", "which has d_ff=16, got 8"),
         (f"{LOCAL} --positions learned", "which has positions=rope, got learned"),
@@ -304,7 +304,7 @@ def test_marks_of_lit_pixels_are_classified():
         "lengths": np.full((2, 2), 12, np.int32),
         "weights": np.array([1.0, 0.0], np.float32),
     }
-    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    params = drawn(objective.init)
     sums = jax.jit(lambda batch: objective.loss(params, None, batch, None))(batch)
     logits = np.asarray(model.apply({"params": params}, batch["tokens"][:1, 0])[0], np.float64)
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -593,44 +593,3 @@ def test_bad_input_of_measuring(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             eval.tasks.lra.main(argv)
-
-
-# --- what the loop does for every task ---
-
-
-def _toy(workdir, stream=None, **changes):
-    """The toy task with its loss as "accuracy", so that training lowers the score."""
-
-    def loss(params, memory, batch, key):
-        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
-        return total, weight, memory, {"accuracy": total}
-
-    objective = Objective(
-        OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("accuracy",), best="accuracy"
-    )
-    train_loop(
-        objective,
-        loop_config(workdir, **({"steps": 20, "eval_every": 2, "patience": 2} | changes)),
-        OPTIMIZER,
-        config={},
-        stream=stream or ToyStream(),
-        held_out=ToyHeldOut(),
-        full_held_out=ToyHeldOut(),
-    )
-    return metrics_lines(workdir)
-
-
-@pytest.mark.slow  # patience: tests/train/test_loop.py
-def test_a_run_ends_when_it_gets_no_better(tmp_path):
-    """The first evaluation remains the best."""
-    whole = _toy(tmp_path / "whole")
-    assert [line["step"] for line in whole if "val_accuracy" in line] == [2, 4, 6]
-    assert whole[-1]["step"] == 6
-    assert all(line["accuracy"] == line["loss"] for line in whole)
-    assert {path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()} == {"2", "4", "6"}
-    # Once ended it stays so; stopped and restarted, it ends at the same step.
-    assert _toy(tmp_path / "whole") == whole
-    with pytest.raises(Stopped):
-        _toy(tmp_path / "stopped", stream=ToyStream(at={4: lambda: signal.raise_signal(signal.SIGTERM)}))
-    assert _toy(tmp_path / "stopped")[-1]["step"] == 6
-    assert _toy(tmp_path / "whole", patience=0, steps=8)[-1]["step"] == 8

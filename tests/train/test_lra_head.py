@@ -1,6 +1,5 @@
 """Classifier heads initialized with a linear map of the encoder's output."""
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -9,9 +8,13 @@ import train.lra
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
+from tests.support.parameters import drawn
+from tests.support.runs import untrained
 from tests.train.logs import metrics_lines
+from train.cli.options import parse
 from train.engine.errors import UserError
 from train.tasks.lra import LRA
+from train.tasks.lra_config import PRESETS
 from train.tasks.lra_head import fitted, fitted_head
 
 
@@ -44,7 +47,7 @@ def test_the_classifier_gives_the_scores_of_the_map(kind, pooling):
     labels = np.minimum((tokens[:, 1] == 3).sum(1), 2)
     if kind is Classifier:
         tokens, lengths = tokens[:, 1], lengths[:, 1]
-    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens[:2], lengths=lengths[:2]))["params"]
+    params = drawn(model.init, tokens[:2])["params"]
     batch = {"tokens": tokens, "lengths": lengths, "targets": labels, "weights": np.ones(200, np.float32)}
     batch["weights"][150:] = 0.0
     head = fitted_head(model, params, [batch])
@@ -73,7 +76,7 @@ def test_the_classifier_gives_the_scores_of_the_map(kind, pooling):
 def test_a_narrow_hidden_layer_is_named():
     config = EncoderConfig(num_layers=1, d_model=4, num_heads=1, d_ff=5, vocab_size=8, num_classes=3)
     tokens = np.ones((1, 2), np.int32)
-    params = nn.unbox(jax.jit(Classifier(config).init)(jax.random.key(0), tokens))["params"]
+    params = drawn(Classifier(config).init, tokens)["params"]
     with pytest.raises(ValueError, match=r"d_ff must be at least 2 x num_classes = 6, got 5"):
         fitted_head(Classifier(config), params, [])
 
@@ -85,7 +88,8 @@ def test_a_run_starts_from_the_fitted_head(tmp_path):
         "--listops.max_tokens 32 --batch 8 --steps 1 --eval_every 1 --checkpoint_every 1 --tensorboard False"
     )
     first, second = tmp_path / "first", tmp_path / "second"
-    train.lra.main(f"listops --workdir {first} {small}".split())
+    line = f"--workdir {first} {small}".split()
+    untrained(LRA, LRA.sized(parse(PRESETS, "listops", line, prog="p", about="a")))
     more = f"--pretrained {first} --fit_head 40 --learning_rate 1e-12"
     train.lra.main(last_wins(f"listops --workdir {second} {small} {more}"))
     head = open_run([LRA], str(second), "last").params["head"]

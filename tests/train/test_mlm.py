@@ -14,6 +14,7 @@ import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
 from tests.support.command_lines import last_wins
+from tests.support.parameters import drawn
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.masking import MaskedBatches, mask_tokens, num_asked
@@ -70,7 +71,7 @@ def test_padding_is_not_asked_for_and_changes_nothing():
     batch = mask_tokens(tokens, exists, seed=(0, 0), rows=np.arange(2), **OPTIONS | {"share": 0.5})
     assert batch["lengths"].tolist() == [20, 12]
     np.testing.assert_array_equal(batch["weights"][1], batch["places"][1] < 12)
-    params = jax.jit(objective.init)(jax.random.key(0))
+    params = drawn(objective.init)
     loss = jax.jit(lambda batch: objective.loss(params, None, batch, None)[0])
     changed = {**batch, "tokens": np.where(exists > 0, batch["tokens"], 7)}
     assert loss(changed) == loss(batch)
@@ -88,7 +89,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
         EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
     )
     objective = mlm_objective(model)
-    params = jax.jit(objective.init)(jax.random.key(0))
+    params = drawn(objective.init)
     tokens = _text(1, 20)
     batch = mask_tokens(tokens, np.ones((1, 20)), seed=(0, 0), rows=np.arange(1), **OPTIONS | {"share": 0.5})
     loss = jax.jit(lambda batch: objective.loss(params, None, batch, None)[0])

@@ -1,12 +1,12 @@
 """Batches of the language model whose rows hold several documents."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brl_jax import BRLConfig, DecoderConfig, DecoderLM
+from tests.support.parameters import drawn
 from train.tasks.lm import lm_objective
 
 
@@ -24,7 +24,7 @@ def test_a_packed_row_trains_as_its_documents_do():
         )
     )
     objective = lm_objective(model)
-    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    params = drawn(objective.init)
     tokens = np.random.default_rng(0).integers(0, 11, (1, 13)).astype(np.int32)
     weights = np.ones((1, 12), np.float32)
     weights[0, 4] = 0.0  # the first document's last token must not predict the second document

@@ -16,15 +16,19 @@ def _gates(key):
     return beta, jnp.broadcast_to(beta[..., None], key.shape), log_decay
 
 
+def run(name, *arrays, **options):
+    return jax.jit(getattr(brl_jax, name), static_argnames="chunk_size")(*arrays, **options)
+
+
 def test_equal_gates_of_gated_delta_rule_2_are_a_strength():
     query, key, value = qkv(LENGTH)
     beta, gates, log_decay = _gates(key)
     decay = {"log_decay": log_decay}
-    got = brl_jax.gated_delta_rule_2(query, key, value, erase=gates, write=gates, **decay, **OPTIONS)
-    close(got, brl_jax.kimi_delta_rule(query, key, value, beta=beta, **decay, **OPTIONS))
+    got = run("gated_delta_rule_2", query, key, value, erase=gates, write=gates, **decay, **OPTIONS)
+    close(got, run("kimi_delta_rule", query, key, value, beta=beta, **decay, **OPTIONS))
     decay = {"log_decay": jnp.broadcast_to(log_decay[..., :1], key.shape)}
-    got = brl_jax.gated_delta_rule_2(query, key, value, erase=gates, write=gates, **decay, **OPTIONS)
-    close(got, brl_jax.gated_delta_rule(query, key, value, beta=beta, log_decay=log_decay[..., 0], **OPTIONS))
+    got = run("gated_delta_rule_2", query, key, value, erase=gates, write=gates, **decay, **OPTIONS)
+    close(got, run("gated_delta_rule", query, key, value, beta=beta, log_decay=log_decay[..., 0], **OPTIONS))
 
 
 def test_rwkv7_with_one_key_is_the_delta_rule():
@@ -32,7 +36,8 @@ def test_rwkv7_with_one_key_is_the_delta_rule():
     query, key, value = qkv(LENGTH)
     beta, rate, _ = _gates(key)
     unit = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
-    got = brl_jax.rwkv7_attention(
+    got = run(
+        "rwkv7_attention",
         query,
         rate * unit,
         value,
@@ -41,7 +46,7 @@ def test_rwkv7_with_one_key_is_the_delta_rule():
         log_decay=jnp.zeros_like(key),
         **OPTIONS,
     )
-    close(got, brl_jax.delta_rule(query, key, value, beta=beta, **OPTIONS))
+    close(got, run("delta_rule", query, key, value, beta=beta, **OPTIONS))
 
 
 def test_rwkv7_reads_before_the_state_decays():
@@ -50,7 +55,7 @@ def test_rwkv7_reads_before_the_state_decays():
     value, last = jnp.asarray([1.0, 2.0, 3.0])[None, None, None], jnp.arange(2) == 1
     log_decay = jnp.where(last[None, :, None, None], -jnp.inf, jnp.zeros_like(key))
     first = jnp.broadcast_to(key[:, :1], key.shape)
-    out = brl_jax.rwkv7_attention(
+    out = run("rwkv7_attention",
         first, key, jnp.broadcast_to(value, (1, 2, 1, 3)), removal_key=first, log_decay=log_decay,
         learning_rate=jnp.where(last[None, :, None, None], 0.25 * jnp.ones_like(key), jnp.zeros_like(key)),
     )  # fmt: skip

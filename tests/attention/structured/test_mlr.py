@@ -71,6 +71,25 @@ def test_equals_oracle(schedule, name, is_causal):
     assert name == "one" or oracles.relative_error(got[0], one[0]) > 1e-2
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_blocks_that_follow_the_input(is_causal):
+    """Blocks of any lengths, other ones in each sequence and also apart from each other; aligned ones are those of
+    block_sizes."""
+    length, ranks = 301, (4, 3, 1)
+    arrays = random_qkv(length)
+    rng = np.random.default_rng(3)
+    ids = np.stack([np.sort(rng.integers(5, size=(2, length))), rng.integers(9, size=(2, length))], -1)
+    visible = causal_pairs(length) if is_causal else np.ones((1, 1), bool)
+    got = run(arrays, ranks=ranks, block_ids=jnp.asarray(ids), is_causal=is_causal)
+    assert_close(got, oracle(arrays, ranks, (None, ids[..., 0], ids[..., 1]), visible))
+    other = run(arrays, ranks=ranks, block_ids=jnp.asarray(ids[::-1]), is_causal=is_causal)
+    assert oracles.relative_error(other[0], got[0]) > 1e-2
+    aligned = jnp.asarray(np.tile(np.arange(length)[:, None] // [64, 16], (2, 1, 1)))
+    options = {"ranks": ranks, "is_causal": is_causal, "key_value_seq_lengths": jnp.array([length, 90])}
+    expected = mlr_attention(*arrays[:3], block_sizes=(None, 64, 16), **options)
+    np.testing.assert_allclose(mlr_attention(*arrays[:3], block_ids=aligned, **options), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("length", slow_unless([1, 2, 7, 64, 65, 128, 200], (1, 65)))
 def test_ragged_lengths(length):
     arrays = random_qkv(length, batch=1, heads=2, kv_heads=1)
@@ -222,6 +241,11 @@ def test_flops_of_the_scores(schedule, monkeypatch):
         ({"block_sizes": (None, 24, 16)}, "nested.*24 before 16"),
         ({"block_sizes": (32, None, 16)}, "nested.*32 before None"),
         ({"block_sizes": (32, 16, 0)}, "block_sizes must be at least 1, got 0"),
+        (
+            {"block_sizes": None, "block_ids": jnp.zeros((2, 20, 3), int)},
+            r"block_ids must have shape \(2, 20, 2\), .* got \(2, 20, 3\)",
+        ),
+        ({"block_ids": jnp.zeros((2, 20, 2), int)}, "block_ids must have .* neither block_sizes nor sharded"),
         ({"scale": (1.0, 2.0)}, "scale must be a number, or one for each of the 3 ranks"),
     ],
 )

@@ -25,6 +25,7 @@ from eval.studies.gradient_bounds import (
     summary,
 )
 from tests.oracles.parts import FEATURES, feed_forward, layers, norm, project, softmax
+from tests.support.parameters import drawn
 from train.engine.errors import UserError
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 5, 8, 2, 11
@@ -168,7 +169,7 @@ def test_norm_attention_follows_norm_epsilon():
         )
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
-    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
+    params = drawn(model.init, tokens)["params"]
     expected, _ = model.apply({"params": params}, tokens)
     with nn.intercept_methods(_explicit):
         (got, _), _ = model.apply({"params": params}, tokens, mutable=["intermediates"])
@@ -185,7 +186,7 @@ def test_each_of_two_mechanisms_that_share_a_layer(monkeypatch):
     )  # fmt: skip
     model = DecoderLM(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
-    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
+    params = drawn(model.init, tokens)["params"]
     run = types.SimpleNamespace(
         config=types.SimpleNamespace(model=config), model=model, params=params, step=1
     )

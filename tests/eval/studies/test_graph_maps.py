@@ -11,6 +11,7 @@ import train.graph
 from brl_jax.layers import BRLConfig, LocalConfig
 from brl_jax.models.graph import GraphConfig, NodeClassifier
 from eval.studies.graph_maps import GraphMapsOptions, across_classes, set_maps
+from tests.support.parameters import drawn
 from tests.train.data.test_graphs import write_graph
 from tests.train.test_graph import TINY
 
@@ -28,7 +29,7 @@ def maps_of(mechanism, present):
     model = NodeClassifier(GraphConfig(mechanism=mechanism, **SIZES))
     features = np.random.default_rng(0).standard_normal((1, 5, 6)).astype(np.float32)
     present = np.array([present], np.int32)
-    params = jax.jit(model.init)(jax.random.key(0), features, present)["params"]
+    params = drawn(model.init, features, present)["params"]
     return *set_maps(model, jax.tree.map(np.asarray, params), features, present), model, params, features
 
 

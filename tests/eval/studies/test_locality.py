@@ -2,24 +2,18 @@
 
 import json
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from etils import epath
 
 from brl_jax.layers import FullConfig, LocalConfig
-from brl_jax.models import DecoderConfig, DecoderLM
+from brl_jax.models import DecoderConfig
 from eval.studies.locality import area, layer_weights, locally_accumulated_score, main, uniform_score
+from tests.support.runs import untrained
 from train.cli.options import parse
 from train.data import load
-from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import write_json
 from train.engine.errors import UserError
-from train.engine.step import init_state
-from train.tasks.lm import LM, lm_objective
+from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS
 
 TINY = "--length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16"
@@ -112,14 +106,7 @@ def runs(tmp_path_factory):
         argv = f"--workdir {folder}/{name} --data text:{folder}/*.txt {TINY} {mechanism}".split()
         config = parse(PRESETS, "small", argv, prog="test", about="")
         load(config.data, config.loop.workdir)
-        objective = lm_objective(DecoderLM(config.model))
-        params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
-        state = init_state(objective, params, optax.identity(), key=jax.random.key(1), rows=1, accumulation=1)
-        checkpoints = Checkpoints(folder / name / "checkpoints")
-        checkpoints.save(1, state, {"config": LM.to_json(config)})
-        checkpoints.wait()
-        checkpoints.close()
-        write_json(LM.to_json(config), epath.Path(folder / name / "config.json"))
+        untrained(LM, config)
     return folder
 
 

@@ -8,9 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from etils import epath
 
 import eval.studies.regularizer
 import eval.studies.signal_to_noise
@@ -19,12 +17,10 @@ from eval.harness.runs import Run, first_rows
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
 from tests.oracles.parts import norm, project, softmax
+from tests.support.runs import untrained
 from train.cli.options import parse
 from train.data.recall import draw_rows
-from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import write_json
 from train.engine.errors import UserError
-from train.engine.step import init_state
 from train.tasks.recall import PRESETS, RECALL
 
 OPTIONS = (
@@ -45,11 +41,7 @@ def run(tmp_path_factory):
     stream = params["stack"]["layers_0"]["block_0"]["mixer"]["compressed"]
     stream["compress_query"]["kernel"] *= 8.0
     stream["gamma"] = jnp.asarray([[[1.0, 1.0], [0.4, -0.6], [0.1, 0.3]]])
-    state = init_state(objective, params, optax.identity(), key=jax.random.key(1), rows=1, accumulation=1)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.save(1, state, {"config": RECALL.to_json(config)})
-    checkpoints.wait()
-    write_json(RECALL.to_json(config), epath.Path(folder / "config.json"))
+    untrained(RECALL, config, params)
     return folder, config, params
 
 

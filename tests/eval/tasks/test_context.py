@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,6 +9,7 @@ import eval.tasks.context
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.tasks.context import Boundaries, _by_distance, boundaries, last_distances, summarise
+from tests.support.parameters import drawn
 from train.engine.errors import UserError
 
 
@@ -48,7 +48,7 @@ def test_the_token_at_the_reach_matters_and_the_one_before_it_does_not():
     reach = boundaries(config, 64).reach
     model = DecoderLM(config)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 20))
-    variables = model.init(jax.random.key(0), tokens)
+    variables = drawn(model.init, tokens)
     last = [
         np.asarray(model.apply(variables, np.where(np.arange(20) == 19 - back, 7, tokens))[0][0, -1])
         for back in (20, reach, reach + 1)

@@ -3,14 +3,13 @@
 import json
 import sys
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import pytest
 
 import eval.tasks.generate
 import eval.tasks.generate_batch
 from brl_jax import CosformerConfig, DecoderConfig, DecoderLM, LocalConfig
+from tests.support.parameters import drawn
 from train.cli.command import command
 from train.data.tokenizers.named import BytesTokenizer
 from train.engine.errors import UserError
@@ -22,7 +21,7 @@ PROMPTS = [{"prompt": "one"}, {"prompt": "thirteen", "max_tokens": 2, "id": "b"}
 
 @pytest.fixture(scope="module")
 def params():
-    return nn.unbox(jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+    return drawn(MODEL.init, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def write(path, rows):

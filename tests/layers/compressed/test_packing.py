@@ -1,6 +1,5 @@
 """Packed rows of BRL attention: each sequence has the same blocks and outputs as alone."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from brl_jax.layers.compressed.packing import PackedBlocks
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 
 def ids_of(sizes):
@@ -33,13 +33,20 @@ def blocks_of(sizes, block):
 def test_the_blocks_of_a_row(block):
     """Against a walk over the sequences: short ones, whole blocks, a single one, one that fills every set."""
     rows = [(5, 1, 8, 2, 8), (24,), (1,) * 24, (9, 9, 6), (16, 8), (7, 17)]
-    packed = PackedBlocks.of(jnp.asarray([ids_of(sizes) for sizes in rows]), block)
+    ids = jnp.asarray([ids_of(sizes) for sizes in rows])
     x = np.arange(1.0, 25.0)[None, :, None] + 100 * np.arange(6.0)[:, None, None]
     x = jnp.asarray(x, jnp.float32)
     number = -(-24 // block) - 1
-    source, further = packed.sources(x, block), packed.further(x, block)
+
+    @jax.jit
+    def run(ids, x):
+        packed = PackedBlocks.of(ids, block)
+        further = packed.further(x, block)
+        fields = packed.before, packed.is_first, packed.place
+        return packed.sources(x, block), further, packed.back(further, block), *fields
+
+    source, further, back, befores, is_first, place = run(ids, x)
     assert source.shape == further.shape == (6, number * block, 1)
-    back = packed.back(further, block)
     for row, sizes in enumerate(rows):
         found = blocks_of(sizes, block)
         assert len(found) <= number
@@ -51,12 +58,12 @@ def test_the_blocks_of_a_row(block):
             before[j + 1] = first
         np.testing.assert_array_equal(further[row].reshape(number, block), expected[0])
         np.testing.assert_array_equal(source[row].reshape(number, block), expected[1])
-        np.testing.assert_array_equal(packed.before[row], before)
+        np.testing.assert_array_equal(befores[row], before)
         kept = np.isin(np.arange(24), [t for own, *_ in found for t in own])
         np.testing.assert_array_equal(back[row, :, 0], np.where(kept, x[row, :, 0], 0.0))
-        np.testing.assert_array_equal(packed.is_first[row], ~kept)
+        np.testing.assert_array_equal(is_first[row], ~kept)
         offset = np.concatenate([np.arange(size) for size in sizes])
-        np.testing.assert_array_equal(packed.place[row], offset % block)
+        np.testing.assert_array_equal(place[row], offset % block)
 
 
 @pytest.mark.slow  # law 4 has two sequences
@@ -70,7 +77,7 @@ def test_many_sequences_in_a_row_are_each_alone():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, sum(sizes), 16)).astype(np.float32)
     weight = rng.standard_normal(x.shape).astype(np.float32)
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
+    variables = drawn(stack.init, x[:, :1])
     # Later sequences don't affect earlier ones.
     cuts = np.cumsum(sizes)[:-1]
     rows, weights = (

@@ -13,6 +13,7 @@ from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, LongShortConfig
 from brl_jax.layers.core.modules import FeedForward, GatedNorm
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
+from tests.support.parameters import drawn
 
 FORMULAS = {
     "glu_relu": lambda x, w: (np.maximum(x @ w["gate"], 0) * (x @ w["up"])) @ w["down"],
@@ -31,7 +32,7 @@ def _normal(u):
 def test_feed_forward(kind):
     layer = FeedForward(dimensions(True, ffn=kind))
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = drawn(layer.init, x)
     weights = {name: own["kernel"] for name, own in as_float64(variables["params"]).items()}
     assert set(weights) == ({"up", "down"} if kind in ("relu", "gelu") else {"gate", "up", "down"})
     assert relative_error(layer.apply(variables, x), FORMULAS[kind](as_float64(x), weights)) < 1e-6

@@ -4,7 +4,6 @@ import dataclasses
 import textwrap
 from typing import ClassVar, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from brl_jax.layers.core import protocol
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
+from tests.support.parameters import drawn
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_example_works_in_a_network(mean_config):
     """It is causal, and generating in pieces, some with missing tokens, gives the outputs of training."""
     stack = Stack((mean_config,) * 2, dimensions(True))
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
+    variables = drawn(stack.init, x)
     expected, _ = jax.jit(stack.apply)(variables, x)
     changed, _ = jax.jit(stack.apply)(variables, x.at[:, 5].set(3.0))
     np.testing.assert_array_equal(changed[:, :5], expected[:, :5])
@@ -58,7 +58,7 @@ def test_the_example_works_in_a_network(mean_config):
 def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
     layer = mean_config.layer(dimensions(True))
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
+    variables = drawn(layer.init, x)
     expected, _, _ = layer.apply(variables, x)
     _, _, cache = layer.apply(variables, x.at[:, 3:].set(7.0), cache=layer.init_cache(2, 6), count=3)
     y, _, cache = layer.apply(variables, x[:, 3:], cache=cache)
@@ -79,10 +79,11 @@ def test_a_packed_row_with_a_cache_is_kept_apart_or_refused(name):
     """Token caches hold one sequence per row; a recurrent state is cleared where a sequence starts."""
     layer = MECHANISMS[name]().layer(dimensions(True))
     x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])
-    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
+    variables = drawn(layer.init, x)
     cache = layer.init_cache(1, 6)
     if name == "linear":
-        expected, found = (layer.apply(variables, x, cache=c, segment_ids=ids)[0] for c in (None, cache))
+        run = jax.jit(lambda cache: layer.apply(variables, x, cache=cache, segment_ids=ids)[0])
+        expected, found = run(None), run(cache)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         return
     with pytest.raises(ValueError, match="segment_ids must be None with a decoding cache"):

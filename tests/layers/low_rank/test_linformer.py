@@ -1,6 +1,5 @@
 """The parameters of a Linformer layer, and what it refuses."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from brl_jax.layers import LinformerConfig
 from brl_jax.models import DecoderConfig
 from tests.laws.cases import dimensions
+from tests.support.parameters import drawn
 
 CONFIG = LinformerConfig(num_projected=3, max_length=9)
 
@@ -16,7 +16,7 @@ CONFIG = LinformerConfig(num_projected=3, max_length=9)
 def _init(config, length=7):
     layer = config.layer(dimensions(False))
     x = jax.random.normal(jax.random.key(0), (1, length, 16))
-    return layer, nn.unbox(layer.init(jax.random.key(1), x)), x
+    return layer, drawn(layer.init, x), x
 
 
 def test_columns_beyond_the_sequence_have_no_influence():

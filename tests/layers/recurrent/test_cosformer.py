@@ -1,6 +1,5 @@
 """cosFormer's `max_length`, which follows the length of the rows."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +8,14 @@ import pytest
 from brl_jax.layers import CosformerConfig, FullConfig
 from brl_jax.models import EncoderDecoderConfig
 from tests.laws.cases import dimensions
+from tests.support.parameters import drawn
 
 
 def test_max_length_follows_the_rows_and_the_cache():
     d = dimensions(True)
     layer = CosformerConfig(chunk_size=4).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 13, d.d_model))
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = drawn(layer.init, x)
     found, _, _ = layer.apply(variables, x)
     apply = {m: CosformerConfig(max_length=m, chunk_size=4).layer(d).apply for m in (13, 26)}
     np.testing.assert_array_equal(found, apply[13](variables, x)[0])
@@ -39,7 +39,7 @@ def test_a_text_shorter_than_the_rows_of_training_is_read_as_in_training():
     trained = CosformerConfig(chunk_size=4).for_training(13)
     layer = trained.layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 13, d.d_model))
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = drawn(layer.init, x)
     expected = layer.apply(variables, x)[0][:, :8]
     found, _, cache = layer.apply(variables, x[:, :8], cache=layer.init_cache(2, 8))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

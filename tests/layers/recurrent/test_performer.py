@@ -1,6 +1,5 @@
 """Performer draws the same features as in training: one key gives the same features wherever a network is called."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from brl_jax.layers import PerformerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from tests.laws.networks import relative_error
+from tests.support.parameters import drawn
 
 SIZE = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 16}
 TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 11)
@@ -15,7 +15,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 11)
 
 def networks(**options):
     model = DecoderLM(DecoderConfig(mechanism=PerformerConfig(chunk_size=4), **SIZE, **options))
-    return model, nn.unbox(jax.jit(model.init)(jax.random.key(1), TOKENS))
+    return model, drawn(model.init, TOKENS)
 
 
 def test_single_tokens_have_the_features_of_the_prompt():

@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from tests.marks import slow_unless
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays
 
 LENGTH, WINDOW, FEW, HEAD_DIM = 256, 127, 32, 128

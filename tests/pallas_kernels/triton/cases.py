@@ -20,7 +20,7 @@ from brl_jax.attention.local import far_patterns, patterns
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.selected import api
-from tests.pallas_kernels.triton import oracle
+from tests.pallas_kernels import oracle
 
 #: The implementation that runs the kernels in this process.
 KERNELS = "triton_interpret" if bridge.interprets() else "triton"
@@ -85,9 +85,9 @@ def local(
         (out, log_sums), pull = jax.vjp(lambda *x: run(*x[:3], sinks=x[3]), *given, sinks)
     d_out = random(5, *out.shape, dtype=dtype)
     d_log_sums = random(6, *log_sums.shape, dtype="float32")
-    want = oracle.softmax_attention(
-        query, np.nan_to_num(key), np.nan_to_num(value), seen, head_dim**-0.5, d_out, d_log_sums, sinks, cap
-    )
+    want = oracle.attention(
+        query, np.nan_to_num(key), np.nan_to_num(value), seen, head_dim**-0.5, d_out, d_log_sums, sinks=sinks, cap=cap
+    )  # fmt: skip
     blind = ~seen.any(-1) & (sinks is None)
     np.testing.assert_array_equal(np.isneginf(log_sums), np.broadcast_to(blind[..., None], log_sums.shape))
     log_sums, expected = (np.where(blind[..., None], 0.0, x) for x in (log_sums, want[1]))
@@ -123,13 +123,15 @@ def compress(
         lengths = jnp.asarray(lengths)
     options = {"scale": head_dim**-0.5, "score": score, "key_lengths": lengths}
     d_out = random(5, *query.shape, dtype=dtype)
-    want = oracle.compress(query, *clean, gamma, seen, options["scale"], score, d_out)
+    key_of_contrast = clean[1] if contrast else None
+    want = oracle.compress(
+        query, clean[0], key_of_contrast, clean[2], gamma, options["scale"], score, d_out, seen
+    )
     if contrast:
         run = lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, contrast_key, value, gamma)
     else:
-        want = oracle.compress(query, *clean, 0.0 * gamma, seen, options["scale"], score, d_out)
-        want = want[:3] + want[4:5]
+        want = [x for x in want if x is not None]
         run = lambda q, k, v: triton.compress(q, k, None, v, gamma=None, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, value)
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
@@ -327,7 +329,7 @@ def selected(
         d_out = random(5, *out.shape, dtype="float32")
         gradients = pull(d_out)
     seen = np.repeat(seen, heads[0] // heads[1], axis=1)
-    out_wanted, _, *expected = oracle.softmax_attention(query, key, value, seen, 0.3, d_out)
+    out_wanted, _, *expected = oracle.attention(query, key, value, seen, 0.3, d_out)
     close(("out", "d_query", "d_key", "d_value"), (out, *gradients), (out_wanted, *expected), dtype)
 
 
@@ -433,10 +435,10 @@ def public_compress_blocks(score="softmax", contrast=True):
             query[:, block],
             *windows,
             gamma * contrast,
-            seen[:, None, None],
             1 / (4 * tokens),
             score,
             d_out[:, block],
+            seen[:, None, None],
         )
         for whole, part in zip(want[:2], parts[:2]):
             whole[:, block] = part

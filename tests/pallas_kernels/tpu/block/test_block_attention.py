@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.tpu import DistanceTable, Granules, Slopes, block_attention
 from pallas_kernels.tpu.block import plan
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 
 
@@ -95,20 +95,19 @@ def check(
 
 CAUSAL = [[0], [1, 0], [2, 0, 1]]
 EVERY = [[0, 1, 2]] * 3
+DILATED = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+MASKED = {
+    # Lists in any order, a block of queries without keys, and keys that nobody reads.
+    "holes, grouped, ragged": ([[0], [2, 0], [], [3, 1]], (400, 500), (2, 1, 128), {"mask": causal}),
+    "two heads in a tile": ([[0], [1, 0], [2]], (300, 700), (2, 2, 64), {"blocks": (128, 256)}),
+    "dilated": (DILATED, (512, 512), (1, 1, 128), {"dtype": jnp.bfloat16, "mask": dilated}),
+}
 
 
-def test_causal_with_holes_grouped_ragged():
-    """Lists in any order, a block of queries without keys, and keys that nobody reads."""
-    check([[0], [2, 0], [], [3, 1]], (400, 500), (2, 1, 128), mask=causal)
-
-
-def test_two_heads_in_a_tile_and_unequal_blocks():
-    check([[0], [1, 0], [2]], (300, 700), (2, 2, 64), blocks=(128, 256))
-
-
-def test_dilated_in_bfloat16():
-    rows = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
-    check(rows, (512, 512), (1, 1, 128), dtype=jnp.bfloat16, mask=dilated)
+@pytest.mark.parametrize("name", MASKED)
+def test_lists_of_blocks(name):
+    rows, lengths, heads, options = MASKED[name]
+    check(rows, lengths, heads, **options)
 
 
 @pytest.mark.slow
@@ -168,25 +167,33 @@ def test_segments_lengths_and_poison():
     assert max(oracle.distance(x, y) for x, y in zip(got, (want[0], *want[2:]))) < 1e-5
 
 
-def test_slopes_causal_with_offset():
-    """Grouped heads that share a tile, ragged lengths, positions that begin anywhere."""
-    check(CAUSAL, (300, 310), (4, 2, 64), "slopes", causal=True, offset=(13, 5))
+BIASED = {
+    # Grouped heads that share a tile, ragged lengths, positions that begin anywhere.
+    "slopes, causal": (CAUSAL, (300, 310), (4, 2, 64), "slopes", {"causal": True, "offset": (13, 5)}),
+    "slopes": ([[0, 1]] * 3, (300, 400), (2, 1, 128), "slopes", {"blocks": (128, 256)}),
+    "a table shorter than a block": (EVERY, (300, 380), (2, 2, 64), "table", {"numbers": table(2, 41), "first": -20}),
+    # In distant pairs of blocks, all distances have the same bias.
+    "a longer table": (EVERY, (300, 380), (2, 2, 64), "table", {"numbers": table(2, 601), "first": -300}),
+    # Three heads, the last of which fills half a tile.
+    "a position known at run time": (
+        EVERY[:2], (200, 380), (3, 1, 64), "table",
+        {"numbers": table(3, 140), "causal": True, "offset": (100, 3), "shift": 77},
+    ),
+    "a table that hides distances": (
+        [[0, 1]] * 2, (200, 200), (1, 1, 64), "table",
+        {"numbers": np.where(np.arange(41) % 2, table(1, 41), -np.inf).astype(np.float32), "first": -20},
+    ),
+    "blocks larger than the table's tiles": (
+        [[0, 1]] * 2, (500, 600), (2, 1, 64), "table",
+        {"numbers": table(2, 100), "first": -50, "blocks": (256, 384)},
+    ),
+}  # fmt: skip
 
 
-def test_slopes_on_both_sides_and_unequal_blocks():
-    check([[0, 1]] * 3, (300, 400), (2, 1, 128), "slopes", blocks=(128, 256))
-
-
-@pytest.mark.parametrize("first", [-20, -300])
-def test_table_on_both_sides(first):
-    """Shorter than a block, and longer, with distant pairs of blocks in which all distances have the same bias."""
-    check(EVERY, (300, 380), (2, 2, 64), "table", numbers=table(2, 1 - 2 * first), first=first)
-
-
-def test_table_causal_at_a_position_known_at_run_time():
-    """Three heads, the last of which fills half a tile."""
-    options = {"numbers": table(3, 140), "causal": True, "offset": (100, 3), "shift": 77}
-    check(EVERY[:2], (200, 380), (3, 1, 64), "table", **options)
+@pytest.mark.parametrize("name", BIASED)
+def test_bias_by_distance(name):
+    rows, lengths, heads, kind, options = BIASED[name]
+    check(rows, lengths, heads, kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["slopes", "table"])
@@ -204,24 +211,6 @@ def test_gradients_of_several_launches_add_up(kind, monkeypatch, hostile):
     numbers = table(2, 200) if kind == "table" else None
     rows = [[0], [], [1, 0], [3, 2]]
     check(rows, (500, 400), (2, 1, 64), kind, numbers=numbers, causal=True, interpret=hostile)
-
-
-@pytest.mark.slow
-def test_table_in_blocks_larger_than_its_tiles():
-    check([[0, 1]] * 2, (500, 600), (2, 1, 64), "table", numbers=table(2, 100), first=-50, blocks=(256, 384))
-
-
-def test_minus_infinity_hides():
-    """Distances with a bias of -inf, as in a table that expresses a window."""
-    numbers = np.where(np.arange(41) % 2 == 0, -np.inf, table(1, 41)).astype(np.float32)
-    q, k, v, g = arrays(0, jnp.float32, *[(1, 200, 1, 64)] * 4)
-    bias, _ = oracle.by_distance("table", numbers, -20, np.arange(200)[:, None] - np.arange(200)[None])
-    seen = np.isfinite(bias)
-    want = oracle.attention(q, k, v, seen, 0.125, g, bias=np.where(seen, bias, 0.0)[None])
-    sizes = {"key_blocks": [[0, 1]] * 2, "block_q": 128, "block_k": 128}
-    f = functools.partial(block_attention, bias=DistanceTable(numbers, -20), interpret=True, **sizes)
-    out, pull = jax.vjp(f, q, k, v)
-    assert max(oracle.distance(x, y) for x, y in zip((out, *pull(g)), (want[0], *want[2:5]))) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["slopes", "table"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import block_attention
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
 

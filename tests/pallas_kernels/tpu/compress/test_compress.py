@@ -11,7 +11,7 @@ from pallas_kernels.tpu import compress, compress_blocks
 from pallas_kernels.tpu.compress.backward import GradientStep
 from pallas_kernels.tpu.compress.history import HistoryStep
 from tests.marks import slow_unless
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.tpu import propagate
 from tests.marks import slow_unless
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
 

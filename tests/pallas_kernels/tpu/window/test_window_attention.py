@@ -11,8 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_attention
 from pallas_kernels.tpu.core.chips import resolve_chip
-from tests.oracles import attention as oracles
-from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
@@ -34,6 +33,7 @@ def check(
     seen=True,
     poison=None,
     with_log_sum=True,
+    cap=None,
     **options,
 ):
     """Compares outputs, log-sum-exps and gradients of one call; `seen` hides more keys than the window does."""
@@ -50,7 +50,7 @@ def check(
     g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[:, :, None], g_log_sum, 0.0)
     want, want_log_sum, *want_grads = oracle.attention(
         q, k, v, seen, head_dim**-0.5 if scale is None else scale, g, g_log_sum if with_log_sum else None,
-        bias=None if kind is None else bias[None],
+        bias=None if kind is None else bias[None], cap=cap,
     )  # fmt: skip
     if kind is not None:
         want_grads[3] = pull_bias(want_grads[3])
@@ -62,7 +62,7 @@ def check(
         def f(q, k, v, numbers):
             # Windows in float32 need more VMEM than some chips have.
             static = {"left": left, "right": right, "blocks": SMALL, "chip": "v5e", "interpret": True}
-            static |= {"scale": scale, "return_log_sum_exp": with_log_sum} | options
+            static |= {"scale": scale, "return_log_sum_exp": with_log_sum, "logits_soft_cap": cap} | options
             return window_attention(q, k, v, bias=bias_by_distance(kind, numbers, first), **static)
 
         out, pull = jax.vjp(f, q, k, v, numbers)
@@ -179,21 +179,13 @@ def test_segments_lengths_and_poison(kind, dtype):
 
 @pytest.mark.parametrize("kind", ["slopes", pytest.param("table", marks=SLOW)])
 def test_bias_is_added_after_the_cap(kind):
-    q, k, v, g = (2 * x for x in arrays(0, jnp.float32, *[(1, 150, 1, 128)] * 4))
-    numbers = SLOPES[:1] if kind == "slopes" else table(1, 41)
-    distance = np.arange(150)[:, None] - np.arange(150)[None]
-    bias, pull_bias = oracle.by_distance(kind, numbers, -20, distance)
-    given = (q, k, v, (distance >= 0) & (distance <= 40))
-    want, _ = oracles.softmax_attention(*given, bias=bias[None], cap=2.0)
-    *want_grads, changes = oracles.softmax_attention_gradients(*given, g, bias=bias[None], cap=2.0)
-    options = {"left": 40, "right": 0, "logits_soft_cap": 2.0, "blocks": SMALL, "chip": "v5e"}
-
-    def f(q, k, v, x):
-        return window_attention(q, k, v, bias=bias_by_distance(kind, x, -20), interpret=True, **options)
-
-    out, pull = jax.vjp(f, q, k, v, jnp.asarray(numbers))
-    expected = (want, *want_grads, pull_bias(changes))
-    assert max(oracle.distance(x, y) for x, y in zip((out, *pull(g)), expected, strict=True)) < 1e-5
+    check(
+        (150, 1, 1, 128, 40, 0),
+        kind,
+        numbers=SLOPES[:1] if kind == "slopes" else table(1, 41),
+        first=-20,
+        cap=2.0,
+    )
 
 
 @pytest.mark.parametrize("all_of_one_head", [False, pytest.param(True, marks=SLOW)])
@@ -208,10 +200,13 @@ def test_minus_infinity_hides(all_of_one_head):
     bias, pull_bias = oracle.by_distance("table", np.where(np.isfinite(numbers), numbers, 0.0), -20, offset)
     hidden, _ = oracle.by_distance("table", (~np.isfinite(numbers)).astype(np.float32), -20, offset)
     f = functools.partial(window_attention, left=left, right=right, blocks=SMALL, interpret=True, chip="v5e")
-    out, pull = jax.vjp(
-        lambda q, k, v, x: f(q, k, v, bias=DistanceTable(x, -20)), q, k, v, jnp.asarray(numbers)
-    )
-    grads = pull(g)
+
+    @jax.jit
+    def run(*given):
+        out, pull = jax.vjp(lambda q, k, v, x: f(q, k, v, bias=DistanceTable(x, -20)), *given)
+        return out, pull(g)
+
+    out, grads = run(q, k, v, jnp.asarray(numbers))
     for head in range(2):
         seen = (hidden[head] == 0) & (offset <= left) & (offset >= -right)
         mine = [x[:, :, head : head + 1] for x in (q, k, v)]
