@@ -6,8 +6,8 @@ of the bytes that these read and write to the least possible (every argument and
 spilled bytes and shared memory of our own kernels. If the kernels do not support an operation on a GPU, XLA compiles
 it. A second table has the launches and the temporary memory, at two lengths, of the mechanisms that compute all chunks
 at once and of BRL's layers. A third has the matrix products that XLA tunes in a training step of a two-layer decoder,
-and the processor's seconds before that step. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but
-no driver and no device.
+and the processor's seconds before that step, the assembler's included. Needs `pip install '.[gpu]'` (the CUDA plugin
+brings its assembler), but no driver and no device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
 (through XLA: 1.5 times the launches) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in

@@ -181,14 +181,13 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
         "cuda": [gpu.compress_backend(**static)],
     }
     plain = functools.partial(_short, scale=static["scale"], score=static["score"])
-    forms, kept, length = {"default": without_kept(plain)}, (), key.shape[1]
+    forms, length = {"default": without_kept(plain)}, key.shape[1]
     if length > _WHOLE or static["axis_name"] is not None:
         piece = xla.piece_size(query.shape[1], length)
         plain = functools.partial(_long, {"piece": piece, **static})
         # With pieces, a GPU would wait for kernel launches. All (M, S) logits at once are still linear in S.
         at_once = _in_pieces(length, **static)
         forms = {"default": _in_pieces(piece, **static), "cuda": at_once, "rocm": at_once}
-        kept = xla.kept_shapes(query, value, gamma is not None, static["score"])
     return dispatch(
         "compress",
         implementation,
@@ -197,7 +196,7 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
         *operands,
         forms=forms,
         results=jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
-        kept=kept,
+        kept=xla.kept_shapes(query, value, gamma is not None, static["score"]),
         axis_name=static["axis_name"],
     )
 

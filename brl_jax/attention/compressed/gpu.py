@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from brl_jax.attention.compressed.windows import block_windows
+from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.dispatch import Backend, bias_unsupported
 from brl_jax.attention.core.triton import triton_backend
 
@@ -27,12 +28,15 @@ def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:
             return f"axis_name must be None, got {axis_name!r}"
         return bias_unsupported(bias) or triton.compress_unsupported(query, value)
 
-    def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
+    def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, known=None):
         from pallas_kernels import triton
 
-        return triton.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
+        return triton.compress(
+            query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, return_parts=True,
+            known=known and known[1], **static,
+        )  # fmt: skip
 
-    return triton_backend(run, unsupported)
+    return triton_backend(run, unsupported, gradient=gradient_of_known(run))
 
 
 def compress_blocks_backend(*, block_size: int, history_size: int, scale: float, **static: Any) -> Backend:
@@ -47,7 +51,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
         rows = jax.ShapeDtypeStruct((1, *query.shape[2:]), query.dtype)
         return bias_unsupported(bias) or triton.compress_unsupported(rows, value)
 
-    def run(query, key, contrast_key, value, gamma, bias, lengths):
+    def run(query, key, contrast_key, value, gamma, bias, lengths, *, known=None):
         from pallas_kernels import triton
 
         batch, blocks = query.shape[:2]
@@ -59,7 +63,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
 
         if lengths is not None:
             lengths = jnp.broadcast_to(lengths, (batch, blocks)).reshape(batch * blocks)
-        out = triton.compress(
+        found = triton.compress(
             query.reshape(batch * blocks, *query.shape[2:]),
             windows(key),
             None if contrast_key is None else windows(contrast_key),
@@ -67,11 +71,13 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
             gamma=gamma,
             scale=scale,
             key_lengths=lengths,
+            return_parts=True,
+            known=jax.tree.map(lambda x: x.reshape(batch * blocks, *x.shape[2:]), known and known[1]),
             **static,
         )
-        return out.reshape(*query.shape[:4], value.shape[3])
+        return jax.tree.map(lambda x: x.reshape(batch, blocks, *x.shape[1:]), found)
 
-    return triton_backend(run, unsupported)
+    return triton_backend(run, unsupported, gradient=gradient_of_known(run))
 
 
 def propagate_backend(**static: Any) -> Backend:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.dispatch import Backend
 
 # Pallas is imported inside the functions, because it is slow to import.
@@ -19,7 +20,7 @@ def compress_backend(**static: Any) -> Backend:
 
         return tpu.compress_unsupported(query, key, contrast_key, value, bias=bias, mask=mask)
 
-    def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
+    def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret, known=None):
         from pallas_kernels import tpu
 
         if mask is not None:
@@ -31,10 +32,10 @@ def compress_backend(**static: Any) -> Backend:
             )
         return tpu.compress(
             query, key, contrast_key, value, gamma=gamma, bias=bias, mask=mask, key_lengths=lengths,
-            interpret=interpret, **static,
+            return_parts=True, known=known and known[1], interpret=interpret, **static,
         )  # fmt: skip
 
-    return Backend("pallas", run, unsupported)
+    return Backend("pallas", run, unsupported, gradient=gradient_of_known(run))
 
 
 def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any) -> Backend:
@@ -46,15 +47,15 @@ def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any
 
         return tpu.compress_blocks_unsupported(query, key, contrast_key, value, bias=bias, **sizes)
 
-    def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
+    def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret, known=None):
         from pallas_kernels import tpu
 
         return tpu.compress_blocks(
             query, key, contrast_key, value, gamma=gamma, history_lengths=lengths, bias=bias,
-            interpret=interpret, **sizes, **static,
+            return_parts=True, known=known and known[1], interpret=interpret, **sizes, **static,
         )  # fmt: skip
 
-    return Backend("pallas", run, unsupported)
+    return Backend("pallas", run, unsupported, gradient=gradient_of_known(run))
 
 
 def propagate_backend(**static: Any) -> Backend:

@@ -1,4 +1,4 @@
-"""Functions with one form for each platform, of which only the platform that a call is lowered for is traced.
+"""Functions with a form for each platform. Only the form of the platform that a call is lowered for is traced.
 
 `jax.lax.platform_dependent` traces the forms of all platforms, in every call and again in its gradient. Here a call is
 one primitive, whose shapes the caller states. Its lowering rule picks the form of the platform and traces that alone.
@@ -28,7 +28,7 @@ from brl_jax.attention.core.varying import vary_like
 #: The platforms that forms are chosen for; "default" is every other.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "default")
 
-#: The platform that is traced for, inside a form; None elsewhere. `jax.jit` traces anew for another value.
+#: The platform that is traced for, inside a form; None elsewhere. `jax.jit` traces again for another value.
 traced_for = jax.make_user_context(None)
 
 
@@ -52,6 +52,17 @@ def without_kept(function: Callable[..., Any]) -> Form:
     return Form(lambda *operands: (function(*operands), ()))
 
 
+def gradient_of_known(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a form whose `run` takes `known`, what an earlier run returned, and then works only in the
+    backward pass."""
+
+    def gradient(operands: Any, results: Any, kept: Any, d_results: Any, **options: Any) -> Any:
+        again = functools.partial(run, known=(results, kept), **options)
+        return jax.vjp(lambda *operands: again(*operands)[0], *operands)[1](d_results)
+
+    return gradient
+
+
 def by_platform(
     choose: Callable[..., Form],
     *operands: Any,
@@ -67,7 +78,7 @@ def by_platform(
       choose: `choose(platform, *operands)` returns the form of one of `PLATFORMS`. It is called when the call is
         lowered, and may raise or warn.
       operands: pytrees of arrays.
-      results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shape and dtype count), as the forms
+      results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, whose shape and dtype alone count), as the forms
         return them.
       plain: `plain(*operands)` returns the results by JAX's operations, differentiable any number of times.
       axis_name: inside `jax.shard_map`, an axis over which the forms exchange values, so that the results are the same
@@ -76,7 +87,7 @@ def by_platform(
     """
     operands = vary_like(operands, operands, but=axis_name)
     leaves, structure = jax.tree.flatten(operands)
-    # The axes that results vary over: those of all operands, but for the one that is summed over.
+    # Results vary over the axes that operands vary over, except for the axis that is summed over.
     first = next(
         (x for x in map(jax.typeof, leaves) if axis_name not in x.manual_axis_type.varying),
         jax.typeof(leaves[0]),
@@ -124,7 +135,7 @@ def _like(first: Any, x: Any) -> Any:
 
 
 class _Context(NamedTuple):
-    """The settings around a call that change how its forms are traced. They are those of the call, not of lowering."""
+    """The settings around a call that change how its forms are traced. The call decides them, not its lowering."""
 
     precision: Any
     wide: bool
@@ -307,7 +318,7 @@ def _differentiate_call(
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
     d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
-    # What is kept has no tangents: the gradient alone reads it, and its derivatives are those of the plain function.
+    # What is kept has no tangents: the gradient alone reads it, and a derivative of that comes from the plain function.
     outs = outs if keep else outs[: len(d_results)]
     d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
     return outs, [*d_results, *d_kept]

@@ -205,11 +205,12 @@ def gradient_of_kernel(
         return of_kernel(out, lse, d_known=(d_out, d_lse))
     # The sink has the value 0 and takes 1 - share of each row's weights.
     share = jax.nn.sigmoid(lse - operands.sinks[None, None])
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    wide_out, wide_d_out = out.astype(jnp.float32), d_out.astype(jnp.float32)
+    delta = jnp.sum(wide_d_out * wide_out, -1)
     d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
-    d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
+    d_own = (share[..., None] * wide_d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
     # The kernel's output, before the sink was merged in.
-    own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
+    own = (wide_out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
     return of_kernel(own, lse, d_known=d_own)._replace(sinks=d_sinks)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention.core import cudnn
 from brl_jax.attention.core.arguments import (
     check_bias,
     check_dtypes,
@@ -21,9 +22,8 @@ from brl_jax.attention.core.arguments import (
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
+from brl_jax.attention.core.by_platform import Form, by_platform, gradient_of_known, without_kept
 from brl_jax.attention.core.checks import check_qkv
-from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.core.on_mesh import Cut
@@ -216,16 +216,16 @@ def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
 
         return full_tpu.gradient(*of_call, offset=offset, interpret=interpret, **static)
 
-    batch, length, heads, _ = x.query.shape
     of_cudnn = {"scale": static["scale"], "is_causal": static["is_causal"]}
 
-    def run_cudnn(x: FullArrays, *, interpret: bool):
-        return _with_cudnn(x, **of_cudnn)
+    def run_cudnn(x: FullArrays, *, interpret: bool, **known: Any):
+        return _with_cudnn(x, **known, **of_cudnn)
 
     backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported, gradient=tpu_gradient)]}
     # If cuDNN cannot take the call, no warning is due: XLA has the same cost.
     if not missing and _cudnn_unsupported(x, **of_cudnn) is None:
-        backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
+        gradient = gradient_of_known(run_cudnn)
+        backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None, gradient=gradient)]
     return dispatch(
         "full_attention",
         implementation,
@@ -234,7 +234,7 @@ def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
         x,
         forms=_many_with_xla(offset, static),
         results=_results(x, static["return_residual"]),
-        kept=jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        kept=_kept(x),
         cost="quadratic",
     )
 
@@ -245,19 +245,26 @@ def _results(x: FullArrays, return_residual: bool) -> Any:
     return (out, jax.ShapeDtypeStruct(rows, jnp.float32)) if return_residual else out
 
 
+def _kept(x: FullArrays) -> Any:
+    """The log-sum-exp, or cuDNN's statistics."""
+    batch, length, heads, _ = x.query.shape
+    return jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+
+
 def _cudnn_unsupported(x: FullArrays, *, scale: float, is_causal: bool) -> str | None:
     """Why the automatic choice must not take cuDNN, apart from `_missing_for_cudnn`; None if it may."""
     # cuDNN's output for rows without a visible key is unspecified.
     if x.query_lengths is not None or x.key_lengths is not None:
         return "it has lengths"
-    return cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), x)
+    return cudnn.cudnn_unsupported(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), x)
 
 
 # Compiled on its own, so that gradients outside jit are traced once.
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
 def _through_cudnn(x: FullArrays, *, scale, is_causal, everywhere):
     """cuDNN on a GPU, or `everywhere`, for a call that meets `_missing_for_cudnn`'s requirements."""
-    with_cudnn = without_kept(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal))
+    run = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
+    with_cudnn = Form(run, gradient_of_known(run))
     plain = functools.partial(
         attend_at_once, scale=scale, is_causal=is_causal, cap=None, return_residual=False
     )
@@ -266,6 +273,7 @@ def _through_cudnn(x: FullArrays, *, scale, is_causal, everywhere):
         lambda platform, *_: with_cudnn if everywhere or platform == "cuda" else with_xla,
         x,
         results=_results(x, False),
+        kept=_kept(x),
         plain=plain,
         needs_devices=True,
     )
@@ -290,18 +298,21 @@ def _missing_for_cudnn(x: FullArrays, is_causal: bool, cap: float | None, return
     return [need for need, met in needs.items() if not met]
 
 
-def _with_cudnn(x: FullArrays, *, scale: float, is_causal: bool) -> Array:
-    """Ignores the arrays that `_missing_for_cudnn` refuses."""
+def _with_cudnn(
+    x: FullArrays, *, scale: float, is_causal: bool, known: cudnn.Found | None = None
+) -> cudnn.Found:
+    """The output and cuDNN's statistics; with `known`, what an earlier run returned, only the backward pass does work.
+    Ignores the arrays that `_missing_for_cudnn` refuses."""
     x = x.without_padding()
-    out = jax.nn.dot_product_attention(
+    out, statistics = cudnn.attention(
         x.query,
         x.key,
         x.value,
+        known=known,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=x.query_lengths,
         key_value_seq_lengths=x.key_lengths,
-        implementation="cudnn",
     )
     seen = None if x.key_lengths is None else (x.key_lengths > 0)[:, None, None, None]
-    return zero_unseen(out, seen, x.query_lengths)
+    return zero_unseen(out, seen, x.query_lengths), statistics

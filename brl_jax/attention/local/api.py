@@ -28,7 +28,7 @@ from brl_jax.attention.core.arguments import (
     pad_features,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.by_platform import by_platform, without_kept
+from brl_jax.attention.core.by_platform import by_platform, gradient_of_known
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import (
@@ -229,11 +229,12 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     batch, length, heads, _ = x.query.shape
     residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
     results = (x.query, residual) if call.return_residual else x.query
+    kept = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     plain = functools.partial(xla.plain, call)
     if implementation == "cudnn":  # a request by name accepts more calls than the automatic choice
         cudnn.check(call, x)
-        form = without_kept(functools.partial(cudnn.attend, call))
-        return by_platform(lambda *_: form, x, results=results, plain=plain, needs_devices=True)
+        form = cudnn.form(call, x)
+        return by_platform(lambda *_: form, x, results=results, kept=kept, plain=plain, needs_devices=True)
     backends = _backends(call)
     if implementation is not None:
         backends["cuda"] = backends["cuda"][1:]
@@ -245,22 +246,27 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
         x,
         forms=xla.forms(call),
         results=results,
-        kept=jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        kept=kept,
     )
 
 
 def _backends(call: PatternCall) -> dict[str, list[Backend]]:
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
+
+    def with_cudnn(x: CallArrays, *, interpret: bool, **known: Any) -> Any:
+        return cudnn.attend(call, x, **known)
+
     tpu, gpu = functools.partial(_imported, "tpu", call), functools.partial(_imported, "gpu", call)
     return {
         "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],
         "cuda": [
             Backend(
                 "cudnn",
-                lambda x, interpret: cudnn.attend(call, x),
+                with_cudnn,
                 functools.partial(cudnn.unsupported, call),
                 few,
+                gradient_of_known(with_cudnn),
             ),
             triton_backend(gpu("attend"), gpu("unsupported"), few, gpu("gradient")),
         ],

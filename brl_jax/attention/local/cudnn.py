@@ -6,13 +6,15 @@ Every call passes is_causal=True, because JAX lets cuDNN look ahead if it only g
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.cudnn import cudnn_unsupported
+from brl_jax.attention.core.by_platform import Form, gradient_of_known
+from brl_jax.attention.core.cudnn import Found, attention, cudnn_unsupported
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 
@@ -36,6 +38,13 @@ def unsupported(call: PatternCall, x: CallArrays) -> str | None:
     return cudnn_unsupported(functools.partial(attend, call), x)
 
 
+def form(call: PatternCall, x: CallArrays) -> Form:
+    """How a call that passes `check` runs. With a bias its gradient runs it again: JAX refuses to return the statistics
+    of an odd number of tokens."""
+    run = functools.partial(attend, call)
+    return Form(run, gradient_of_known(run) if x.bias is None else None)
+
+
 def check(call: PatternCall, x: CallArrays) -> None:
     """Raises NotImplementedError, naming everything that cuDNN needs and the call does not have."""
     missing = _missing(call, x)
@@ -45,21 +54,29 @@ def check(call: PatternCall, x: CallArrays) -> None:
         )
 
 
-def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    """`local_attention` through `jax.nn.dot_product_attention`."""
+def attend(
+    call: PatternCall, x: CallArrays, *, known: Found | None = None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+    """`local_attention`, and cuDNN's statistics unless there is a bias. With `known`, what an earlier run returned,
+    only the backward pass does work."""
     assert isinstance(call.pattern, SlidingWindow)
     # Padding may be NaN, and 0 times NaN is NaN.
     query = zero_padding(x.query, x.query_lengths)
     key, value = zero_padding(x.key, x.key_lengths), zero_padding(x.value, x.key_lengths)
-    out = jax.nn.dot_product_attention(
-        query, key, value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
-        key_value_seq_lengths=x.key_lengths, local_window_size=(call.pattern.left, 0), implementation="cudnn",
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "scale": call.scale, "is_causal": True, "query_seq_lengths": x.query_lengths,
+        "key_value_seq_lengths": x.key_lengths, "local_window_size": (call.pattern.left, 0),
+    }  # fmt: skip
+    statistics = None
+    if x.bias is None:
+        out, statistics = attention(query, key, value, known=known, **options)
+    else:
+        out = jax.nn.dot_product_attention(query, key, value, x.bias, implementation="cudnn", **options)
     if x.key_lengths is not None:  # cuDNN's output for a row that sees nothing is unspecified
         first = jnp.maximum(jnp.arange(call.num_queries) - call.pattern.left, 0)
         seen = first[None] < x.key_lengths[:, None]
         out = jnp.where(seen[:, :, None, None], out, jnp.zeros((), out.dtype))
-    return zero_padding(out, x.query_lengths)
+    return zero_padding(out, x.query_lengths), statistics
 
 
 def _missing(call: PatternCall, x: CallArrays) -> list[str]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.on_mesh import rows_and_heads
@@ -69,7 +70,10 @@ def selected_attention(
     }
     operands = (query, key, value, starts, jnp.asarray(offset, jnp.int32))
     results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), jnp.float32)
-    return dispatch("native_sparse_attention", implementation, backends, xla, *operands, results=results)
+    log_sums = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+    return dispatch(
+        "native_sparse_attention", implementation, backends, xla, *operands, results=results, kept=log_sums
+    )
 
 
 def _through_xla(
@@ -142,13 +146,13 @@ def _read_all(
 
 
 def _pallas(
-    query: Array, key: Array, known: int | None, *, size: int, scale: float, aligned: bool
+    query: Array, key: Array, static: int | None, *, size: int, scale: float, aligned: bool
 ) -> Backend:
-    """The TPU kernel for operands (query, key, value, starts, offset), with the offset in `known` if it is static.
+    """The TPU kernel for operands (query, key, value, starts, offset), with the offset in `static` if that is known.
 
     It computes all blocks of keys up to the queries' positions and masks the keys that a query did not choose.
     """
-    blocks = all_blocks(query.shape[1], key.shape[1], True, known)
+    blocks = all_blocks(query.shape[1], key.shape[1], True, static)
     unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
 
     # Importing Pallas takes time, so it is imported where it is needed.
@@ -157,27 +161,28 @@ def _pallas(
 
         return tpu.block_unsupported(query, key, value, chosen_runs=starts.shape[3], **blocks)
 
-    def run(query, key, value, starts, offset, *, interpret):
+    def run(query, key, value, starts, offset, *, interpret, known=None):
         from pallas_kernels import tpu
 
-        out = tpu.block_attention(
+        out, log_sums = tpu.block_attention(
             query,
             key,
             value,
             causal=True,
-            query_position=known or 0,
-            shift=offset if known is None else None,
+            query_position=static or 0,
+            shift=offset if static is None else None,
             chosen_starts=starts,
             chosen_size=size,
             chosen_aligned=aligned,
             scale=scale,
+            return_log_sum_exp=True,
+            known=known and (known[0], known[1].swapaxes(1, 2)),
             interpret=interpret,
             **blocks,
         )
-        assert isinstance(out, jax.Array)
-        return out.astype(jnp.float32)
+        return out.astype(jnp.float32), log_sums.swapaxes(1, 2)
 
-    return Backend("pallas", run, unsupported, unsuited)
+    return Backend("pallas", run, unsupported, unsuited, gradient_of_known(run))
 
 
 def _triton(*, size: int, scale: float) -> Backend:
@@ -191,11 +196,15 @@ def _triton(*, size: int, scale: float) -> Backend:
             return f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}"
         return triton.selected_unsupported(query, key)
 
-    def run(query, key, value, starts, offset):
+    def run(query, key, value, starts, offset, *, known=None):
         from pallas_kernels import triton
 
         positions = offset + jnp.arange(query.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, query.shape[:2])
-        return triton.selected_attention(query, key, value, starts, positions, size=size, scale=scale)
+        out, log_sums = triton.selected_attention(
+            query, key, value, starts, positions, size=size, scale=scale, return_log_sum_exp=True,
+            known=known and (known[0], known[1].swapaxes(1, 2)),
+        )  # fmt: skip
+        return out, log_sums.swapaxes(1, 2)
 
-    return triton_backend(run, unsupported)
+    return triton_backend(run, unsupported, gradient=gradient_of_known(run))

@@ -6,12 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.compress.differentiable import compress_packed
+from pallas_kernels.tpu.compress.parts import Parts, from_parts, to_parts
 from pallas_kernels.tpu.compress.plan import CompressCall, plan_compress, plan_compress_blocks
 from pallas_kernels.tpu.core.heads import pack
 from pallas_kernels.tpu.core.inputs import Shaped, positive_scale, refusal
@@ -29,8 +31,9 @@ def _run(
     bounds: Int[Array, "#B R 2"],
     bias: Float[Array, "#B #N #M #S"] | None,
     mask: Bool[Array, "#B #N #M #S"] | None,
+    known: Parts | None,
     call: CompressCall,
-) -> Float[Array, "B R M N H"]:
+) -> tuple[Float[Array, "B R M N H"], Parts]:
     """Compresses R sets of queries, each within its own bounds."""
     batch, groups, count, heads, head_dim = query.shape
     check_score(call.score)
@@ -57,13 +60,13 @@ def _run(
     given = [packed_query, packed_value, bounds, *keys, *([] if added is None else [added])]
     packed_query, packed_value, bounds, *rest = vary_alike(*given)
     keys, added = rest[: len(keys)], None if added is None else rest[-1]
-    out = compress_packed(bounds, packed_query, keys, packed_value, added, call)
-    out = out.reshape(batch, len(keys), groups, call.queries, -1, layout.head_dim)
-    out = out[:, :, :, :count, :heads, :head_dim]
-    result = out[:, 0]
+    again = None if known is None else from_parts(known, call)
+    found = compress_packed(bounds, packed_query, keys, packed_value, added, again, call)
+    outs, log_sums = to_parts(*found, heads, head_dim, call)
+    result = outs[0]
     if gamma is not None:
-        result = result - gamma.astype(jnp.float32)[None, None, None, :, None] * out[:, 1]
-    return result.astype(query.dtype)
+        result = result - gamma.astype(jnp.float32)[None, None, None, :, None] * outs[1]
+    return result.astype(query.dtype), (outs, log_sums)
 
 
 def compress_unsupported(
@@ -115,8 +118,10 @@ def compress(
     chip: str | None = None,
     block: int | None = None,
     splits: int | None = None,
+    return_parts: bool = False,
+    known: Parts | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B M N H"]:
+) -> Float[Array, "B M N H"] | tuple[Float[Array, "B M N H"], Parts]:
     """Reads S tokens into M compressed tokens: (sigma(scale Q K1^T) - gamma sigma(scale Q K2^T)) V.
 
     This is F_comp of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 11-12). Both attentions run in one pass
@@ -125,7 +130,7 @@ def compress(
 
     Args:
       query: (B, M, N, H), float32 or bfloat16, M up to 1024, H up to 256.
-      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key and gamma are None for a single attention.
+      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key=None and gamma=None for a single attention.
       gamma: (N,), the weight of the second attention.
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
@@ -140,10 +145,14 @@ def compress(
         use, or of this process; if none of these determines it, sizes that fit every chip.
       block: tokens in a grid step, a multiple of 128; overrides the chip's.
       splits: parts of the sequence; by default 1 if the heads of a batch occupy two cores, else 2.
+      return_parts: also return what `known` takes.
+      known: the parts of an earlier call. The forward kernel is then skipped, and the gradient is the earlier call's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
     Returns:
-      (B, M, N, H) in query's dtype, zero where no token exists.
+      (B, M, N, H) in query's dtype, zero where no token exists. With return_parts also, without gradients, each
+      attention's output (B, M, N, H) in float32 and log-sum-exp (B, N, M), inf where no token exists; None unless the
+      score is softmax.
 
     Raises:
       ValueError: shapes do not match, the score is unknown, there are more than 1024 compressed tokens, or a block
@@ -174,7 +183,10 @@ def compress(
         stop = jnp.minimum(key_lengths.astype(jnp.int32), length)
         bounds = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
     call = dataclasses.replace(call, score=score, axis_name=axis_name, interpret=interpret)
-    return _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, bias, mask, call)[:, 0]
+    known = jax.tree.map(lambda x: x[:, None], known)
+    found = _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, bias, mask, known, call)
+    result, parts = jax.tree.map(lambda x: x[:, 0], found)
+    return (result, parts) if return_parts else result
 
 
 def compress_blocks_unsupported(
@@ -230,8 +242,10 @@ def compress_blocks(
     score: Score = "softmax",
     bias: Float[Array, "N M S"] | None = None,
     chip: str | None = None,
+    return_parts: bool = False,
+    known: Parts | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B R M N H"]:
+) -> Float[Array, "B R M N H"] | tuple[Float[Array, "B R M N H"], Parts]:
     """`compress` for each of R blocks of a sequence: block r reads history_size tokens from r * block_size on.
 
     This is the blockwise form of `memory="layer"`. If the first history_size tokens are those before block 0, each
@@ -244,11 +258,12 @@ def compress_blocks(
       history_size: the largest number of tokens that a block reads, at least 1.
       history_lengths: (B, R) or (1, R) ints; only the last `history_lengths` of these tokens exist, and the others
         never influence a result. A block without any gives 0. All exist by default.
-      gamma, scale, score, chip, interpret: as in `compress`.
+      gamma, scale, score, chip, return_parts, known, interpret: as in `compress`.
       bias: (N, M, history_size), added to the scaled scores of each block. Its gradient stays in VMEM.
 
     Returns:
-      (B, R, M, N, H) in query's dtype.
+      (B, R, M, N, H) in query's dtype. With return_parts also each attention's output (B, R, M, N, H) and log-sum-exp
+      (B, R, N, M), as from `compress`.
 
     Raises:
       ValueError: as `compress`, or sizes do not match.
@@ -277,4 +292,5 @@ def compress_blocks(
     bounds = jnp.stack(jnp.broadcast_arrays(start, stop), axis=-1)
     call = dataclasses.replace(call, score=score, interpret=interpret)
     added = None if bias is None else bias[None]
-    return _run(query, key, contrast_key, value, gamma, scale, bounds, added, None, call)
+    found = _run(query, key, contrast_key, value, gamma, scale, bounds, added, None, known, call)
+    return found if return_parts else found[0]

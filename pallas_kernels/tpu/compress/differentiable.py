@@ -16,28 +16,32 @@ from pallas_kernels.tpu.core.score_bias import gradient_like
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def compress_packed(
     bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
     bias: Float[Array, "..."] | None,
+    known: tuple[Float[Array, "B sets Q L"], Float[Array, "B tiles #R statistics lanes"]] | None,
     call: CompressCall,
-) -> Float[Array, "B sets Q L"]:
-    """Returns the contribution of each set of keys in float32; differentiable in query, keys, value and a bias with
-    numbers for each compressed token."""
-    return _forward(bounds, query, keys, value, bias, call)[0]
+) -> tuple[Float[Array, "B sets Q L"], Float[Array, "B tiles #R statistics lanes"]]:
+    """Returns the contribution of each set of keys in float32, differentiable in query, keys, value and a bias with
+    numbers for each compressed token, and the statistics of `merge_readers`, without gradients. With `known`, the
+    results of an earlier call, only the backward pass does work."""
+    return _forward(bounds, query, keys, value, bias, known, call)[0]
 
 
-def _forward(bounds, query, keys, value, bias, call: CompressCall):
-    sums, statistics = merge_readers(*compress_forward(bounds, query, keys, value, bias, call), call)
-    out = _to_rows(sums, call)
-    return out, (bounds, query, keys, value, bias, out, statistics)
+def _forward(bounds, query, keys, value, bias, known, call: CompressCall):
+    if known is None:
+        sums, statistics = merge_readers(*compress_forward(bounds, query, keys, value, bias, call), call)
+        known = _to_rows(sums, call), statistics
+    return known, (bounds, query, keys, value, bias, *known)
 
 
-def _backward(call: CompressCall, residuals, grad):
+def _backward(call: CompressCall, residuals, grads):
     bounds, query, keys, value, bias, out, statistics = residuals
+    grad, _ = grads
     batch, sets, _, lanes = out.shape
     packed, tiles = call.layout.packed, lanes // call.layout.width
     # The softmax's derivative needs each row's sum of weight times change, which is the output times its gradient.
@@ -68,7 +72,8 @@ def _backward(call: CompressCall, residuals, grad):
             x = jnp.where(jnp.asarray(covered)[:, None, :, None], x, jnp.zeros((), x.dtype))
         return x[0] if call.slots == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
 
-    return None, grad_query, [over_slots(x) for x in grad_keys], over_slots(grad_value), grad_bias
+    grads = grad_query, [over_slots(x) for x in grad_keys], over_slots(grad_value), grad_bias
+    return None, *grads, None
 
 
 compress_packed.defvjp(_forward, _backward)

@@ -13,6 +13,10 @@ from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import SCORES, adjustable, padded, split
 from pallas_kernels.varying import vary_alike
 
+#: For each attention, its output (B, M, N, H) and, with softmax, the base-2 log-sum-exp (B, N, M): inf if a row sees no
+#: key.
+Parts = tuple[tuple[Array, ...], tuple[Array | None, ...]]
+
 #: Maximum number of compressed tokens in one program.
 MOST_TOKENS = 128
 
@@ -92,7 +96,9 @@ def compress(
     scale: float,
     score: str = "softmax",
     key_lengths: Int[Array, " B"] | None = None,
-) -> Float[Array, "B M N H"]:
+    return_parts: bool = False,
+    known: Parts | None = None,
+) -> Float[Array, "B M N H"] | tuple[Float[Array, "B M N H"], Parts]:
     """(sigma(c Q K1^T) - gamma sigma(c Q K2^T)) V, BRL-Attention (OpenReview Vpyg3fqXbl), equation 12.
 
     Both attentions read the history together, once. It is cut into enough segments to fill the GPU, whose sums are
@@ -106,9 +112,12 @@ def compress(
       scale: c.
       score: "softmax", "relu2" or "laplace".
       key_lengths: (B,) ints, how many keys exist.
+      return_parts: also return what `known` takes.
+      known: the parts of an earlier call. The forward kernel is then skipped, and the gradient is the earlier call's.
 
     Returns:
-      (B, M, N, H) in query's dtype; rows that see no key give 0.
+      (B, M, N, H) in query's dtype; rows that see no key give 0. With return_parts also the parts, in float32 and
+      without gradients.
 
     Raises:
       NotImplementedError: `compress_unsupported` gives a reason.
@@ -124,16 +133,26 @@ def compress(
     if contrast_key is None or gamma is None:
         contrast_key, gamma = jax.lax.stop_gradient(key), jnp.zeros((heads,), jnp.float32)
     arrays = vary_alike(query, key, contrast_key, value, gamma.astype(jnp.float32), lengths)
-    return _compress(*arrays, call)
+    found = _compress(*arrays, known, call)
+    return found if return_parts else found[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _compress(query, key, contrast_key, value, gamma, lengths, call: _CompressCall):
-    return _compress_forward(query, key, contrast_key, value, gamma, lengths, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _compress(query, key, contrast_key, value, gamma, lengths, known, call: _CompressCall):
+    return _compress_forward(query, key, contrast_key, value, gamma, lengths, known, call)[0]
 
 
-def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _CompressCall):
+def _compress_forward(query, key, contrast_key, value, gamma, lengths, known, call: _CompressCall):
+    parts = _forward_parts(query, key, contrast_key, value, lengths, call) if known is None else known
+    out = parts[0][0]
+    if call.contrast:
+        out = out - gamma[None, None, :, None] * parts[0][1]
+    return (out.astype(query.dtype), parts), (query, key, contrast_key, value, gamma, lengths, parts)
+
+
+def _forward_parts(query, key, contrast_key, value, lengths, call: _CompressCall) -> Parts:
     totals, tops, sums = _run_forward(call)(query, key, contrast_key, value, lengths)
+    attentions = range(1 + call.contrast)
     # (B, A, SPLITS, N, M, ...)
     if call.score == "softmax":
         highest = tops.max(2)
@@ -143,27 +162,27 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _Co
         outs = (
             jnp.einsum("bzsnm,bzsnmh->bznmh", weight, totals) / jnp.where(blind, 1.0, normaliser)[..., None]
         )
-        log_sums = jnp.where(blind, jnp.inf, highest + jnp.log2(jnp.where(blind, 1.0, normaliser)))
+        every = jnp.where(blind, jnp.inf, highest + jnp.log2(jnp.where(blind, 1.0, normaliser)))
+        log_sums: tuple[Array | None, ...] = tuple(every[:, i] for i in attentions)
     else:
-        outs = totals.sum(2)
-        log_sums = jnp.zeros(outs.shape[:-1], jnp.float32)
-    out = outs[:, 0]
-    if call.contrast:
-        out = out - gamma[None, :, None, None] * outs[:, 1]
-    out = out.transpose(0, 2, 1, 3).astype(query.dtype)
-    return out, (query, key, contrast_key, value, gamma, lengths, outs, log_sums)
+        outs, log_sums = totals.sum(2), (None,) * len(attentions)
+    outs = outs.transpose(0, 1, 3, 2, 4)
+    return tuple(outs[:, i] for i in attentions), log_sums
 
 
-def _compress_backward(call: _CompressCall, saved, d_out):
-    query, key, contrast_key, value, gamma, lengths, outs, log_sums = saved
-    deltas = jnp.einsum("bmnh,bznmh->bznm", d_out.astype(jnp.float32), outs)
+def _compress_backward(call: _CompressCall, saved, gradients):
+    query, key, contrast_key, value, gamma, lengths, (outs, log_sums) = saved
+    d_out, _ = gradients
+    wide = d_out.astype(jnp.float32)
+    deltas = jnp.stack([jnp.einsum("bmnh,bmnh->bnm", wide, out) for out in outs], 1)
+    log_sums = jnp.zeros_like(deltas) if log_sums[0] is None else jnp.stack(log_sums, 1)
     d_query, d_key, d_contrast, d_value = _run_backward(call)(
         query, key, contrast_key, value, lengths, d_out.astype(query.dtype), log_sums, deltas,
         jnp.broadcast_to(gamma, (query.shape[0], *gamma.shape)),
     )  # fmt: skip
     d_query = d_query.sum(1).transpose(0, 2, 1, 3).astype(query.dtype)
     d_gamma = -deltas[:, 1].sum((0, 2)) if call.contrast else jnp.zeros_like(gamma)
-    return d_query, d_key, d_contrast, d_value, d_gamma, None
+    return d_query, d_key, d_contrast, d_value, d_gamma, None, None
 
 
 _compress.defvjp(_compress_forward, _compress_backward)

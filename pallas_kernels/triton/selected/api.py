@@ -71,8 +71,10 @@ def selected_attention(
     *,
     size: int,
     scale: float,
-) -> Float[Array, "B T N H"]:
-    """Softmax attention of each token to the keys of its own M blocks, up to its position (arXiv:2502.11089).
+    return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Softmax attention of each token to the keys of M blocks, up to its position (arXiv:2502.11089).
 
     One launch forward. In the backward pass, the pairs of token and block are sorted by their blocks, so no kernel
     needs atomic additions. Memory is linear in T M. Differentiable in query, key and value.
@@ -84,9 +86,12 @@ def selected_attention(
       positions: int32, the tokens' positions among the keys.
       size: keys in a block.
       scale: multiplies the scores.
+      return_log_sum_exp: also return the logarithm of each row's sum of exponentials, in base 2 and without a gradient.
+      known: the results of an earlier call, with its log-sum-exp. The forward kernel is then skipped, and the gradient
+        is the earlier call's.
 
     Returns:
-      (B, T, N, H) in float32, 0 where a token sees nothing.
+      (B, T, N, H) in float32, 0 where a token sees nothing; with `return_log_sum_exp` also (B, T, N), inf there.
 
     Raises:
       NotImplementedError: `selected_unsupported` gives a reason.
@@ -95,28 +100,31 @@ def selected_attention(
     if reason is not None:
         raise NotImplementedError(reason)
     arrays = vary_alike(query, key, value, starts.astype(jnp.int32), positions.astype(jnp.int32))
-    return _attend(*arrays, _SelectedCall(size, float(scale)))
+    found = _attend(*arrays, known, _SelectedCall(size, float(scale)))
+    return found if return_log_sum_exp else found[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query, key, value, starts, positions, call: _SelectedCall):
-    return _attend_forward(query, key, value, starts, positions, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(query, key, value, starts, positions, known, call: _SelectedCall):
+    return _attend_forward(query, key, value, starts, positions, known, call)[0]
 
 
-def _attend_forward(query, key, value, starts, positions, call: _SelectedCall):
-    out, log_sums = _run_forward(call)(query, key, value, starts, positions)
-    return out, (query, key, value, starts, positions, out, log_sums)
+def _attend_forward(query, key, value, starts, positions, known, call: _SelectedCall):
+    if known is None:
+        known = _run_forward(call)(query, key, value, starts, positions)
+    return tuple(known), (query, key, value, starts, positions, *known)
 
 
-def _attend_backward(call: _SelectedCall, saved, d_out):
+def _attend_backward(call: _SelectedCall, saved, gradients):
     query, key, value, starts, positions, out, log_sums = saved
+    d_out, _ = gradients
     deltas = jnp.einsum("btnh,btnh->btn", d_out, out)
     rest = (positions, d_out.astype(query.dtype), log_sums, deltas)
     (d_query,) = _run_query_gradient(call)(query, key, value, starts, *rest)
     tile = choose_tiles(query.dtype).by_key.block_k
     lists = transposed_lists(starts, key.shape[1], call.size, tile)
     d_key, d_value = _run_key_gradient(call)(query, key, value, *lists, *rest)
-    return d_query, d_key, d_value, None, None
+    return d_query, d_key, d_value, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

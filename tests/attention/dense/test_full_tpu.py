@@ -204,13 +204,3 @@ def test_what_the_kernel_refuses():
         NotImplementedError, match=r"mask must be the same for all heads and queries, got shape"
     ):
         attend(mask=jnp.ones((9, 9), bool))
-
-
-def test_the_gradient_runs_the_forward_kernel_once():
-    """In a scan over layers the compiler cannot merge two runs."""
-    qkv = jax.ShapeDtypeStruct((1, MANY_TOKENS, 2, 64), jnp.bfloat16)
-    gradient = jax.grad(
-        lambda *qkv: full_attention(*qkv, is_causal=True).astype(jnp.float32).sum(), (0, 1, 2)
-    )
-    text = jax.jit(gradient).trace(qkv, qkv, qkv).lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
-    assert text.count('kernel_name = "block_attention_forward"') == 1
