@@ -45,6 +45,7 @@ RECURRENT = (
 OTHERS = ("full", "diag", "flow", "hopfield", "bsbr", "flash", "mlr")
 NAMES = (*KERNELS, *RECURRENT, *OTHERS, "training", "copy", "matmul", "flex", "fla")
 _GRADIENTS = ("query_gradient", "key_gradient")
+_DELTA = ("chunks", "states"), ("state_gradient", "pair_gradient", "gradient")
 #: The families of kernels as `adjustable` names them: (operation, kernels of its forward pass, kernels of its backward
 #: pass), by the fields of the family's sizes.
 TUNED = {
@@ -53,14 +54,10 @@ TUNED = {
     "propagate": ("propagate", ("forward",), _GRADIENTS),
     "squared_relu": ("gau", ("forward",), (*_GRADIENTS, "value_gradient")),
     "selected": ("selected", ("by_query",), ("by_key",)),
-    "delta_by_feature": ("kda", ("chunks", "states"), ("state_gradient", "pair_gradient", "gradient")),
+    "delta_by_feature": ("kda", *_DELTA),
     "sum_by_feature": ("gla", ("sums", "outputs"), ("value_gradient", *_GRADIENTS)),
     "sum": ("scalar_decay", ("sums", "outputs"), _GRADIENTS),
-    "delta": (
-        "gated_delta",
-        ("chunks", "states", "outputs"),
-        ("local_gradient", "state_gradient", "value_gradient", *_GRADIENTS),
-    ),
+    "delta": ("gated_delta", *_DELTA),
 }
 _GROUPED = {"heads": 16, "kv_heads": 4}
 _GAU = {"heads": 1}

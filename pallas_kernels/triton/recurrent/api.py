@@ -170,9 +170,8 @@ def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
     if not call.has("beta"):
         return ("states",)
-    if call.by_feature:
-        return ("states", "corrected", "queries", "weights", "reads", "writes", "factors", "maps")
-    return ("states", "corrected", "inverse", "w", "maps")
+    names = ("states", "corrected", "weights", "maps")
+    return (*names, "queries", "reads", "writes", "factors") if call.by_feature else (*names, "inverse")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -520,22 +519,18 @@ class _Delta(NamedTuple):
     arrays: Named
     call: Call
     shape: _Shape
-    sizes: Any
+    sizes: plan.DeltaSizes
 
     @classmethod
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
         sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
-        return cls(dict(arrays), call, shape, sizes(shape.features, shape.dtype))
+        arrays = {"queries": arrays["query"], "reads": arrays["key"], "writes": arrays["key"]} | arrays
+        return cls(arrays, call, shape, sizes(shape.features, shape.dtype))
 
     @property
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
-
-    @property
-    def values(self) -> jax.ShapeDtypeStruct:
-        """A number for each token and feature of the values."""
-        return self.keys(self.shape.values)
 
     def keys(self, size: int) -> jax.ShapeDtypeStruct:
         """`size` numbers for each token and head of the keys."""
@@ -546,11 +541,15 @@ class _Delta(NamedTuple):
         return self.shape.tokens(self.shape.heads, size, dtype=self.shape.dtype)
 
     @property
-    def states(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """The states of all chunks, and one."""
+    def state(self) -> jax.ShapeDtypeStruct:
+        """One state."""
+        return self.shape.state(self.shape.features, self.shape.values)
+
+    @property
+    def states(self) -> jax.ShapeDtypeStruct:
+        """The states of all chunks."""
         shape = self.shape
-        sizes = shape.features, shape.values
-        return shape.state(self.chunks, *sizes, dtype=shape.dtype), shape.state(*sizes)
+        return shape.state(self.chunks, shape.features, shape.values, dtype=shape.dtype)
 
     def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, programs: int,
                  **more: Any) -> Any:  # fmt: skip
@@ -563,7 +562,11 @@ class _Delta(NamedTuple):
         spans, chunks = self.spans
         tiles = self.shape.value_tiles(launch) if tiles is None else tiles
         grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
-        return self._start(kernel, launch, names, results, grid, more | {"SPAN": chunks, "SPANS": spans})
+        more |= {"SPAN": chunks, "SPANS": spans}
+        if self.call.by_feature:
+            # What reads the state and what is written to it have been decayed, and have zeros for other segments.
+            more["SEGMENTS"], names = False, names.replace("log_decay", "none")
+        return self._start(kernel, launch, names, results, grid, more)
 
     @property
     def spans(self) -> tuple[int, int]:
@@ -574,37 +577,11 @@ class _Delta(NamedTuple):
         span = -(-self.chunks // max(1, spans))
         return -(-self.chunks // span), span
 
-    def maps(self, names: str) -> Array:
-        """The maps of all spans; with one span an array that is not read."""
-        from pallas_kernels.triton.recurrent import delta_forward as kernels
-
-        shape, launch = self.shape, self.sizes.states
-        if self.spans[0] == 1:
-            return self.arrays["key_value"]
-        tiles = -(-shape.features // shape.value_tile(launch)) + shape.value_tiles(launch)
-        result = shape.state(self.spans[0], shape.features, shape.features + shape.values)
-        (found,) = self.by_span(kernels.delta_maps, launch, names, (result,), tiles=tiles)
-        return found
-
-    def state_gradients(self, names: str) -> Any:
-        """The gradients of the states after all chunks, and of the first.
-
-        names: in `gradient_before`, of q, k, w, log, segments, beta, factors, d_out and d_corrected.
-        """
-        from pallas_kernels.triton.recurrent import delta_backward as kernels
-
-        shape, launch = self.shape, self.sizes.state_gradient
-        if self.spans[0] > 1:
-            added = shape.state(self.spans[0], shape.features, shape.values)
-            (self.arrays["added"],) = self.by_span(kernels.delta_gradient_maps, launch, names, (added,))
-        names += " d_key_value maps added"
-        return self.by_span(kernels.delta_state_gradient, launch, names, self.states)
-
     def _start(self, kernel, launch, names, results, grid, more):
         """Tells a kernel those constants that it names."""
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
-        more |= heads | {"BY_FEATURE": self.call.by_feature}
+        more = heads | {"BY_FEATURE": self.call.by_feature} | more
         constants = shape.constants(self.call, launch, self.sizes.chunk, **more)
         named = inspect.signature(kernel).parameters
         constants = {name: x for name, x in constants.items() if name in named}
@@ -616,22 +593,37 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
 
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
-    arrays["inverse"], arrays["w"], arrays["u"] = delta.by_chunk(
-        kernels.delta_chunks, sizes.chunks, "key value beta log_decay segments",
-        (delta.keys(sizes.chunk), delta.keys(shape.features), delta.values),
-        programs=shape.kv_heads, INVERSE_PRECISION=call.precision,
+    keys, state, keep_inverse = delta.keys(shape.features), delta.state, keep or not call.by_feature
+    names = ["weights", "inverse"]
+    results = [delta.queries(sizes.chunk), delta.keys(sizes.chunk) if keep_inverse else shape.none]
+    if call.by_feature:
+        names += ["queries", "reads", "writes", "factors"]
+        results += [delta.queries(shape.features), keys, keys, shape.state(delta.chunks, shape.features)]
+    else:
+        results += 4 * [shape.none]
+    found = delta.by_chunk(
+        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments", results, programs=shape.heads,
+        FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
     )  # fmt: skip
-    arrays["maps"] = delta.maps("key w u log_decay segments none none")
-    arrays["states"], last = delta.by_span(
-        kernels.delta_states, sizes.states, "key w u log_decay segments key_value maps", delta.states
-    )
-    total, arrays["corrected"] = delta.by_chunk(
-        kernels.delta_outputs, sizes.outputs, "query key w u log_decay segments states",
+    arrays |= dict(zip(names, found))
+    if delta.spans[0] > 1:
+        tiles = -(-shape.features // shape.value_tile(sizes.states)) + shape.value_tiles(sizes.states)
+        (arrays["maps"],) = delta.by_span(
+            kernels.delta_maps, sizes.states,
+            f"reads writes {'none' if call.by_feature else 'inverse'} value beta log_decay segments factors",
+            (shape.state(delta.spans[0], shape.features, shape.features + shape.values),), tiles=tiles,
+        )  # fmt: skip
+    else:
+        arrays["maps"] = arrays["key_value"]  # not read
+    total, last, arrays["states"], arrays["corrected"] = delta.by_span(
+        kernels.delta_outputs, sizes.states,
+        "queries weights reads writes inverse value beta log_decay segments factors key_value maps",
         (
             shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
-            delta.values if keep else shape.none,
+            state,
+            *((delta.states, delta.keys(shape.values)) if keep else 2 * (shape.none,)),
         ),
-        programs=shape.heads * shape.value_tiles(sizes.outputs), KEEP=keep,
+        KEEP=keep,
     )  # fmt: skip
     kept = {name: arrays[name] for name in kept_names(call)} if keep else {}
     return {"total": total, "key_value": last}, kept
@@ -642,97 +634,33 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
 
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
-    numbers = shape.tokens(kv_heads)
-    decay = call.has("log_decay")
-    found = {}
-    (arrays["d_corrected"],) = delta.by_chunk(
-        kernels.delta_local_gradient, sizes.local_gradient, "query key log_decay segments d_total",
-        (delta.values,), programs=kv_heads * shape.value_tiles(sizes.local_gradient),
+    values, found = delta.keys(shape.values), {}
+    names = "queries weights reads writes inverse beta log_decay segments factors d_total"
+    if delta.spans[0] > 1:
+        added = shape.state(delta.spans[0], shape.features, shape.values)
+        (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.state_gradient, names, (added,))
+    arrays["d_states"], found["key_value"] = delta.by_span(
+        kernels.delta_state_gradient, sizes.state_gradient, f"{names} d_key_value maps added",
+        (delta.states, delta.state),
     )  # fmt: skip
-    arrays["d_states"], found["key_value"] = delta.state_gradients(
-        "query key w log_decay segments none none d_total d_corrected"
-    )
-    found["value"], arrays["z"] = delta.by_chunk(
-        kernels.delta_value_gradient, sizes.value_gradient,
-        "key beta log_decay segments inverse d_corrected d_states", (delta.values, delta.values),
-        programs=kv_heads * shape.value_tiles(sizes.value_gradient),
-    )  # fmt: skip
-    found["query"], arrays["flow"] = delta.by_chunk(
-        kernels.delta_query_gradient, sizes.query_gradient,
-        "query key log_decay segments states corrected d_total",
-        (delta.queries(shape.features), shape.tokens(shape.heads) if decay else shape.none),
-        programs=shape.heads,
-    )  # fmt: skip
-    found["key"], found["beta"], found["log_decay"] = delta.by_chunk(
-        kernels.delta_key_gradient, sizes.key_gradient,
-        "query key value beta log_decay segments states corrected d_total d_states z flow",
-        (delta.keys(shape.features), numbers, numbers if decay else shape.none), programs=kv_heads,
-    )  # fmt: skip
-    return found
-
-
-def _feature_delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
-    from pallas_kernels.triton.recurrent import delta_by_feature as kernels
-
-    delta = _Delta.of(arrays, call)
-    arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
-    names = "queries weights reads writes factors inverse"
-    results = (
-        delta.queries(shape.features), delta.queries(sizes.chunk), delta.keys(shape.features),
-        delta.keys(shape.features), shape.state(delta.chunks, shape.features),
-        delta.keys(sizes.chunk),
-    )  # fmt: skip
-    found = delta.by_chunk(
-        kernels.feature_delta_chunks, sizes.chunks, "query key beta log_decay segments", results,
-        programs=shape.heads, FB=min(sizes.features, padded(shape.features)),
-    )  # fmt: skip
-    arrays |= dict(zip(names.split(), found))
-    arrays["maps"] = delta.maps("writes reads value none none beta factors")
-    states, last = delta.states
-    total, last, arrays["states"], arrays["corrected"] = delta.by_span(
-        kernels.feature_delta_outputs, sizes.states,
-        "queries weights reads writes value beta factors inverse key_value maps",
-        (
-            shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
-            last,
-            *((states, delta.values) if keep else 2 * (shape.none,)),
-        ),
-        KEEP=keep,
-    )  # fmt: skip
-    kept = {name: arrays[name] for name in kept_names(call)} if keep else {}
-    return {"total": total, "key_value": last}, kept
-
-
-def _feature_delta_backward(arrays: Named, call: Call) -> Named:
-    from pallas_kernels.triton.recurrent import delta_by_feature as kernels
-
-    delta = _Delta.of(arrays, call)
-    arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
-    found = {}
-    arrays["d_states"], found["key_value"] = delta.state_gradients(
-        "queries writes reads none none beta factors d_total weights"
-    )
     arrays["z"], found["value"], strength, arrays["d_p"], arrays["d_a"] = delta.by_chunk(
-        kernels.feature_delta_pair_gradients, sizes.pair_gradient,
-        "weights writes value beta segments corrected d_total d_states",
-        (
-            delta.values, delta.values, shape.tokens(kv_heads), delta.queries(sizes.chunk),
-            delta.keys(sizes.chunk),
-        ),
+        kernels.delta_pair_gradients, sizes.pair_gradient,
+        "weights writes inverse value beta log_decay segments corrected d_total d_states",
+        (values, values, shape.tokens(kv_heads), delta.queries(sizes.chunk), delta.keys(sizes.chunk)),
         programs=kv_heads,
     )  # fmt: skip
     tile = min(sizes.gradient_features, padded(shape.features))
     tiles = -(-shape.features // tile)
-    found["query"], found["key"], strengths, found["log_decay"] = delta.by_chunk(
-        kernels.feature_delta_gradients, sizes.gradient,
+    parts = jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, kv_heads), jnp.float32)
+    by_feature = shape.tokens(kv_heads, shape.features)
+    d_log = by_feature if call.by_feature else parts if call.has("log_decay") else shape.none
+    found["query"], found["key"], strengths, logs = delta.by_chunk(
+        kernels.delta_gradients, sizes.gradient,
         "query key beta log_decay segments states corrected d_total d_states z d_p d_a factors",
-        (
-            delta.queries(shape.features), delta.keys(shape.features),
-            jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, kv_heads), jnp.float32),
-            shape.tokens(kv_heads, shape.features),
-        ),
+        (delta.queries(shape.features), delta.keys(shape.features), parts, d_log),
         programs=kv_heads * tiles, FB=tile,
     )  # fmt: skip
+    found["log_decay"] = logs if call.by_feature else logs.sum(1)
     found["beta"] = strength + strengths.sum(1)
     return found
 
@@ -742,11 +670,11 @@ _FORWARD = {
     (False, False): _sum_forward,
     (True, False): _feature_forward,
     (False, True): _delta_forward,
-    (True, True): _feature_delta_forward,
+    (True, True): _delta_forward,
 }
 _BACKWARD = {
     (False, False): _sum_backward,
     (True, False): _feature_backward,
     (False, True): _delta_backward,
-    (True, True): _feature_delta_backward,
+    (True, True): _delta_backward,
 }

@@ -15,7 +15,6 @@ from pallas_kernels.triton.recurrent.functions import (
     logs_after,
     logs_between,
     logs_between_transposed,
-    place,
     segment_after,
     segment_before,
     segment_numbers,
@@ -46,7 +45,6 @@ def recurrent_query_gradient(
     if WEIGHS:
         extra = tl.where(vt == 0, token_numbers(d_weight, b, first, r, h, T, N), 0.0)
     acc = tl.zeros([BM, FP], tl.float32)
-    flows = tl.zeros([BM], tl.float32)
     gap = 0.0
     if DECAY:
         logs = log_decays(log, b, first, r, kh, T, K)
@@ -66,8 +64,6 @@ def recurrent_query_gradient(
             others = segment_numbers(segments, b, first + j * BN, n, T)
             seen = seen & (own[:, None] == others[None, :]) & (others >= 0)[None, :]
         dp = tl.where(seen, dp, 0.0)
-        if DECAY:
-            flows += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     for m in range((first - c * CHUNK) // BN):
         begin = first - (m + 1) * BN
@@ -83,8 +79,6 @@ def recurrent_query_gradient(
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
             dp = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], dp, 0.0)
-        if DECAY:
-            flows += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
     state = tl.load(before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
@@ -97,12 +91,10 @@ def recurrent_query_gradient(
         factor = tl.exp(start + gap)
     if SEGMENTS:
         factor = tl.where((own == segment_before(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
-    read *= factor[:, None]
-    acc += read
+    acc += read * factor[:, None]
     store_tokens(d_query, acc, b * VT + vt, first, r, h, f, T, N, F)
     if DECAY:
-        flows += tl.sum(read * query, 1)
-        store_numbers(flow, flows, b * VT + vt, first, r, h, T, N)
+        store_numbers(flow, tl.sum(acc * query, 1), b * VT + vt, first, r, h, T, N)
 
 
 def recurrent_key_gradient(
@@ -122,66 +114,61 @@ def recurrent_key_gradient(
     kh, vt, b = tl.program_id(1) // VT, tl.program_id(1) % VT, tl.program_id(2)
     first = tl.program_id(0) * BN
     c = first // CHUNK
-    stop = tl.minimum((c + 1) * CHUNK, T)
+    blocks = (tl.minimum((c + 1) * CHUNK, T) - first - 1) // BN
     n, f, e = tl.arange(0, BN), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     key = tokens_by_features(k, b, first, n, kh, f, T, K, F)
     value = tokens_by_features(v, b, first, n, kh, e, T, K, V)
-    factor = tl.full([BN], 1.0, tl.float32)
-    if DECAY:
-        end = logs_after(log, b, first, n, kh, T, K, BN)
-        rest = first + BN + tl.arange(0, CHUNK)
-        beyond = tl.load(log + place(b, 0, kh, T, K, 1) + rest * K, mask=rest < stop, other=0.0)
-        factor = tl.exp(end + tl.sum(tl.maximum(beyond.to(tl.float32), -200.0), 0))
-    if SEGMENTS:
-        own = segment_numbers(segments, b, first, n, T)
-        factor = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
     after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
     state = tl.load(after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
     dk = tl.dot(value, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
         dk += tl.where(vt == 0, keys, 0.0)[None, :]
-    dk *= factor[:, None]
-    if DECAY:
-        store_numbers(ends, tl.sum(dk * key, 1), b * VT + vt, first, n, kh, T, K)
+    reached = tl.full([BN], 1.0, tl.float32)
+    if SEGMENTS:
+        own = segment_numbers(segments, b, first, n, T)
+        reached = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), reached, 0.0)
+    dk *= reached[:, None]
+    ended = tl.sum(dk * key, 1)
     state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    dv = tl.dot(key, state, input_precision=PRECISION) * factor[:, None]
-    flows = tl.zeros([BN], tl.float32)
-    for g in range(G):
-        h = kh * G + g
-        gap = 0.0
-        # The block of the keys themselves, and then the later ones.
-        for later in tl.static_range(2):
-            for begin in range(first + later * BN, stop if later else first + BN, BN):
-                query = tokens_by_features(q, b, begin, n, h, f, T, N, F)
-                grad = tokens_by_features(d_out, b, begin, n, h, e, T, N, V)
-                p = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-                dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-                if WEIGHS:
-                    dp += tl.where(vt == 0, token_numbers(d_weight, b, begin, n, h, T, N), 0.0)[None, :]
+    dv = tl.dot(key, state, input_precision=PRECISION) * reached[:, None]
+    # The later blocks of the chunk from the last, and the block of the keys themselves. What has been summed decays
+    # over a block before the block is added.
+    for later in tl.static_range(1, -1, -1):
+        if DECAY and not later:
+            shrink = tl.exp(logs_after(log, b, first, n, kh, T, K, BN))
+            dk, dv, ended = dk * shrink[:, None], dv * shrink[:, None], ended * shrink
+        for m in range(blocks if later else 1):
+            begin = first + (blocks - m if later else 0) * BN
+            if DECAY:
+                logs = log_decays(log, b, begin, n, kh, T, K)
+                if later:
+                    start, shrink = tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.sum(logs, 0))
+                    dk, dv, ended = dk * shrink, dv * shrink, ended * shrink
+            for g in range(G):
+                query = tokens_by_features(q, b, begin, n, kh * G + g, f, T, N, F)
+                grad = tokens_by_features(d_out, b, begin, n, kh * G + g, e, T, N, V)
+                factor = 1.0
+                if DECAY:
+                    factor = start[None, :] if later else tl.exp(logs_between_transposed(logs, n, n))
                 if not later:
-                    seen = n[:, None] <= n[None, :]
-                    p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
+                    factor = tl.where(n[:, None] <= n[None, :], factor, 0.0)
                 if SEGMENTS:
                     others = segment_numbers(segments, b, begin, n, T)
-                    seen = (own[:, None] == others[None, :]) & (own >= 0)[:, None]
-                    p, dp = tl.where(seen, p, 0.0), tl.where(seen, dp, 0.0)
-                if DECAY:
-                    logs = log_decays(log, b, begin, n, kh, T, K)
-                    if later:
-                        decay = tl.exp(end + gap)[:, None] * tl.exp(tl.cumsum(logs, 0))[None, :]
-                        gap += tl.sum(logs, 0)
-                    else:
-                        decay = tl.exp(logs_between_transposed(logs, n, n))
-                    dp *= decay
-                    flows += tl.sum(dp * p, 1)
-                    p *= decay
+                    factor = tl.where((own[:, None] == others[None, :]) & (own >= 0)[:, None], factor, 0.0)
+                p = tl.dot(key, tl.trans(query), input_precision=PRECISION) * factor
                 dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-                dk = tl.dot(dp.to(query.dtype), query, dk, input_precision=PRECISION)
+                dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+                if WEIGHS:
+                    extra = token_numbers(d_weight, b, begin, n, kh * G + g, T, N)
+                    dp += tl.where(vt == 0, extra, 0.0)[None, :]
+                dk = tl.dot((dp * factor).to(query.dtype), query, dk, input_precision=PRECISION)
     store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
     store_tokens(d_key, dk, b * VT + vt, first, n, kh, f, T, K, F)
     if DECAY:
-        store_numbers(flow, flows, b * VT + vt, first, n, kh, T, K)
+        store_numbers(ends, ended, b * VT + vt, first, n, kh, T, K)
+        key = tokens_by_features(k, b, first, n, kh, f, T, K, F)
+        store_numbers(flow, tl.sum(dk * key, 1) - ended, b * VT + vt, first, n, kh, T, K)
 
 
 def recurrent_decay_gradient(

@@ -1,14 +1,12 @@
 """The delta rule, backward; names as in `delta_forward`.
 
-With dS the gradient of the state after a chunk, R = T diag(beta) (V - a K S) gives::
+With dS the gradient of the state after a chunk and R = T X::
 
-    dR = tril(Q K^T * D)^T d_out + e K dS
-    Z = T^T dR
-    d(diag(beta) V) = Z,  d(diag(beta) a K) = -Z S^T,  dA = -strictly lower part of Z R^T
-    dS = total dS + (a Q)^T d_out - W^T dR
+    Z  = T^T (P^T d_out + e K dS),   dV = beta Z,   dA = -Z R^T,   dP = d_out R^T
+    dS = factor dS + (a Q)^T d_out - (a K)^T beta Z
 
-A is the matrix whose unit lower inverse is T. No product here is transposed and multiplied again: Triton below 3.7.1
-miscompiles that on Hopper. What is needed in both orientations is loaded or computed in both.
+No product here is transposed and multiplied again: Triton below 3.7.1 miscompiles that on Hopper. What is needed in
+both orientations is loaded in both.
 """
 
 from __future__ import annotations
@@ -16,100 +14,77 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.recurrent.delta_forward import end_factors, pair_factors, start_factors
+from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state, until_middle
+from pallas_kernels.triton.recurrent.delta_forward import decayed, end_factors, start_factors
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
     chunk_factors,
+    feature_logs,
     features_by_tokens,
     log_decays,
-    logs_between_transposed,
+    logs_between,
     segment_numbers,
     store_numbers,
     store_tokens,
+    summed_tokens,
     token_numbers,
     tokens_by_features,
 )
 
 
 @triton.jit
-def transposed_pair_factors(
-    log, segments, b, c, rows, head, T: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+def value_gradient(
+    writing, after, weights, inverse, log, segments, d_out, b, c, head, r, e,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """How much the token of each column reads of what the token of each row wrote."""
-    factor = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
-    if DECAY:
-        factor *= tl.exp(logs_between_transposed(log_decays(log, b, c * CHUNK, rows, head, T, K), rows, rows))
-    if SEGMENTS:
-        own = segment_numbers(segments, b, c * CHUNK, rows, T)
-        factor = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], factor, 0.0)
-    return factor
-
-
-def delta_local_gradient(
-    q, k, log, segments, d_out, d_corrected,
-    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """d_corrected (B, T, K, V): the part of dR that comes from the chunk's own outputs."""
-    VT: tl.constexpr = (V + VB - 1) // VB
+    """Columns of a chunk's Z; after: those of the gradient of the state after it."""
     K: tl.constexpr = N // G
-    c, kh, vt, b = tl.program_id(0), tl.program_id(1) // VT, tl.program_id(1) % VT, tl.program_id(2)
     first = c * CHUNK
-    r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    factor = transposed_pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    acc = tl.zeros([CHUNK, VB], tl.float32)
+    found = tl.dot(writing, after, input_precision=PRECISION)
+    if not BY_FEATURE:
+        found *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
     for g in range(G):
-        query = tokens_by_features(q, b, first, r, kh * G + g, f, T, N, F)
-        grad = tokens_by_features(d_out, b, first, r, kh * G + g, e, T, N, V)
-        p = tl.dot(key, tl.trans(query), input_precision=PRECISION) * factor
-        acc = tl.dot(p.to(grad.dtype), grad, acc, input_precision=PRECISION)
-    store_tokens(d_corrected, acc, b, first, r, kh, e, T, K, V)
+        weight = tokens_by_features(weights, b, first, r, head * G + g, r, T, N, CHUNK)
+        above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
+        found = tl.dot(weight, above, found, input_precision=PRECISION)
+    if not BY_FEATURE:
+        solve = tokens_by_features(inverse, b, first, r, head, r, T, K, CHUNK)
+        found = tl.dot(solve, found.to(solve.dtype), input_precision=PRECISION)
+    return found
 
 
 @triton.jit
 def gradient_before(
-    state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, c, head, r, f, e,
+    state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, c, head, r, f, e,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carries the gradient of a state from after a chunk to before it.
-
-    BY_FEATURE, q, k, w and d_corrected are the queries, writes, reads and weights of `delta_by_feature`.
-    """
+    """Carries the gradient of a state from after a chunk to before it."""
     K: tl.constexpr = N // G
     first = c * CHUNK
-    key = tokens_by_features(k, b, first, r, head, f, T, K, F)
-    reading = features_by_tokens(w, b, first, r, head, f, T, K, F)
-    through = tl.dot(key, state.to(key.dtype), input_precision=PRECISION)
-    if BY_FEATURE:
-        grad = tl.zeros_like(through)
-        state *= chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
-    else:
-        grad = tokens_by_features(d_corrected, b, first, r, head, e, T, K, V)
-    if (DECAY or SEGMENTS) and not BY_FEATURE:
-        through *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-        start = start_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
-        state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
+    start = start_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
+    writing = tokens_by_features(writes, b, first, r, head, f, T, K, F)
+    grad = value_gradient(
+        writing, state.to(writing.dtype), weights, inverse, log, segments, d_out, b, c, head, r, e, T, N, G, V,
+        CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+    )  # fmt: skip
+    state = decayed(state, log, segments, factors, b, c, head, f, T, K, F, CHUNK, DECAY, BY_FEATURE, SEGMENTS)
     for g in range(G):
-        query = features_by_tokens(q, b, first, r, head * G + g, f, T, N, F)
+        query = features_by_tokens(queries, b, first, r, head * G + g, f, T, N, F)
         above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
-        if BY_FEATURE:
-            weight = features_by_tokens(d_corrected, b, first, r, head * G + g, r, T, N, CHUNK)
-            grad = tl.dot(weight, above, grad, input_precision=PRECISION)
-        elif DECAY or SEGMENTS:
-            above = (above * start[:, None]).to(above.dtype)
+        above = (above * start[:, None]).to(above.dtype)
         state = tl.dot(query, above, state, input_precision=PRECISION)
-    negative = -(grad + through)
+    negative = grad * (-start * token_numbers(beta, b, first, r, head, T, K))[:, None]
     if BY_FEATURE:
-        negative *= token_numbers(beta, b, first, r, head, T, K)[:, None]
-    negative = negative.to(reading.dtype)
-    return tl.dot(reading, negative, state, input_precision=PRECISION)
+        reading = features_by_tokens(reads, b, first, r, head, f, T, K, F)
+    else:
+        reading = tl.trans(writing)
+    return tl.dot(reading, negative.to(reading.dtype), state, input_precision=PRECISION)
 
 
 def delta_gradient_maps(
-    q, k, w, log, segments, beta, factors, d_out, d_corrected, added,
+    queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, added,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -123,15 +98,16 @@ def delta_gradient_maps(
     stop = tl.minimum((span + 1) * SPAN, CHUNKS)
     for step in range(stop - span * SPAN):
         state = gradient_before(
-            state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, stop - 1 - step, kh, r, f, e, T, N,
-            G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, stop - 1 - step,
+            kh, r, f, e, T, N, G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     out = added + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * V)
     tl.store(out + f[:, None] * V + e[None, :], state, mask=(f < F)[:, None] & (e < V)[None, :])
 
 
 def delta_state_gradient(
-    q, k, w, log, segments, beta, factors, d_out, d_corrected, d_last, maps, added, d_states, d_first,
+    queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, d_last, maps, added,
+    d_states, d_first,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -159,87 +135,134 @@ def delta_state_gradient(
             d_states + (row * CHUNKS + c) * (F * V) + at, state.to(d_states.dtype.element_ty), mask=there
         )
         state = gradient_before(
-            state, q, k, w, log, segments, beta, factors, d_out, d_corrected, b, c, kh, r, f, e, T, N, G, F, V,
-            CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, queries, weights, reads, writes, inverse, beta, log, segments, factors, d_out, b, c, kh, r, f, e,
+            T, N, G, F, V, CHUNK, DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     if span == 0:
         tl.store(d_first + row * (F * V) + at, state, mask=there)
 
 
-def delta_value_gradient(
-    k, beta, log, segments, inverse, d_corrected, d_states, d_value, z,
-    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """d_value and z (B, T, K, V)."""
-    VT: tl.constexpr = (V + VB - 1) // VB
-    c, kh, vt, b = tl.program_id(0), tl.program_id(1) // VT, tl.program_id(1) % VT, tl.program_id(2)
-    first = c * CHUNK
-    r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
-    after = d_states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    grad = tl.dot(key, state, input_precision=PRECISION)
-    if DECAY or SEGMENTS:
-        grad *= end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-    grad += tokens_by_features(d_corrected, b, first, r, kh, e, T, K, V)
-    transposed = features_by_tokens(inverse, b, first, r, kh, r, T, K, CHUNK)
-    found = tl.dot(transposed, grad.to(key.dtype), input_precision=PRECISION)
-    store_tokens(z, found, b, first, r, kh, e, T, K, V)
-    strength = token_numbers(beta, b, first, r, kh, T, K)
-    store_tokens(d_value, found * strength[:, None], b, first, r, kh, e, T, K, V)
+@triton.jit
+def same_segment(segments, b, first, r, T: tl.constexpr):
+    """Whether two tokens of a chunk have the same segment, and not padding."""
+    own = segment_numbers(segments, b, first, r, T)
+    return (own[:, None] == own[None, :]) & (own >= 0)[None, :]
 
 
-def delta_query_gradient(
-    q, k, log, segments, states, corrected, d_out, d_query, flow,
+def delta_pair_gradients(
+    weights, writes, inverse, v, beta, log, segments, corrected, d_out, d_states,
+    z, d_value, d_strength, d_p, d_a,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, F), and flow (B, T, N): what flows from the state to each query."""
-    K: tl.constexpr = N // G
-    c, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, kh = c * CHUNK, h // G
-    r, f = tl.arange(0, CHUNK), tl.arange(0, FP)
-    before = states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    dp = tl.zeros([CHUNK, CHUNK], tl.float32)
-    acc = tl.zeros([CHUNK, FP], tl.float32)
-    for vt in range((V + VB - 1) // VB):
-        e = vt * VB + tl.arange(0, VB)
-        grad = tokens_by_features(d_out, b, first, r, h, e, T, N, V)
-        value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
-        dp = tl.dot(grad, value, dp, input_precision=PRECISION)
-        state = tl.load(
-            before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
-        )
-        acc = tl.dot(grad, state, acc, input_precision=PRECISION)
-    if DECAY or SEGMENTS:
-        acc *= start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-    if DECAY:
-        query = tokens_by_features(q, b, first, r, h, f, T, N, F)
-        store_numbers(flow, tl.sum(acc * query, 1), b, first, r, h, T, N)
-    dp *= pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
-    store_tokens(d_query, acc, b, first, r, h, f, T, N, F)
+    """z and d_value (B, T, K, V), d_strength Z . V (B, T, K), d_p dP (B, T, N, CHUNK) and d_a dA (B, T, K, CHUNK).
 
-
-def delta_key_gradient(
-    q, k, v, beta, log, segments, states, corrected, d_out, d_states, z, query_flow, d_key, d_beta, d_log,
-    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """d_key (B, T, K, F), d_beta and d_log (B, T, K)."""
+    With DECAY the last two are multiplied by the decay between the two tokens.
+    """
     VT: tl.constexpr = (V + VB - 1) // VB
     K: tl.constexpr = N // G
     c, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = c * CHUNK
     r, f = tl.arange(0, CHUNK), tl.arange(0, FP)
+    factor = tl.where(r[:, None] >= r[None, :], 1.0, 0.0)
+    if DECAY:
+        factor *= tl.exp(logs_between(log_decays(log, b, first, r, kh, T, K), r, r))
+    if SEGMENTS:
+        factor = tl.where(same_segment(segments, b, first, r, T), factor, 0.0)
+    after = d_states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
+    strength = token_numbers(beta, b, first, r, kh, T, K)
+    writing = tokens_by_features(writes, b, first, r, kh, f, T, K, F)
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    products = tl.zeros([CHUNK], tl.float32)
+    for vt in range(VT):
+        e = vt * VB + tl.arange(0, VB)
+        there = (f < F)[:, None] & (e < V)[None, :]
+        state = tl.load(after + f[:, None] * V + e[None, :], mask=there, other=0.0)
+        found = value_gradient(
+            writing, state, weights, inverse, log, segments, d_out, b, c, kh, r, e, T, N, G, V, CHUNK, DECAY,
+            BY_FEATURE, SEGMENTS, PRECISION,
+        )  # fmt: skip
+        store_tokens(z, found, b, first, r, kh, e, T, K, V)
+        store_tokens(d_value, found * strength[:, None], b, first, r, kh, e, T, K, V)
+        products += tl.sum(found * tokens_by_features(v, b, first, r, kh, e, T, K, V), 1)
+        value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
+        pairs = tl.dot(found.to(value.dtype), value, pairs, input_precision=PRECISION)
+    store_numbers(d_strength, products, b, first, r, kh, T, K)
+    pairs = tl.where(r[:, None] > r[None, :], -pairs * factor, 0.0)
+    store_tokens(d_a, pairs, b, first, r, kh, r, T, K, CHUNK)
+    for g in range(G):
+        pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for vt in range(VT):
+            e = vt * VB + tl.arange(0, VB)
+            grad = tokens_by_features(d_out, b, first, r, kh * G + g, e, T, N, V)
+            value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
+            pairs = tl.dot(grad, value, pairs, input_precision=PRECISION)
+        store_tokens(d_p, pairs * factor, b, first, r, kh * G + g, r, T, N, CHUNK)
+
+
+@triton.jit
+def paired(pairs, readers, keys, logs, i, j, levels, BY_FEATURE: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums over the keys that each token reads, and over the tokens that read it, decayed, with weights `pairs`.
+
+    pairs: below the diagonal a row has the weights of the keys that its token reads, and above it of what reads it.
+    Unless BY_FEATURE they are decayed already.
+    """
+    if BY_FEATURE:
+        read, written = tl.zeros(logs.shape, tl.float32), tl.zeros(logs.shape, tl.float32)
+        for level in range(levels):
+            # At this level the tokens of second blocks read the tokens of first blocks.
+            second = ((i >> level) & 1) == 1
+            factor = tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
+            other = (tl.where(second, readers, keys) * factor).to(keys.dtype)
+            met = tl.where(((i >> level) ^ (j >> level)) == 1, pairs, 0.0).to(keys.dtype)
+            found = factor * tl.dot(met, other, input_precision=PRECISION)
+            read += tl.where(second, found, 0.0)
+            written += tl.where(second, 0.0, found)
+    else:
+        read = tl.dot(tl.where(i > j, pairs, 0.0).to(keys.dtype), keys, input_precision=PRECISION)
+        written = tl.dot(tl.where(i < j, pairs, 0.0).to(keys.dtype), readers, input_precision=PRECISION)
+    return read, written
+
+
+def delta_gradients(
+    q, k, beta, log, segments, states, corrected, d_out, d_states, z, d_p, d_a, factors,
+    d_query, d_key, d_strength, d_log,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_query (B, T, N, F) and d_key (B, T, K, F): one program FB features of a chunk.
+
+    d_strength (B, tiles of features, T, K) has its part of beta's gradient, without Z . V. d_log (B, T, K, F) is
+    BY_FEATURE, and else (B, tiles of features, T, K).
+    """
+    VT: tl.constexpr = (V + VB - 1) // VB
+    FT: tl.constexpr = (F + FB - 1) // FB
+    K: tl.constexpr = N // G
+    c, kh, ft, b = tl.program_id(0), tl.program_id(1) // FT, tl.program_id(1) % FT, tl.program_id(2)
+    first = c * CHUNK
+    r, f = tl.arange(0, CHUNK), ft * FB + tl.arange(0, FB)
+    i, j = r[:, None], r[None, :]
+    levels = count_levels(first, T, CHUNK)
     at = ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    # d of A, and of A transposed; of the keys that read the state, and of those that are written to it.
-    lower, upper = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    reads, writes = tl.zeros([CHUNK, FP], tl.float32), tl.zeros([CHUNK, FP], tl.float32)
-    d_strength = tl.zeros([CHUNK], tl.float32)
-    total = 0.0
+    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
+    strength = token_numbers(beta, b, first, r, kh, T, K)
+    if BY_FEATURE:
+        logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+        start = tl.exp(summed_tokens(j <= i, logs, PRECISION))
+        end = tl.exp(summed_tokens(j > i, logs, PRECISION))
+        if SEGMENTS:
+            own = segment_numbers(segments, b, first, r, T)
+            start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
+            end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
+    else:
+        logs = strength  # not read
+        start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
+        end = end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
+    # The keys that read the state, and those that are written to it.
+    reader, written = tl.zeros([CHUNK, FB], tl.float32), tl.zeros([CHUNK, FB], tl.float32)
+    total = tl.zeros([FB], tl.float32)
     for vt in range(VT):
         e = vt * VB + tl.arange(0, VB)
         place, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
@@ -247,59 +270,55 @@ def delta_key_gradient(
         after = tl.load(d_states + at + place, mask=there, other=0.0)
         grad = tokens_by_features(z, b, first, r, kh, e, T, K, V)
         value = tokens_by_features(corrected, b, first, r, kh, e, T, K, V)
-        lower = tl.dot(grad, tl.trans(value), lower, input_precision=PRECISION)
-        upper = tl.dot(value, tl.trans(grad), upper, input_precision=PRECISION)
-        reads = tl.dot(grad, before, reads, input_precision=PRECISION)
-        writes = tl.dot(value, after, writes, input_precision=PRECISION)
-        plain = tokens_by_features(v, b, first, r, kh, e, T, K, V)
-        d_strength += tl.sum(grad.to(tl.float32) * plain, 1)
-        if DECAY:
-            total += tl.sum(before.to(tl.float32) * after)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    strength = token_numbers(beta, b, first, r, kh, T, K)
-    # The keys that read the state.
-    start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    from_state = -start * tl.sum(reads * key, 1)
-    d_strength += from_state
-    flows = strength * from_state
-    acc = -(start * strength)[:, None] * reads
-    # The keys that write to it.
-    end = end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    ends = end * tl.sum(writes * key, 1)
-    acc += end[:, None] * writes
-    # The pairs of A.
-    overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    pairs = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    lower = tl.where(r[:, None] > r[None, :], -lower * pairs, 0.0)
-    by_reader = tl.sum(lower * overlap, 1)
-    d_strength += by_reader
-    factor = transposed_pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    upper = tl.where(r[:, None] < r[None, :], -upper * factor * strength[None, :], 0.0)
-    flows += strength * by_reader - tl.sum(upper * overlap, 1)
-    both = lower * strength[:, None] + upper
-    acc = tl.dot(both.to(key.dtype), key, acc, input_precision=PRECISION)
-    # The pairs of queries and keys.
+        reader = tl.dot(grad, before, reader, input_precision=PRECISION)
+        written = tl.dot(value, after, written, input_precision=PRECISION)
+        total += tl.sum(before.to(tl.float32) * after, 0)
+    reader *= -start
+    written *= end
+    ends = written * key
+    # The pairs of tokens.
+    upper = features_by_tokens(d_a, b, first, r, kh, r, T, K, CHUNK) * strength[None, :]
+    keyed = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
+    keyed = tl.where(i > j, keyed, upper.to(keyed.dtype))
+    found, own_pairs = paired(keyed, key, key, logs, i, j, levels, BY_FEATURE, PRECISION)
+    reader += found
+    crossing = tl.zeros([CHUNK, FB], tl.float32)
     for g in range(G):
         h = kh * G + g
-        dp = tl.zeros([CHUNK, CHUNK], tl.float32)
+        query = tokens_by_features(q, b, first, r, h, f, T, N, F)
+        near = tl.zeros([CHUNK, FB], tl.float32)
         for vt in range(VT):
             e = vt * VB + tl.arange(0, VB)
-            value = tokens_by_features(corrected, b, first, r, kh, e, T, K, V)
-            grad = features_by_tokens(d_out, b, first, r, h, e, T, N, V)
-            dp = tl.dot(value, grad, dp, input_precision=PRECISION)
-        dp *= factor
-        query = tokens_by_features(q, b, first, r, h, f, T, N, F)
-        if DECAY:
-            flow = dp * tl.dot(key, tl.trans(query), input_precision=PRECISION)
-            flows += tl.sum(flow, 0) - tl.sum(flow, 1)
-            flows += token_numbers(query_flow, b, first, r, h, T, N)
-        acc = tl.dot(dp.to(query.dtype), query, acc, input_precision=PRECISION)
-    store_tokens(d_key, acc, b, first, r, kh, f, T, K, F)
-    store_numbers(d_beta, d_strength, b, first, r, kh, T, K)
-    if DECAY:
-        total *= chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
-        gradient = tl.cumsum(flows, 0, reverse=True) + (tl.cumsum(ends, 0) - ends) + total
+            place, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
+            before = tl.load(states + at + place, mask=there, other=0.0)
+            grad = tokens_by_features(d_out, b, first, r, h, e, T, N, V)
+            near = tl.dot(grad, before, near, input_precision=PRECISION)
+        near *= start
+        queried = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
+        diagonal = tl.sum(tl.where(i == j, queried.to(tl.float32), 0.0), 1)[:, None]
+        queried = tl.where(i > j, queried, features_by_tokens(d_p, b, first, r, h, r, T, N, CHUNK))
+        found, back = paired(queried, query, key, logs, i, j, levels, BY_FEATURE, PRECISION)
+        near += found
+        own_pairs += back
+        crossing += query * near
+        store_tokens(d_query, near + diagonal * key, b, first, r, h, f, T, N, F)
+        written += diagonal * query
+    store_numbers(d_strength, tl.sum(reader * key, 1), b * FT + ft, first, r, kh, T, K)
+    reader *= strength[:, None]
+    crossing += (reader - own_pairs) * key
+    store_tokens(d_key, reader + own_pairs + written, b, first, r, kh, f, T, K, F)
+    if BY_FEATURE:
+        total *= chunk_factors(factors, b, c, kh, f, T, K, F, CHUNK)
+        gradient = tl.cumsum(crossing, 0, reverse=True) + (tl.cumsum(ends, 0) - ends) + total[None, :]
+        follows = tokens_by_features(log, b, first, r, kh, f, T, K, F) > -200.0
+        if SEGMENTS:
+            follows = follows & (segment_numbers(segments, b, first, r, T) >= 0)[:, None]
+        store_tokens(d_log, tl.where(follows, gradient, 0.0), b, first, r, kh, f, T, K, F)
+    elif DECAY:
+        whole = tl.sum(total, 0) * chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
+        flows, ended = tl.sum(crossing, 1), tl.sum(ends, 1)
+        gradient = tl.cumsum(flows, 0, reverse=True) + (tl.cumsum(ended, 0) - ended) + whole
         follows = token_numbers(log, b, first, r, kh, T, K) > -200.0
         if SEGMENTS:
             follows = follows & (segment_numbers(segments, b, first, r, T) >= 0)
-        store_numbers(d_log, tl.where(follows, gradient, 0.0), b, first, r, kh, T, K)
+        store_numbers(d_log, tl.where(follows, gradient, 0.0), b * FT + ft, first, r, kh, T, K)

@@ -1,14 +1,18 @@
-"""The delta rule, forward: the inverses of all chunks, the states before them, and the outputs.
+"""The delta rule, forward: the state decays by one factor for each token, or BY_FEATURE by one for each of its rows.
 
-Within a chunk, with D the decay between two tokens, a from its beginning to a token and e from a token to its end::
+In a chunk, the state decays by a from the beginning to a token, by e from a token to the end, and by D between two
+tokens. A is the strictly lower part of the products of keys with keys, weighted by D, its rows times beta. P is the
+lower part of the same products of queries with keys. With T = (I + A)^-1::
 
-    T = (I + strictly lower part of diag(beta) (K K^T * D))^-1
-    R = T diag(beta) (V - a K S)
-    S = total S + (e K)^T R
-    out = a Q S + tril(Q K^T * D) R
+    X   = beta (V - (a K) S)
+    R   = T X
+    out = (a Q) S + P R
+    S   = factor S + (e K)^T R
 
-(arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3). What does not need the state is computed for
-all chunks at once: W = T diag(beta) a K and U = T diag(beta) V, so that R = U - W S.
+(arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3; by feature arXiv:2510.26692). One kernel
+computes T^T and P^T for all chunks at once. BY_FEATURE it computes a Q, a K, (P T)^T and T^T (e K) instead and puts
+zeros where segments differ. The kernels that walk the chunks then need neither T, decays nor segments, only X and the
+chunks' factors. As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state, until_middle
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
     chunk_factors,
+    feature_logs,
     features_by_tokens,
     log_decays,
     logs_after,
-    logs_between,
+    logs_between_transposed,
     segment_after,
     segment_before,
     segment_numbers,
     store_tokens,
+    summed_features,
+    summed_tokens,
     token_numbers,
     tokens_by_features,
 )
@@ -67,10 +75,10 @@ def pair_factors(
     log, segments, b, c, rows, head, T: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """How much the token of each row reads of what the token of each column wrote."""
-    factor = tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0)
+    """How much the token of each column reads of what the token of each row wrote."""
+    factor = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
     if DECAY:
-        factor *= tl.exp(logs_between(log_decays(log, b, c * CHUNK, rows, head, T, K), rows, rows))
+        factor *= tl.exp(logs_between_transposed(log_decays(log, b, c * CHUNK, rows, head, T, K), rows, rows))
     if SEGMENTS:
         own = segment_numbers(segments, b, c * CHUNK, rows, T)
         factor = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], factor, 0.0)
@@ -78,71 +86,130 @@ def pair_factors(
 
 
 @triton.jit
-def unit_triangular_inverse(triangle, rows, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + triangle)^-1 of a strictly lower or upper matrix, from the inverses of blocks of doubling size."""
+def unit_upper_inverse(triangle, rows, levels, PRECISION: tl.constexpr):
+    """(I + triangle)^-1 of a strictly upper matrix of 2^levels tokens, from the inverses of blocks of doubling size."""
     i, j = rows[:, None], rows[None, :]
     # Two tokens of a pair of blocks of one token each.
     found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -triangle, 0.0))
-    for level in tl.static_range(1, 8):
-        if (2 << level) <= CHUNK:
-            corner = tl.where(
-                (i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1)), triangle, 0.0
-            )
-            corner = tl.dot(corner, found, input_precision=PRECISION)
-            found -= tl.dot(found, corner, input_precision=PRECISION)
+    for level in range(1, levels):
+        met = ((i >> level) ^ (j >> level)) == 1
+        corner = tl.dot(tl.where(met, triangle, 0.0), found, input_precision=PRECISION)
+        found -= tl.dot(found, corner, input_precision=PRECISION)
     return found
 
 
 def delta_chunks(
-    k, v, beta, log, segments, inverse, w, u,
-    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
+    q, k, beta, log, segments, weights, inverse, queries, reads, writes, factors,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
+    DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """inverse (B, T, K, CHUNK), row i of which belongs to token i; w (B, T, K, F) and u (B, T, K, V)."""
-    c, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, r, f = c * CHUNK, tl.arange(0, CHUNK), tl.arange(0, FP)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
+    """weights P^T (B, T, N, CHUNK), and where KEEP inverse T^T (B, T, K, CHUNK).
+
+    BY_FEATURE weights (P T)^T, queries a Q (B, T, N, F), reads a K and writes T^T (e K) (B, T, K, F), and factors
+    (B, K, chunks, F).
+    """
+    K: tl.constexpr = N // G
+    FT: tl.constexpr = (F + FB - 1) // FB
+    c, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, kh = c * CHUNK, h // G
+    r = tl.arange(0, CHUNK)
+    i, j = r[:, None], r[None, :]
+    levels = count_levels(first, T, CHUNK)
+    # Products of keys, in the rows, with queries and with keys; BY_FEATURE with D.
+    p, overlap = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for ft in range(FT):
+        f = ft * FB + tl.arange(0, FB)
+        key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
+        readers = features_by_tokens(q, b, first, r, h, f, T, N, F)
+        columns = features_by_tokens(k, b, first, r, kh, f, T, K, F)
+        if BY_FEATURE:
+            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
+            p += tl.where(i == j, tl.sum(readers.to(tl.float32) * columns, 0)[None, :], 0.0)
+            for level in range(levels):
+                here = key * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
+                here = here.to(key.dtype)
+                factor = tl.exp(summed_features(column_logs, until_middle(j, i, level), PRECISION))
+                met = ((i >> level) ^ (j >> level)) == 1
+                found = tl.dot(here, (readers * factor).to(key.dtype), input_precision=PRECISION)
+                p += tl.where(met, found, 0.0)
+                found = tl.dot(here, (columns * factor).to(key.dtype), input_precision=PRECISION)
+                overlap += tl.where(met, found, 0.0)
+        else:
+            p = tl.dot(key, readers, p, input_precision=PRECISION)
+            overlap = tl.dot(key, columns, overlap, input_precision=PRECISION)
+    factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+    p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)
-    lower = tl.dot(key, tl.trans(key), input_precision=PRECISION) * strength[:, None]
-    lower *= pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    lower = tl.where(r[:, None] > r[None, :], lower, 0.0)
-    found = unit_triangular_inverse(lower, r, CHUNK, INVERSE_PRECISION).to(key.dtype)
-    store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
-    reads = strength * start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    reading = tl.dot(found, (key * reads[:, None]).to(key.dtype), input_precision=PRECISION)
-    store_tokens(w, reading, b, first, r, kh, f, T, K, F)
-    for vt in range((V + VB - 1) // VB):
-        e = vt * VB + tl.arange(0, VB)
-        value = tokens_by_features(v, b, first, r, kh, e, T, K, V)
-        value = (value * strength[:, None]).to(value.dtype)
-        store_tokens(u, tl.dot(found, value, input_precision=PRECISION), b, first, r, kh, e, T, K, V)
+    upper = tl.where(i < j, overlap * factor * strength[None, :], 0.0)
+    found = unit_upper_inverse(upper, r, levels, PRECISION).to(p.dtype)
+    if KEEP:  # noqa: SIM102
+        if h % G == 0:
+            store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
+    if not BY_FEATURE:
+        store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
+    else:
+        store_tokens(weights, tl.dot(found, p, input_precision=PRECISION), b, first, r, h, r, T, N, CHUNK)
+        kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
+        if SEGMENTS:
+            own = segment_numbers(segments, b, first, r, T)
+        for ft in range(FT):
+            f = ft * FB + tl.arange(0, FB)
+            key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
+            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            start = tl.exp(summed_tokens(j <= i, logs, PRECISION))
+            if SEGMENTS:
+                start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
+            query = tokens_by_features(q, b, first, r, h, f, T, N, F)
+            store_tokens(queries, query * start, b, first, r, h, f, T, N, F)
+            if h % G == 0:
+                store_tokens(reads, key * start, b, first, r, kh, f, T, K, F)
+                end = tl.exp(summed_tokens(j > i, logs, PRECISION))
+                if SEGMENTS:
+                    end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
+                written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
+                store_tokens(writes, written, b, first, r, kh, f, T, K, F)
+                at = factors + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * F
+                tl.store(at + f, tl.exp(tl.sum(logs, 0)) * kept, mask=f < F)
 
 
 @triton.jit
-def state_after(
-    state, value, k, w, log, segments, beta, factors, b, c, head, r, f,
+def decayed(
+    state, log, segments, factors, b, c, head, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
+    CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """What a chunk leaves of the state before it, or of the gradient of the state after it."""
+    if BY_FEATURE:
+        return state * chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
+    else:
+        return state * chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
+
+
+@triton.jit
+def across_chunk(
+    state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, head, r, f,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after a chunk; value is its tile of u.
-
-    BY_FEATURE, k, w and u are what `delta_by_feature` writes, what reads the state, and the values.
-    """
-    reading = tokens_by_features(w, b, c * CHUNK, r, head, f, T, K, F)
-    writing = features_by_tokens(k, b, c * CHUNK, r, head, f, T, K, F)
-    corrected = value - tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
+    """R of a chunk (BY_FEATURE X), and the state after it."""
+    reading = tokens_by_features(reads, b, c * CHUNK, r, head, f, T, K, F)
+    read = tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
+    new = (value - read * start[:, None]) * token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
+    new = new.to(reading.dtype)
     if BY_FEATURE:
-        corrected *= token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
-        state *= chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
-    elif DECAY or SEGMENTS:
-        corrected *= end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-        state *= chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
-    return tl.dot(writing, corrected.to(writing.dtype), state, input_precision=PRECISION)
+        writing, written = features_by_tokens(writes, b, c * CHUNK, r, head, f, T, K, F), new
+    else:
+        solve = features_by_tokens(inverse, b, c * CHUNK, r, head, r, T, K, CHUNK)
+        new = tl.dot(solve, new, input_precision=PRECISION).to(reading.dtype)
+        end = end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
+        writing, written = tl.trans(reading), (new * end[:, None]).to(reading.dtype)
+    state = decayed(state, log, segments, factors, b, c, head, f, T, K, F, CHUNK, DECAY, BY_FEATURE, SEGMENTS)
+    return new, tl.dot(writing, written, state, input_precision=PRECISION)
 
 
 def delta_maps(
-    k, w, u, log, segments, beta, factors, maps,
+    reads, writes, inverse, v, beta, log, segments, factors, maps,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -164,11 +231,12 @@ def delta_maps(
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), first + tl.arange(0, VB)
     state = tl.where(is_map, tl.where(f[:, None] == e[None, :], 1.0, 0.0), 0.0)
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
-        value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
+        value = tokens_by_features(v, b, c * CHUNK, r, kh, e, T, K, V)
         value = tl.where(is_map, 0.0, value)
-        state = state_after(
-            state, value, k, w, log, segments, beta, factors, b, c, kh, r, f, T, K, F, CHUNK, DECAY, BY_FEATURE,
-            SEGMENTS, PRECISION,
+        start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+        _, state = across_chunk(
+            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
     out = maps + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * (F + V)) + tl.where(is_map, 0, F)
     tl.store(out + f[:, None] * (F + V) + e[None, :], state, mask=(f < F)[:, None] & (e < size)[None, :])
@@ -191,56 +259,44 @@ def first_of_span(
     return state
 
 
-def delta_states(
-    k, w, u, log, segments, first_state, maps, states, last_state,
-    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def delta_outputs(
+    queries, weights, reads, writes, inverse, v, beta, log, segments, factors, first_state, maps,
+    out, last_state, states, corrected,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """states (B, K, chunks, F, V), those before each chunk, and the last: one program some columns of a span."""
+    """out (B, T, N, V) and the last state: one program some columns of a span's states, which it walks.
+
+    Where KEEP also states (B, K, chunks, F, V), those before each chunk, and corrected R (B, T, K, V).
+    """
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    K: tl.constexpr = N // G
     kh, span, b = tl.program_id(1) // SPANS, tl.program_id(1) % SPANS, tl.program_id(2)
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), tl.program_id(0) * VB + tl.arange(0, VB)
     at, there = f[:, None] * V + e[None, :], (f < F)[:, None] & (e < V)[None, :]
     row = b.to(tl.int64) * K + kh
     state = first_of_span(first_state, maps, row, span, f, e, F, V, SPANS, PRECISION)
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
-        tl.store(states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there)
-        value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
-        state = state_after(
-            state, value, k, w, log, segments, log, log, b, c, kh, r, f, T, K, F, CHUNK, DECAY, False, SEGMENTS,
-            PRECISION,
+        first = c * CHUNK
+        before = state.to(v.dtype.element_ty)
+        value = tokens_by_features(v, b, first, r, kh, e, T, K, V)
+        start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+        new, state = across_chunk(
+            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
         )  # fmt: skip
+        for g in range(G):
+            query = tokens_by_features(queries, b, first, r, kh * G + g, f, T, N, F)
+            weight = features_by_tokens(weights, b, first, r, kh * G + g, r, T, N, CHUNK)
+            total = tl.dot(query, before, input_precision=PRECISION) * start[:, None]
+            total = tl.dot(weight, new, total, input_precision=PRECISION)
+            store_tokens(out, total, b, first, r, kh * G + g, e, T, N, V)
+        if KEEP:
+            tl.store(states + (row * CHUNKS + c) * (F * V) + at, before, mask=there)
+            if BY_FEATURE:
+                solve = features_by_tokens(inverse, b, first, r, kh, r, T, K, CHUNK)
+                new = tl.dot(solve, new, input_precision=PRECISION).to(v.dtype.element_ty)
+            store_tokens(corrected, new, b, first, r, kh, e, T, K, V)
     if span == SPANS - 1:
         tl.store(last_state + row * (F * V) + at, state, mask=there)
-
-
-def delta_outputs(
-    q, k, w, u, log, segments, states, out, corrected,
-    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out (B, T, N, V), and where KEEP corrected (B, T, K, V), R of the module's text."""
-    VT: tl.constexpr = (V + VB - 1) // VB
-    K: tl.constexpr = N // G
-    c, h, vt, b = tl.program_id(0), tl.program_id(1) // VT, tl.program_id(1) % VT, tl.program_id(2)
-    first, kh = c * CHUNK, h // G
-    r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
-    before = states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    reading = tokens_by_features(w, b, first, r, kh, f, T, K, F)
-    value = tokens_by_features(u, b, first, r, kh, e, T, K, V)
-    value = (value - tl.dot(reading, state, input_precision=PRECISION)).to(reading.dtype)
-    if KEEP:  # noqa: SIM102
-        if h % G == 0:
-            store_tokens(corrected, value, b, first, r, kh, e, T, K, V)
-    query = tokens_by_features(q, b, first, r, h, f, T, N, F)
-    key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    p = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    p *= pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
-    acc = tl.dot(query, state, input_precision=PRECISION)
-    if DECAY or SEGMENTS:
-        acc *= start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)[:, None]
-    acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-    store_tokens(out, acc, b, first, r, h, e, T, N, V)

@@ -71,26 +71,6 @@ class DeltaSizes(NamedTuple):
     Attributes:
       chunk: tokens between two states, and of a triangular inverse.
       spans: the most parts of a row that are walked at the same time. least_span: the fewest chunks of one.
-    """
-
-    chunk: int
-    spans: int
-    least_span: int
-    chunks: Launch
-    states: Launch
-    outputs: Launch
-    local_gradient: Launch
-    state_gradient: Launch
-    value_gradient: Launch
-    query_gradient: Launch
-    key_gradient: Launch
-
-
-class FeatureDeltaSizes(NamedTuple):
-    """Sizes of the delta rule with a decay by feature.
-
-    Attributes:
-      chunk, spans, least_span: as for `DeltaSizes`.
       features, gradient_features: features of queries and keys that a program of a chunk's products holds at once, and
         one of their gradients.
     """
@@ -127,32 +107,24 @@ _SUMS |= {
     (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
     (100, 256): _SUMS[90, 256],
 }
-# The gradients of queries and keys, of up to 128 features, where the state decays: these kernels hold more numbers.
-_DECAYED = {
-    100: (Launch(128, 8, 2), Launch(128, 8, 1)),
-    90: (Launch(128, 8, 2), Launch(128, 8, 2)),
-    80: (Launch(128, 8, 1), Launch(128, 8, 1)),
-}
+# Of the keys' gradient, of up to 128 features, where the state decays: this kernel holds more numbers.
+_DECAYED_STAGES = {90: 1, 80: 2}
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 3), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
-        Launch(128, 8, 1), Launch(128, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
-        Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        64, 16, 8, 64, 64, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (80, 128): DeltaSizes(
-        64, 16, 8, Launch(64, 8, 1), Launch(32, 4, 2), Launch(32, 4, 1), Launch(64, 8, 1), Launch(32, 4, 1),
-        Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+        64, 16, 8, 64, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
     (80, 256): DeltaSizes(
-        32, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
-        Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+        32, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
 _DELTAS |= {
-    (100, 128): _DELTAS[90, 128]._replace(state_gradient=Launch(32, 4, 3)),
+    (100, 128): _DELTAS[90, 128]._replace(states=Launch(32, 8, 1)),
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
@@ -165,16 +137,16 @@ _BY_FEATURE = {
 }  # fmt: skip
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
-    (90, 128): FeatureDeltaSizes(
+    (90, 128): DeltaSizes(
         64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
-    (90, 256): FeatureDeltaSizes(
+    (90, 256): DeltaSizes(
         64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
-    (80, 128): FeatureDeltaSizes(
+    (80, 128): DeltaSizes(
         32, 16, 16, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
-    (80, 256): FeatureDeltaSizes(
+    (80, 256): DeltaSizes(
         32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
@@ -182,15 +154,15 @@ _DELTAS_BY_FEATURE = {
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
-    DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
-    FeatureDeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
     FeatureSizes(64, 32, 16, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
-    DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
-    FeatureDeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
 )
 
 
@@ -204,8 +176,8 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
     if not decays or padded(features) > 128:
         return sizes
-    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
-    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
+    stages = _DECAYED_STAGES[bridge.tuned_for(_DECAYED_STAGES)]
+    return sizes._replace(key_gradient=sizes.key_gradient._replace(num_stages=stages))
 
 
 @adjustable("sum_by_feature")
@@ -229,7 +201,7 @@ def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
 
 
 @adjustable("delta_by_feature")
-def feature_delta_sizes(features: int, dtype: Any) -> FeatureDeltaSizes:
+def feature_delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     """The same for the delta rule with a decay by feature."""
     if bridge.interprets():
         return _INTERPRETED[3]

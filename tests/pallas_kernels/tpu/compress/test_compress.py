@@ -78,83 +78,69 @@ def check(
     assert max(distances) < (1e-5 if dtype == jnp.float32 else 1e-2), distances
 
 
-@pytest.mark.parametrize("score", ["softmax", "relu2", "laplace"])
-def test_matches_reference_in_float32(score):
-    check((1, 500, 2, 128), 20, score=score, spread=1.0, block=128, splits=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 140, 2, 64), (1, 40, 1, 72), (1, 3, 1, 256)])
-def test_head_dims_and_default_scale(shape):
-    check(shape, 7, scale=None, spread=1.0)
-
-
-def test_matches_reference_in_bfloat16():
-    check((1, 384, 2, 64), 64, scale=0.125, spread=1.0, dtype=jnp.bfloat16)
-
-
-def test_single_attention():
-    check((1, 256, 1, 128), 130, contrast=False, scale=0.2, spread=1.0)
-
-
-@pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
-def test_lengths_and_poison(score):
-    """Tokens beyond a length may be NaN; an empty history gives 0."""
-    check((2, 300, 1, 64), 5, lengths=[0, 201], score=score, scale=0.5, spread=1.0, block=128)
-
-
-def test_large_logits():
-    check((1, 256, 1, 128), 9, scale=1.0, spread=1.0, block=128, splits=2)
-
-
-@pytest.mark.parametrize("score", slow_unless(["softmax", "relu2", "laplace"], ("softmax",)))
-def test_bias_of_each_pair(score):
-    """Two heads share a tile and a third fills half of one; there are two parts, and the last block is ragged."""
-    check((2, 300, 3, 64), 20, (2, 3, 20, 300), score=score, block=128, splits=3)
+SCORES = ("softmax", "relu2", "laplace")
+with_lengths = functools.partial(
+    check, (2, 300, 1, 64), 5, lengths=[0, 201], scale=0.5, spread=1.0, block=128
+)
+PLAIN = {
+    **{x: functools.partial(check, (1, 500, 2, 128), 20, score=x, spread=1.0, block=128, splits=2) for x in SCORES},
+    "bfloat16": lambda: check((1, 384, 2, 64), 64, scale=0.125, spread=1.0, dtype=jnp.bfloat16),
+    "one attention": lambda: check((1, 256, 1, 128), 130, contrast=False, scale=0.2, spread=1.0),
+    # Tokens beyond a length may be NaN; an empty history gives 0.
+    "lengths": with_lengths,
+    "lengths, laplace": lambda: with_lengths(score="laplace"),
+    "large logits": lambda: check((1, 256, 1, 128), 9, scale=1.0, spread=1.0, block=128, splits=2),
+    "default scale": lambda: check((2, 140, 2, 64), 7, scale=None, spread=1.0),
+    "odd head_dim": lambda: check((1, 40, 1, 72), 7, scale=None, spread=1.0),
+    "three tokens": lambda: check((1, 3, 1, 256), 7, scale=None, spread=1.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("bias", "mask"),
-    slow_unless(
-        [
-            ((1, 2, 5, 200), None),
-            ((1, 1, 1, 200), (2, 1, 1, 200)),
-            (None, (2, 1, 1, 200)),
-            (None, (1, 2, 1, 200)),
-            (None, (2, 1, 5, 200)),
-            ((2, 1, 1, 200), (1, 2, 5, 1)),
-        ],
-        (((1, 2, 5, 200), None), (None, (2, 1, 1, 200)), (None, (1, 2, 1, 200))),
-    ),
+    "name", slow_unless(PLAIN, (*SCORES, "bfloat16", "one attention", "lengths", "large logits"))
 )
-def test_axes_of_one(bias, mask):
-    """Bias numbers shared by batch entries, heads, compressed tokens or keys; a mask in lanes, where the kernel has no
-    queries."""
-    check((2, 200, 2, 64), 5, bias, mask)
+def test_plain(name):
+    PLAIN[name]()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_all_keys_share_numbers(masked):
-    """Such a bias matters for scores that are not normalized."""
-    mask = (1, 1, 1, 200) if masked else None
-    check((1, 200, 1, 128), 5, (1, 1, 5, 1), mask, score="relu2", contrast=False)
-
-
-@pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
-@pytest.mark.parametrize(
-    ("bias", "mask"),
-    slow_unless(
-        [((1, 1, 20, 1100), (1, 1, 1, 1100)), ((1, 1, 1, 1100), None), (None, None)],
-        (((1, 1, 20, 1100), (1, 1, 1, 1100)),),
+# Two heads share a tile and a third fills half of one; there are two parts, and the last block is ragged.
+each_pair = functools.partial(check, (2, 300, 3, 64), 20, (2, 3, 20, 300), block=128, splits=3)
+# Axes of one: numbers that batch entries, heads, compressed tokens or keys share. A mask without an axis of compressed
+# tokens lies in lanes, where the kernel has no queries.
+shared = functools.partial(check, (2, 200, 2, 64), 5)
+# Tokens that all keys share matter for scores that are not normalized.
+of_tokens = functools.partial(check, (1, 200, 1, 128), 5, (1, 1, 5, 1), score="relu2", contrast=False)
+# Four strips in the forward kernel and two in the backward one; the last block is ragged.
+strips = functools.partial(check, (1, 1100, 1, 128), 20, block=1024, chip="v5e")
+STRIPS = {"both": ((1, 1, 20, 1100), (1, 1, 1, 1100)), "bias": ((1, 1, 1, 1100), None), "none": (None, None)}
+BIASED = {
+    **{f"each pair, {score}": functools.partial(each_pair, score=score) for score in SCORES},
+    "shared by rows": lambda: shared((1, 2, 5, 200)),
+    "of keys, a mask of rows": lambda: shared((1, 1, 1, 200), (2, 1, 1, 200)),
+    "a mask of rows": lambda: shared(None, (2, 1, 1, 200)),
+    "a mask of heads": lambda: shared(None, (1, 2, 1, 200)),
+    "a mask of rows and tokens": lambda: shared(None, (2, 1, 5, 200)),
+    "of rows, a mask of heads and tokens": lambda: shared((2, 1, 1, 200), (1, 2, 5, 1)),
+    "of tokens": of_tokens,
+    "of tokens, a mask of keys": lambda: of_tokens((1, 1, 1, 200)),
+    **{
+        f"strips, {name}, {score}": functools.partial(strips, *given, score=score)
+        for name, given in STRIPS.items()
+        for score in ("softmax", "laplace")
+    },
+    "bfloat16, one attention": lambda: check(
+        (1, 256, 1, 128), 130, (1, 1, 130, 256), (1, 1, 1, 256), dtype=jnp.bfloat16, contrast=False
     ),
-)
-def test_blocks_in_several_strips(bias, mask, score):
-    """Four strips in the forward kernel and two in the backward one; the last block is ragged."""
-    check((1, 1100, 1, 128), 20, bias, mask, score=score, block=1024, chip="v5e")
+}  # fmt: skip
+FAST = (
+    "each pair, softmax", "shared by rows", "a mask of rows", "a mask of heads", "of tokens",
+    "of tokens, a mask of keys", "strips, both, softmax", "bfloat16, one attention",
+)  # fmt: skip
 
 
-def test_biased_bfloat16_and_a_single_attention():
-    check((1, 256, 1, 128), 130, (1, 1, 130, 256), (1, 1, 1, 256), dtype=jnp.bfloat16, contrast=False)
+@pytest.mark.parametrize("name", slow_unless(BIASED, FAST))
+def test_bias_and_mask(name):
+    BIASED[name]()
 
 
 @pytest.mark.slow
