@@ -285,8 +285,10 @@ def _compressed(
 
     def run(*arrays):
         given = [x.reshape(to) for x, to in zip(arrays, shapes)]
+        out: Any
         if not backward:
-            return call(*given).reshape(arrays[0].shape)
+            out = call(*given)
+            return out.reshape(arrays[0].shape)
         out, pull = jax.vjp(call, *given)
         grads = pull(arrays[-1].reshape(shapes[0]))
         return [x.reshape(like.shape) for x, like in zip((out, *grads), (arrays[0], *arrays))]
