@@ -153,7 +153,7 @@ def test_cudnn_wants_ampere(monkeypatch, capability, served):
 
 WINDOW = {"local_window_size": (63, 0), "is_causal": True}
 # What a call lowered for a GPU contains: cuDNN, our kernels, or neither.
-CUDNN, TRITON, XLA = "__cudnn$fmhaSoftmax", "triton_kernel_call", None
+CUDNN, TRITON, XLA = "__cudnn$fmhaSoftmax", "triton_kernel_call_ffi", None
 Q, FEW = half(256, 64), half(16, 64)
 LOWERED = {
     "causal window": (lambda q: local_attention(q, q, q, **WINDOW), Q, CUDNN),
