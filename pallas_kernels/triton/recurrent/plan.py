@@ -150,6 +150,10 @@ _DELTAS_BY_FEATURE = {
         32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
     ),
 }  # fmt: skip
+_DELTAS_BY_FEATURE |= {
+    (100, 128): _DELTAS_BY_FEATURE[90, 128]._replace(state_gradient=Launch(32, 8, 2)),
+    (100, 256): _DELTAS_BY_FEATURE[90, 256],
+}
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
