@@ -156,8 +156,7 @@ def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
 
 def pad_features(x: Float[Array, "*rows H"], width: int) -> Float[Array, "*rows W"]:
     """x with zeros after its features, up to `width` of them."""
-    missing = width - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def zero_padding(x: Array, lengths: Array | None) -> Array:

@@ -193,7 +193,8 @@ def local_attention(
         out, state = continue_from(state, pattern.left, local_attention, query, key, value, **options)
         return (out, state) if return_state else out
     value_dim = value.shape[3]
-    query, key, value = (pad_features(x, max(key.shape[3], value_dim)) for x in (query, key, value))
+    if value_dim != key.shape[3]:
+        query, key, value = (pad_features(x, max(key.shape[3], value_dim)) for x in (query, key, value))
     call = PatternCall(
         pattern=pattern,
         is_causal=bool(is_causal),

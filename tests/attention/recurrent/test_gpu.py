@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import brl_jax
+from brl_jax.attention.compressed.xla import kept_shapes
 from pallas_kernels import triton
 from tests.support.attention import close
 
@@ -26,14 +27,21 @@ def dense(query, key, value, ranges):
     return jnp.einsum("bnts,bsnv->btnv", jnp.where((seen & seen_by)[:, None], weights, 0), value)
 
 
+def compress(*arrays, key_lengths, score, gamma, return_parts, known, **options):
+    """The output, and zeros as the parts that the gradient would read."""
+    assert return_parts
+    assert known is None
+    options |= {"score": score, "gamma": gamma, "implementation": "xla"}
+    parts = kept_shapes(arrays[0], arrays[3], gamma is not None, score)
+    out = brl_jax.compress(*arrays, key_value_seq_lengths=key_lengths, **options)
+    return out, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
+
+
 @pytest.fixture
 def in_jax(monkeypatch):
     for name in ("squared_relu_unsupported", "compress_unsupported", "check_interpretation"):
         monkeypatch.setattr(triton, name, lambda *arguments: None)
     monkeypatch.setattr(triton, "squared_relu_attention", dense)
-    compress = lambda *x, key_lengths, **o: brl_jax.compress(  # noqa: E731
-        *x, key_value_seq_lengths=key_lengths, implementation="xla", **o
-    )
     monkeypatch.setattr(triton, "compress", compress)
 
 
