@@ -219,9 +219,9 @@ def local_attention(
         sinks,
     )
     result = _choose(call, implementation, arrays)
-    if return_residual:
-        return result[0][..., :value_dim], result[1].astype(query.dtype)
-    return result[..., :value_dim]
+    out = result[0] if return_residual else result
+    out = out if out.shape[3] == value_dim else out[..., :value_dim]
+    return (out, result[1].astype(query.dtype)) if return_residual else out
 
 
 # Compiled on its own, so that calls outside jit are traced once.

@@ -23,7 +23,6 @@ def to_parts(
     """The results of `compress_packed` by attention."""
     sets, packed, width = call.keys, call.layout.packed, call.layout.head_dim
     outs = rows.reshape(rows.shape[0], sets, -1, call.queries, rows.shape[3] // width, width)
-    every = range(sets)
     outs = outs[:, :, :, : call.count, :heads, :head_dim]
     log_sums: tuple[Array | None, ...] = (None,) * sets
     if call.score == "softmax":
@@ -32,8 +31,8 @@ def to_parts(
         batch, tiles, readers = x.shape[:3]
         x = x.reshape(batch, tiles, readers, packed, sets, call.queries).transpose(4, 0, 2, 1, 3, 5)
         x = x.reshape(sets, batch, readers, tiles * packed, call.queries)[..., :heads, : call.count]
-        log_sums = tuple(x[i] for i in every)
-    return tuple(outs[:, i] for i in every), log_sums
+        log_sums = tuple(x[i] for i in range(sets))
+    return tuple(outs[:, i] for i in range(sets)), log_sums
 
 
 def from_parts(
