@@ -313,8 +313,8 @@ class Cost:
     Attributes:
       launches: kernels of one execution; doubled_launches: the same for twice the tokens.
       traffic: bytes of the launches' operands and results over the bytes of the program's arguments and results.
-      temporary: bytes of temporary memory. queries: numbers of a query, of which there is one for each token, head and
-        feature.
+      temporary: bytes of temporary memory.
+      queries: how many numbers the queries hold: tokens times heads times features.
       kernels: ours.
       through_xla: why the kernels do not support it, so that XLA runs it; empty if they do.
     """

@@ -258,7 +258,7 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
 
 
 def started(run):
-    """The parameters of a classifier before and after it takes over those of a run."""
+    """A classifier's parameters before and after it takes over the parameters of a run."""
     line = last_wins(f"{TINY} {LOCAL} --pretrained {run} --checkpoint last")
     config = LRA.sized(parse(PRESETS, "listops", line, prog="p", about="a"))
     objective = LRA.objective(LRA.model(config), config)

@@ -318,7 +318,7 @@ def _differentiate_call(
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
     d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
-    # What is kept has no tangents: the gradient alone reads it, and a derivative of that comes from the plain function.
+    # Kept values have no tangents, because only the gradient reads them. Its derivative comes from the plain function.
     outs = outs if keep else outs[: len(d_results)]
     d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
     return outs, [*d_results, *d_kept]

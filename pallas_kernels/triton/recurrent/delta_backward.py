@@ -38,7 +38,7 @@ def value_gradient(
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
     BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a chunk's Z; after: those of the gradient of the state after it."""
+    """Columns of a chunk's Z; `after` holds the same columns of the gradient of the state after the chunk."""
     K: tl.constexpr = N // G
     first = c * CHUNK
     found = tl.dot(writing, after, input_precision=PRECISION)

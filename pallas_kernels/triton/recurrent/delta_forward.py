@@ -246,7 +246,7 @@ def delta_maps(
 def first_of_span(
     first_state, maps, row, span, f, e, F: tl.constexpr, V: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Columns of the state before a span, to which the maps of the earlier spans lead from the row's first."""
+    """Columns of the state before a span: the row's first state, through the maps of the earlier spans."""
     there = (f < F)[:, None] & (e < V)[None, :]
     state = tl.load(first_state + row * (F * V) + f[:, None] * V + e[None, :], mask=there, other=0.0)
     if SPANS > 1:

@@ -73,8 +73,8 @@ def test_equals_oracle(schedule, name, is_causal):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_blocks_that_follow_the_input(is_causal):
-    """Blocks of any lengths, other ones in each sequence and also apart from each other; aligned ones are those of
-    block_sizes."""
+    """Blocks may have any lengths, differ between sequences, and be scattered. Ids of aligned blocks give what
+    block_sizes gives."""
     length, ranks = 301, (4, 3, 1)
     arrays = random_qkv(length)
     rng = np.random.default_rng(3)
