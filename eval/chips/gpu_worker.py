@@ -6,6 +6,7 @@ GPU nor Python's lock is shared while a clock runs. A kernel that destroys its C
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -16,8 +17,10 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ ROUNDS = 3
 _SECONDS, _ROTATED = 0.02, 2**28
 # Directions in which each gradient is compared with the oracle's differences, and the step of those.
 _DIRECTIONS, _STEP = 4, 1e-4
+_UNTUNED = {"xla_gpu_autotune_level": 0}
 #: The most that a result may be off, of its norm.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
@@ -99,9 +103,8 @@ def both_passes(function: Callable, differentiable: tuple[int, ...]) -> Callable
     return both
 
 
-def compile_program(function: Callable, arguments: Any, *, autotune: bool | None) -> tuple[Any, dict]:
-    """A compiled program and facts about it; autotune None leaves matrix products outside of kernels to be tuned where
-    there are no kernels."""
+def compile_program(function: Callable, arguments: Any, options: dict | None = None) -> tuple[Any, dict]:
+    """A compiled program and facts about it; without options for XLA, it tunes products where there are no kernels."""
     import jax
 
     start = time.perf_counter()
@@ -110,10 +113,9 @@ def compile_program(function: Callable, arguments: Any, *, autotune: bool | None
     signs = {"cuDNN": "cudnn$fmha", "Triton": "triton_kernel", "interpreter": "python_cpu_callback"}
     kernels = [name for name, sign in signs.items() if sign in text]
     middle = time.perf_counter()
-    tuned = autotune or (autotune is None and not kernels)
-    on_gpu = jax.default_backend() == "gpu"
-    options: dict[str, Any] = {} if tuned or not on_gpu else {"xla_gpu_autotune_level": 0}
-    compiled = lowered.compile(options)
+    if options is None:
+        options = _UNTUNED if kernels else {}
+    compiled = lowered.compile(options if jax.default_backend() == "gpu" else {})
     end = time.perf_counter()
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -145,6 +147,27 @@ def seconds_a_call(run: Callable[..., Any], sets: list[tuple]) -> float:
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
+
+
+def kernel_microseconds(run: Callable[..., Any], sets: list[tuple], calls: int = 8) -> dict[str, float]:
+    """The time that a call spends in each kernel, by the profiler; the longest first, empty where it records none."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for n in range(calls):
+                out = run(*sets[n % len(sets)])
+            jax.block_until_ready(out)
+        times: collections.Counter[str] = collections.Counter()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+                    if line.name.startswith("Stream"):
+                        for event in line.events:
+                            times[event.name] += event.duration_ns / 1e3 / calls
+    return {name: round(time, 1) for name, time in times.most_common()}
 
 
 def device_sets(make: Callable[[int], tuple], size: int) -> list[tuple]:
@@ -186,7 +209,7 @@ def check(task: dict, worker: Worker) -> Iterator[dict]:
     both = both_passes(operation.call(size, _named(task, worker)), floats)
     # Float32 products in XLA are TF32 on a GPU unless they are asked for at their highest precision.
     with jax.default_matmul_precision("highest" if dtype == np.float32 else "default"):
-        run, facts = compile_program(both, (cotangent, *arrays), autotune=False)
+        run, facts = compile_program(both, (cotangent, *arrays), _UNTUNED)
     out, *gradients = jax.device_get(run(cotangent, *arrays))
     errors = {"out": relative_error(out, right)}
     g = np.asarray(cotangent, np.float64)
@@ -219,13 +242,13 @@ def speed(task: dict, worker: Worker) -> Iterator[dict]:
         return (gpu_operations.cotangent_of(function, given, dtype, 15), *given) if with_backward else given
 
     first = make(0)
-    run, facts = compile_program(
-        both_passes(function, floats) if with_backward else function, first, autotune=None
-    )
+    run, facts = compile_program(both_passes(function, floats) if with_backward else function, first)
     sets = device_sets(make, _bytes(first))
     moved = _bytes(first) + _bytes(run.out_info)
     took = worker.turn(lambda: seconds_a_call(run, sets))
     facts |= {"ms": took * 1e3, "tb_s": moved / took / 1e12}
+    if "Triton" in facts["by"]:
+        facts["kernels_us"] = worker.turn(lambda: kernel_microseconds(run, sets))
     if operation.products is not None:
         facts["tflop_s"] = operation.products(size) * (3.5 if with_backward else 1.0) / took / 1e12
     yield facts
@@ -241,12 +264,12 @@ def ceiling(task: dict, worker: Worker) -> Iterator[dict]:
         np.resize(np.random.default_rng(0).standard_normal(1 << 20, np.float32), (n, n)), jnp.bfloat16
     )
     if task["operation"] == "matmul":
-        run, facts = compile_program(jnp.matmul, (x, x), autotune=True)
+        run, facts = compile_program(jnp.matmul, (x, x), {})
         took = worker.turn(lambda: seconds_a_call(run, [(x, x)]))
         yield {**facts, "ms": took * 1e3, "tflop_s": 2 * n**3 / took / 1e12}
     else:
         x = jnp.tile(x, (8, 1))
-        run, facts = compile_program(jnp.negative, (x,), autotune=False)
+        run, facts = compile_program(jnp.negative, (x,), _UNTUNED)
         took = worker.turn(lambda: seconds_a_call(run, [(x,)]))
         yield {**facts, "ms": took * 1e3, "tb_s": 2 * x.nbytes / took / 1e12}
 
@@ -260,7 +283,7 @@ def training(task: dict, worker: Worker) -> Iterator[dict]:
     size = gpu_operations.Size(**task["size"])
     step, arguments = gpu_operations.training_step(size)
     start = time.perf_counter()
-    run, facts = compile_program(step, arguments, autotune=task["autotune"])
+    run, facts = compile_program(step, arguments, task["options"])
     value = jax.block_until_ready(run(*arguments))[0]
     first = time.perf_counter() - start
     took = worker.turn(lambda: seconds_a_call(run, [arguments]))
@@ -331,9 +354,7 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
         try:
             with adjusted_tiles(functools.partial(with_tile, new=new)):
                 program = function if forward else both_passes(function, floats)
-                run, facts = compile_program(
-                    lambda *x, program=program: program(*x), arguments, autotune=False
-                )
+                run, facts = compile_program(lambda *x, program=program: program(*x), arguments, _UNTUNED)
             got = jax.block_until_ready(run(*arguments))
             row |= {"ms": worker.turn(functools.partial(seconds_a_call, run, [arguments])) * 1e3, **facts}
             if new is None:
