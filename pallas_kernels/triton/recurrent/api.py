@@ -436,9 +436,9 @@ class _Features(NamedTuple):
                  tiles: int, later: bool) -> Any:  # fmt: skip
         """Starts a program for each block of tokens, head and tile."""
         shape, sizes = self.shape, self.sizes
-        heads = shape.kv_heads if later else shape.heads
+        heads = shape.kv_heads if later and kernel.__name__ == "feature_gradients" else shape.heads
         constants = {
-            "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
+            "T": shape.length, "N" if kernel.__name__ == "feature_outputs" else "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
             "FB": features, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
             "BN": sizes.block, "LATER": later,
             "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
@@ -477,12 +477,13 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
     run.arrays["d_states"], found["key_value"], totals = run.scan(
         "sums factors d_key_value states", backward=True
     )
-    (found["value"],) = run.by_block(
+    (d_values,) = run.by_block(
         kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
-        (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),),
+        (shape.tokens(shape.heads, shape.values, dtype=shape.dtype),),
         features=min(sizes.features, padded(shape.features)), tiles=shape.value_tiles(sizes.value_gradient),
         later=True,
     )  # fmt: skip
+    found["value"] = d_values.reshape(*arrays["value"].shape[:3], -1, shape.values).sum(3)
     found["query"], query_flow, _ = run.by_block(
         kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
         (

@@ -17,12 +17,13 @@ import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
     feature_logs,
-    features_by_tokens,
+    log_halves,
+    place,
     segment_after,
     segment_before,
     segment_numbers,
     store_tokens,
-    summed_features,
+    summed_halves,
     summed_tokens,
     tokens_by_features,
 )
@@ -47,6 +48,12 @@ def meet(token, other, level, LATER: tl.constexpr):
 
 
 @triton.jit
+def reads(token, level, LATER: tl.constexpr):
+    """Whether a token reads at a level, where it is in the later (LATER: earlier) block of a pair; else it is read."""
+    return ((token >> level) & 1) == (0 if LATER else 1)
+
+
+@triton.jit
 def count_levels(first, T: tl.constexpr, BN: tl.constexpr):
     """How many levels a block has, which are fewer where the row ends in it."""
     return tl.sum(((1 << tl.arange(0, 8)) < tl.minimum(BN, T - first)).to(tl.int32), 0)
@@ -60,6 +67,15 @@ def other_blocks(first, T: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, 
         return (tl.minimum(begin + CHUNK, T) - first - 1) // BN
     else:
         return (first - begin) // BN
+
+
+@triton.jit
+def other_block(first, T: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr):
+    """Where the chunk's block before (LATER: after) the one at token `first` begins, -1 where there is none."""
+    if LATER:
+        return tl.where((first // BN % (CHUNK // BN) == 0) & (CHUNK > BN) & (first + BN < T), first + BN, -1)
+    else:
+        return tl.where(first % CHUNK > 0, first - BN, -1)
 
 
 @triton.jit
@@ -100,71 +116,88 @@ def feature_scan(
 
 def feature_outputs(
     x, y, z, log, segments, states, out,
-    T: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (B, T, HEADS, V), the sums over z of the weights x y^T: one program a block of tokens.
+    """out (B, T, N, V), the sums over z of the weights x y^T: one program a block of tokens.
 
     Forward, x, y and z are queries, keys and values. Backward they are keys, queries and the outputs' gradients, and
     the sum over a group of heads is the gradient of the values.
     """
     VT: tl.constexpr = (V + VB - 1) // VB
-    K: tl.constexpr = HEADS if LATER else HEADS // G
-    OTHERS: tl.constexpr = HEADS * G if LATER else HEADS // G
+    K: tl.constexpr = N // G
+    X: tl.constexpr = K if LATER else N
+    Y: tl.constexpr = N if LATER else K
+    PART: tl.constexpr = min(FB, 64)
+    ALIGNED: tl.constexpr = 16 if F % 8 == 0 else 1
     head, vt, b = tl.program_id(1) // VT, tl.program_id(1) % VT, tl.program_id(2)
-    kh = head if LATER else head // G
+    kh = head // G
+    xh, yh = (kh, head) if LATER else (head, kh)
     first = tl.program_id(0) * BN
     c = first // CHUNK
+    beside = other_block(first, T, CHUNK, BN, LATER)
     r, e = tl.arange(0, BN), vt * VB + tl.arange(0, VB)
     i, j = r[:, None], r[None, :]
-    at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
     if SEGMENTS:
         own = segment_numbers(segments, b, first, r, T)
-    acc = tl.zeros([BN, VB], tl.float32)
+    p, far = tl.zeros([BN, BN], tl.float32), tl.zeros([BN, BN], tl.float32)
     for ft in range((F + FB - 1) // FB):
         f = ft * FB + tl.arange(0, FB)
-        tokens = tokens_by_features(x, b, first, r, head, f, T, HEADS, F)
+        tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
+        column = tokens_by_features(y, b, first, r, yh, f, T, Y, F)
+        p += tl.where(i == j, tl.dot(tokens, tl.trans(column), input_precision=PRECISION), 0.0)
         logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-        transposed = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
-        for g in range(G if LATER else 1):
-            other = kh * G + g if LATER else kh
-            column = features_by_tokens(y, b, first, r, other, f, T, OTHERS, F)
-            p = tl.where(i == j, tl.dot(tokens, column, input_precision=PRECISION), 0.0)
-            for level in range(count_levels(first, T, BN)):
-                near = tokens * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-                there = column * tl.exp(summed_features(transposed, until_middle(j, i, level), PRECISION))
-                weights = tl.dot(near.to(tokens.dtype), there.to(column.dtype), input_precision=PRECISION)
-                p = tl.where(meet(i, j, level, LATER), weights, p)
-            if SEGMENTS:
-                p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
-            value = tokens_by_features(z, b, first, r, other, e, T, OTHERS, V)
-            acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-        start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
-        far = (tokens * start).to(tokens.dtype)
-        gap = tl.zeros([FB], tl.float32)
-        for g in range(G if LATER else 1):
-            other = kh * G + g if LATER else kh
-            gap = tl.zeros([FB], tl.float32)
-            for m in range(other_blocks(first, T, CHUNK, BN, LATER)):
-                begin = first + (m + 1) * BN if LATER else first - (m + 1) * BN
-                column = features_by_tokens(y, b, begin, r, other, f, T, OTHERS, F)
-                between = feature_logs(features_by_tokens(log, b, begin, r, kh, f, T, K, F))
-                reach = summed_features(between, i <= j if LATER else i > j, PRECISION) + gap[:, None]
-                p = tl.dot(far, (column * tl.exp(reach)).to(column.dtype), input_precision=PRECISION)
-                if SEGMENTS:
-                    others = segment_numbers(segments, b, begin, r, T)
-                    p = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], p, 0.0)
-                value = tokens_by_features(z, b, begin, r, other, e, T, OTHERS, V)
-                acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-                gap += tl.sum(between, 1)
+        high, low = log_halves(logs, PRECISION)
+        readers = x + place(b, first, xh, T, X, F) + i * (X * F)
+        read = y + place(b, first, yh, T, Y, F) + i * (Y * F)
+        there = (first + i < T) & (f < F)[None, :]
+        for level in range(count_levels(first, T, BN)):
+            factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION))
+            rows = tl.multiple_of(tl.where(reads(i, level, LATER), readers, read), [ALIGNED, 1])
+            both = tl.load(rows + f[None, :], mask=there, other=0.0)
+            both = (both * factor).to(tokens.dtype)
+            weights = tl.dot(both, tl.trans(both), input_precision=PRECISION)
+            p += tl.where(meet(i, j, level, LATER), weights, 0.0)
+    if SEGMENTS:
+        p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
+    p = p.to(z.dtype.element_ty)
+    if beside >= 0:
+        for ft in range((F + PART - 1) // PART):
+            f = ft * PART + tl.arange(0, PART)
+            logs = feature_logs(tokens_by_features(log, b, beside, r, kh, f, T, K, F))
+            reach = tl.exp(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
+            column = tokens_by_features(y, b, beside, r, yh, f, T, Y, F)
+            column = (column * reach).to(column.dtype)
+            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+            tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
+            tokens = (tokens * start).to(tokens.dtype)
+            far = tl.dot(tokens, tl.trans(column), far, input_precision=PRECISION)
         if SEGMENTS:
-            far = tl.where(reads_state(segments, own, b, c, T, CHUNK, LATER)[:, None], far, 0.0)
-        there = (f < F)[:, None] & (e < V)[None, :]
-        state = tl.load(at + f[:, None] * V + e[None, :], mask=there, other=0.0)
-        far = (far * tl.exp(gap)[None, :]).to(tokens.dtype)
-        acc = tl.dot(far, state, acc, input_precision=PRECISION)
-    store_tokens(out, acc, b, first, r, head, e, T, HEADS, V)
+            others = segment_numbers(segments, b, beside, r, T)
+            far = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], far, 0.0)
+    acc = tl.dot(p, tokens_by_features(z, b, first, r, yh, e, T, Y, V), input_precision=PRECISION)
+    if beside >= 0:
+        value = tokens_by_features(z, b, beside, r, yh, e, T, Y, V)
+        acc = tl.dot(far.to(value.dtype), value, acc, input_precision=PRECISION)
+    if not LATER or head % G == 0:  # the gradient of the state is that of all heads of a group
+        at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
+        for ft in range((F + PART - 1) // PART):
+            f = ft * PART + tl.arange(0, PART)
+            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            start = summed_tokens(j > i if LATER else j <= i, logs, PRECISION)
+            if beside >= 0:
+                logs = feature_logs(tokens_by_features(log, b, beside, r, kh, f, T, K, F))
+                start += tl.sum(logs, 0)[None, :]
+            tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
+            tokens = (tokens * tl.exp(start)).to(tokens.dtype)
+            if SEGMENTS:
+                tokens = tl.where(reads_state(segments, own, b, c, T, CHUNK, LATER)[:, None], tokens, 0.0)
+            there = (f < F)[:, None] & (e < V)[None, :]
+            state = tl.load(at + f[:, None] * V + e[None, :], mask=there, other=0.0)
+            acc = tl.dot(tokens, state, acc, input_precision=PRECISION)
+    store_tokens(out, acc, b, first, r, head, e, T, N, V)
 
 
 @triton.jit
@@ -178,8 +211,8 @@ def pair_gradients(
     for vt in range((V + VB - 1) // VB):
         e = vt * VB + tl.arange(0, VB)
         rows = tokens_by_features(u, b, first, r, head, e, T, HEADS, V)
-        columns = features_by_tokens(w, b, begin, r, other, e, T, OTHERS, V)
-        found = tl.dot(rows, columns, found, input_precision=PRECISION)
+        columns = tokens_by_features(w, b, begin, r, other, e, T, OTHERS, V)
+        found = tl.dot(rows, tl.trans(columns), found, input_precision=PRECISION)
     if SEGMENTS:
         own, others = segment_numbers(segments, b, first, r, T), segment_numbers(segments, b, begin, r, T)
         found = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], found, 0.0)
