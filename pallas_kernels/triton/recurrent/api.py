@@ -407,11 +407,6 @@ class _Features(NamedTuple):
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
 
-    @property
-    def wide(self) -> jax.ShapeDtypeStruct:
-        """A number for each token and feature of the keys."""
-        return self.shape.tokens(self.shape.kv_heads, self.shape.features)
-
     def scan(self, names: str, *, backward: bool) -> Any:
         """The states between the chunks, those at the end and, backward, the gradients of the chunks' decays."""
         from pallas_kernels.triton.recurrent import by_feature as kernels
@@ -433,18 +428,27 @@ class _Features(NamedTuple):
         )
 
     def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, features: int,
-                 tiles: int, later: bool) -> Any:  # fmt: skip
-        """Starts a program for each block of tokens, head and tile."""
+                 tiles: int, **more: Any) -> Any:  # fmt: skip
+        """Starts a program for each block of tokens, head of the queries and tile."""
         shape, sizes = self.shape, self.sizes
-        heads = shape.kv_heads if later and kernel.__name__ == "feature_gradients" else shape.heads
         constants = {
-            "T": shape.length, "N" if kernel.__name__ == "feature_outputs" else "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
-            "FB": features, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
-            "BN": sizes.block, "LATER": later,
-            "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
+            "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
+            "FB": min(features, padded(shape.features)), "V": shape.values, "VB": shape.value_tile(launch),
+            "CHUNK": sizes.chunk, "BN": sizes.block, "SEGMENTS": self.call.has("segments"),
+            "PRECISION": self.call.precision,
         }  # fmt: skip
-        grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)
-        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
+        grid = (-(-shape.length // sizes.block), shape.heads * tiles, shape.batch)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants | more)
+
+    def each_head(self, size: int) -> jax.ShapeDtypeStruct:
+        """The gradient of a key's or value's `size` numbers from each head of the queries."""
+        shape = self.shape
+        return shape.tokens(shape.heads, size, dtype=shape.dtype if shape.heads == shape.kv_heads else jnp.float32)
+
+    def grouped(self, gradient: Array) -> Array:
+        """The sum over each group of heads."""
+        batch, length, _, size = gradient.shape
+        return gradient.reshape(batch, length, self.shape.kv_heads, -1, size).sum(3)
 
 
 def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -459,8 +463,7 @@ def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Name
     (total,) = run.by_block(
         kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
         (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),),
-        features=min(run.sizes.features, padded(shape.features)), tiles=shape.value_tiles(run.sizes.outputs),
-        later=False,
+        features=run.sizes.features, tiles=shape.value_tiles(run.sizes.outputs), LATER=False,
     )  # fmt: skip
     return {"total": total, "key_value": last}, {"states": run.arrays["states"]} if keep else {}
 
@@ -470,45 +473,29 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
 
     run = _Features.of(arrays, call)
     shape, sizes = run.shape, run.sizes
-    tile = min(sizes.gradient_features, padded(shape.features))
-    tiles = -(-shape.features // tile)
     found = {}
     run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, sizes, "query", "d_total", "", True)
-    run.arrays["d_states"], found["key_value"], totals = run.scan(
+    run.arrays["d_states"], found["key_value"], run.arrays["totals"] = run.scan(
         "sums factors d_key_value states", backward=True
     )
-    (d_values,) = run.by_block(
+    (d_value,) = run.by_block(
         kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
-        (shape.tokens(shape.heads, shape.values, dtype=shape.dtype),),
-        features=min(sizes.features, padded(shape.features)), tiles=shape.value_tiles(sizes.value_gradient),
-        later=True,
+        (run.each_head(shape.values),), features=sizes.features, tiles=shape.value_tiles(sizes.value_gradient),
+        LATER=True,
     )  # fmt: skip
-    found["value"] = d_values.reshape(*arrays["value"].shape[:3], -1, shape.values).sum(3)
-    found["query"], query_flow, _ = run.by_block(
-        kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
+    tiles = -(-shape.features // min(sizes.gradient_features, padded(shape.features)))
+    found["query"], d_key, d_log = run.by_block(
+        kernels.feature_gradients, sizes.gradients,
+        "query key value d_total log_decay segments states d_states totals",
         (
             shape.tokens(shape.heads, shape.features, dtype=shape.dtype),
+            run.each_head(shape.features),
             shape.tokens(shape.heads, shape.features),
-            shape.none,
         ),
-        features=tile, tiles=tiles, later=False,
+        features=sizes.gradient_features, tiles=tiles,
     )  # fmt: skip
-    found["key"], key_flow, ends = run.by_block(
-        kernels.feature_gradients, sizes.key_gradient, "key query value d_total log_decay segments d_states",
-        (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
-        features=tile, tiles=tiles, later=True,
-    )  # fmt: skip
-    tile = min(32, padded(shape.features))
-    constants = {
-        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
-        "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
-    }  # fmt: skip
-    grid = (run.chunks, shape.kv_heads * -(-shape.features // tile), shape.batch)
-    operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
-    (found["log_decay"],) = _start(
-        kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants
-    )
-    return found
+    found |= {"value": run.grouped(d_value).astype(shape.dtype), "key": run.grouped(d_key).astype(shape.dtype)}
+    return found | {"log_decay": run.grouped(d_log)}
 
 
 # --- The delta rule ---
