@@ -443,7 +443,9 @@ class _Features(NamedTuple):
     def each_head(self, size: int) -> jax.ShapeDtypeStruct:
         """The gradient of a key's or value's `size` numbers from each head of the queries."""
         shape = self.shape
-        return shape.tokens(shape.heads, size, dtype=shape.dtype if shape.heads == shape.kv_heads else jnp.float32)
+        return shape.tokens(
+            shape.heads, size, dtype=shape.dtype if shape.heads == shape.kv_heads else jnp.float32
+        )
 
     def grouped(self, gradient: Array) -> Array:
         """The sum over each group of heads."""
@@ -494,7 +496,10 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
         ),
         features=sizes.gradient_features, tiles=tiles,
     )  # fmt: skip
-    found |= {"value": run.grouped(d_value).astype(shape.dtype), "key": run.grouped(d_key).astype(shape.dtype)}
+    found |= {
+        "value": run.grouped(d_value).astype(shape.dtype),
+        "key": run.grouped(d_key).astype(shape.dtype),
+    }
     return found | {"log_decay": run.grouped(d_log)}
 
 

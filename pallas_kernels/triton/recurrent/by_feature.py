@@ -1,13 +1,15 @@
 """Sums of outer products whose state has one decay for each feature of the keys (GLA, arXiv:2312.06635).
 
-A chunk is cut into blocks. Between two blocks, the later block's tokens decay from its beginning and the earlier
+A chunk has one block or two. Between two blocks, the later block's tokens decay from its beginning and the earlier
 block's until its end, so a product of matrices has the scores of all pairs. A block is halved in the same way, level by
-level, down to single tokens, and each level's product has the scores of the pairs that meet there. Every exponent is a
-sum of logarithms between two tokens, hence at most 0. A product with a matrix of zeros and ones forms these sums;
-differences of running sums would lose a weak decay behind a strong one.
+level, down to single tokens, and each level's product has the scores of the pairs that meet there. At a level a token
+either reads or is read, so one matrix has the queries of the one kind and the keys of the other, all decayed, and its
+product with itself has the scores. Every exponent is a sum of logarithms between two tokens, hence at most 0. A product
+with a matrix of zeros and ones forms these sums; differences of running sums would lose a weak decay behind a strong
+one.
 
-Forward, a token reads earlier tokens and the state before its chunk. Backward (LATER) the same kernels run towards the
-past: a token reads later tokens and the gradient of the state after its chunk.
+Forward, a token reads earlier tokens and the state before its chunk. Backward (LATER), for the gradient of the values,
+the same kernels run towards the past: a token reads later tokens and the gradient of the state after its chunk.
 """
 
 from __future__ import annotations
@@ -246,7 +248,26 @@ def outer_gradients(
     chunk = first // CHUNK
     beside = other_block(first, T, CHUNK, BN, LATER)
     found = state_gradients(
-        u, states, segments, b, chunk, first, r, uh, kh, f, T, U, K, F, V, VB, CHUNK, LATER, SEGMENTS, PRECISION
+        u,
+        states,
+        segments,
+        b,
+        chunk,
+        first,
+        r,
+        uh,
+        kh,
+        f,
+        T,
+        U,
+        K,
+        F,
+        V,
+        VB,
+        CHUNK,
+        LATER,
+        SEGMENTS,
+        PRECISION,
     )
     found = tl.where(reads, found, 0.0)
     flow = tl.zeros([f.shape[0]], tl.float32)
@@ -305,9 +326,13 @@ def feature_gradients(
     tl.debug_barrier()
     at = totals + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + first // CHUNK) * F
     flow += tl.where(first_head, tl.load(at + f, mask=f < F, other=0.0), 0.0)
-    flow += tl.load(kept, mask=f < F, other=0.0) + tl.sum(tokens_by_features(k, b, first, r, kh, f, T, K, F) * d_k, 0)
+    flow += tl.load(kept, mask=f < F, other=0.0) + tl.sum(
+        tokens_by_features(k, b, first, r, kh, f, T, K, F) * d_k, 0
+    )
     tl.store(kept, flow, mask=f < F)
-    pairs = pair_gradients(grad, v, segments, b, first, first, r, head, kh, T, N, K, V, VB, SEGMENTS, PRECISION)
+    pairs = pair_gradients(
+        grad, v, segments, b, first, first, r, head, kh, T, N, K, V, VB, SEGMENTS, PRECISION
+    )
     mirrored = pair_gradients(
         v, grad, segments, b, first, first, r, kh, head, T, K, N, V, VB, SEGMENTS, PRECISION
     )
