@@ -32,7 +32,7 @@ _SECONDS, _ROTATED = 0.02, 2**28
 # Directions in which each gradient is compared with the oracle's differences, and the step of those.
 _DIRECTIONS, _STEP = 4, 1e-4
 # XLA then takes cuBLAS for products outside kernels, and has fewer forms to time.
-_QUICK = {"xla_gpu_enable_triton_gemm": False}
+_QUICK: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 #: The most that a result may be off, of its norm.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
@@ -116,7 +116,7 @@ def compile_program(function: Callable, arguments: Any, options: dict | None = N
     middle = time.perf_counter()
     if options is None:
         options = _QUICK if kernels else {}
-    compiled = lowered.compile(options if jax.default_backend() == "gpu" else {})
+    compiled = lowered.compile(options if jax.default_backend() == "gpu" else None)
     end = time.perf_counter()
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -3,8 +3,8 @@
 The gradient of a logarithm is the sum of what flows across its token: of the pairs of tokens on either side of it, of
 the reads from the state before the chunk, and of the writes to the state after it. The kernels of queries and keys add
 these up for their own tokens and `recurrent_decay_gradient` sums them over a chunk. What flows to queries and from keys
-of one chunk cancels in those sums, so both kernels compute it alike, pair by pair in float32. A program has one tile of the
-values' features, and its gradients of queries and keys are a part of the whole where there are several.
+of one chunk cancels in those sums, so both kernels compute it alike, pair by pair in float32. A program has one tile of
+the values' features, and its gradients of queries and keys are a part of the whole where there are several.
 """
 
 from __future__ import annotations
