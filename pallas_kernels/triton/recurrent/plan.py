@@ -106,8 +106,8 @@ _SUMS |= {
     (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
     (100, 256): _SUMS[90, 256],
 }
-# Of the keys' gradient, of up to 128 features, where the state decays: this kernel holds more numbers.
-_DECAYED_STAGES = {90: 1, 80: 2}
+# Of the gradients, of up to 128 features, where the state decays: these kernels hold more numbers.
+_DECAYED = {90: (Launch(128, 8, 2), Launch(128, 8, 1)), 80: (Launch(128, 8, 1), Launch(128, 8, 2))}
 _DELTAS = {
     (90, 128): DeltaSizes(
         64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1),
@@ -178,8 +178,8 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
     if not decays or padded(features) > 128:
         return sizes
-    stages = _DECAYED_STAGES[bridge.tuned_for(_DECAYED_STAGES)]
-    return sizes._replace(key_gradient=sizes.key_gradient._replace(num_stages=stages))
+    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
+    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
 @adjustable("sum_by_feature")
