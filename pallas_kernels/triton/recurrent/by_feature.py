@@ -19,13 +19,11 @@ import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
     feature_logs,
-    log_halves,
     place,
     segment_after,
     segment_before,
     segment_numbers,
     store_tokens,
-    summed_halves,
     summed_tokens,
     tokens_by_features,
 )
@@ -38,21 +36,39 @@ def until_middle(token, other, level):
     At this level, blocks of 2^level tokens form pairs. A token of the second block decays from the block's beginning,
     and one of the first block until its end.
     """
+    begin = token >> level << level
     second = ((token >> level) & 1) == 1
-    return ((token >> level) == (other >> level)) & tl.where(second, other <= token, other > token)
+    least = tl.where(second, begin, token + 1)
+    count = tl.where(second, token + 1, begin + (1 << level)) - least
+    return (other - least).to(tl.uint32) < count.to(tl.uint32)
 
 
 @triton.jit
-def meet(token, other, level, LATER: tl.constexpr):
-    """Whether a token and another, which is earlier (LATER: later), are in the two blocks of a pair."""
-    after = other > token if LATER else token > other
-    return (((token >> level) ^ (other >> level)) == 1) & after
+def base2_logs(log, b, first, r, head, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr):
+    """The logarithms of a tile, finite, times log2(e): exp2 takes fewer instructions than exp."""
+    return feature_logs(tokens_by_features(log, b, first, r, head, f, T, K, F)) * 1.4426950408889634
+
+
+@triton.jit
+def as_numbers(which, like):
+    """Zeros and ones.
+
+    A comparison with a product's result, true in any case, lets the next product take them from the same registers.
+    """
+    return tl.where(which & ((like == like) | (like != like)), 1.0, 0.0)
 
 
 @triton.jit
 def reads(token, level, LATER: tl.constexpr):
     """Whether a token reads at a level, where it is in the later (LATER: earlier) block of a pair; else it is read."""
     return ((token >> level) & 1) == (0 if LATER else 1)
+
+
+@triton.jit
+def meet(token, other, level, here):
+    """Whether a token and another are in the two blocks of a pair, where `here` is true for the token."""
+    begin = tl.where(here, (token >> level ^ 1) << level, 1 << 20)
+    return (other - begin).to(tl.uint32) < (begin * 0 + (1 << level)).to(tl.uint32)
 
 
 @triton.jit
@@ -139,30 +155,31 @@ def feature_outputs(
         tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
         column = tokens_by_features(y, b, first, r, yh, f, T, Y, F)
         p += tl.where(i == j, tl.dot(tokens, tl.trans(column), input_precision=PRECISION), 0.0)
-        logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-        high, low = log_halves(logs, PRECISION)
+        logs = base2_logs(log, b, first, r, kh, f, T, K, F)
+        if PRECISION != "ieee":
+            logs = logs.to(tl.float16)
         readers = x + place(b, first, xh, T, X, F) + i * (X * F)
         read = y + place(b, first, yh, T, Y, F) + i * (Y * F)
         there = (first + i < T) & (f < F)[None, :]
         for level in range(count_levels(first, T, BN)):
-            factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION))
+            factor = tl.exp2(tl.dot(as_numbers(until_middle(i, j, level), p).to(logs.dtype), logs, input_precision=PRECISION))
             rows = tl.multiple_of(tl.where(reads(i, level, LATER), readers, read), [ALIGNED, 1])
             both = tl.load(rows + f[None, :], mask=there, other=0.0)
             both = (both * factor).to(tokens.dtype)
             weights = tl.dot(both, tl.trans(both), input_precision=PRECISION)
-            p += tl.where(meet(i, j, level, LATER), weights, 0.0)
+            p += tl.where(meet(i, j, level, reads(i, level, LATER)), weights, 0.0)
     if SEGMENTS:
         p = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], p, 0.0)
     p = p.to(z.dtype.element_ty)
     if beside >= 0:
         for ft in range((F + PART - 1) // PART):
             f = ft * PART + tl.arange(0, PART)
-            logs = feature_logs(tokens_by_features(log, b, beside, r, kh, f, T, K, F))
-            reach = tl.exp(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
+            logs = base2_logs(log, b, beside, r, kh, f, T, K, F)
+            reach = tl.exp2(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
             column = tokens_by_features(y, b, beside, r, yh, f, T, Y, F)
             column = (column * reach).to(column.dtype)
-            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-            start = tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+            logs = base2_logs(log, b, first, r, kh, f, T, K, F)
+            start = tl.exp2(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
             tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
             tokens = (tokens * start).to(tokens.dtype)
             far = tl.dot(tokens, tl.trans(column), far, input_precision=PRECISION)
@@ -177,13 +194,13 @@ def feature_outputs(
         at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
         for ft in range((F + PART - 1) // PART):
             f = ft * PART + tl.arange(0, PART)
-            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            logs = base2_logs(log, b, first, r, kh, f, T, K, F)
             start = summed_tokens(j > i if LATER else j <= i, logs, PRECISION)
             if beside >= 0:
-                logs = feature_logs(tokens_by_features(log, b, beside, r, kh, f, T, K, F))
+                logs = base2_logs(log, b, beside, r, kh, f, T, K, F)
                 start += tl.sum(logs, 0)[None, :]
             tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
-            tokens = (tokens * tl.exp(start)).to(tokens.dtype)
+            tokens = (tokens * tl.exp2(start)).to(tokens.dtype)
             if SEGMENTS:
                 tokens = tl.where(reads_state(segments, own, b, c, T, CHUNK, LATER)[:, None], tokens, 0.0)
             there = (f < F)[:, None] & (e < V)[None, :]
@@ -272,10 +289,10 @@ def outer_gradients(
     found = tl.where(reads, found, 0.0)
     flow = tl.zeros([f.shape[0]], tl.float32)
     if beside >= 0:
-        logs = feature_logs(tokens_by_features(log, b, beside, r, kh, f, T, K, F))
-        found *= tl.exp(tl.sum(logs, 0))[None, :]
+        logs = base2_logs(log, b, beside, r, kh, f, T, K, F)
+        found *= tl.exp2(tl.sum(logs, 0))[None, :]
         row = tokens_by_features(y, b, beside, r, yh, f, T, Y, F)
-        row = row * tl.exp(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
+        row = row * tl.exp2(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
         crossing = state_gradients(
             w, other_states, segments, b, chunk, beside, r, yh, kh, f,
             T, Y, K, F, V, VB, CHUNK, not LATER, SEGMENTS, PRECISION,
@@ -286,9 +303,9 @@ def outer_gradients(
         )
         row = row.to(y.dtype.element_ty)
         found = tl.dot(pairs.to(row.dtype), row, found, input_precision=PRECISION)
-    logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-    found *= tl.exp(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
-    return found, flow * tl.exp(tl.sum(logs, 0))
+    logs = base2_logs(log, b, first, r, kh, f, T, K, F)
+    found *= tl.exp2(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+    return found, flow * tl.exp2(tl.sum(logs, 0))
 
 
 def feature_gradients(
@@ -337,18 +354,20 @@ def feature_gradients(
         v, grad, segments, b, first, first, r, kh, head, T, K, N, V, VB, SEGMENTS, PRECISION
     )
     pairs = tl.where(i >= j, pairs, mirrored).to(q.dtype.element_ty)
-    high, low = log_halves(feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F)), PRECISION)
+    logs = base2_logs(log, b, first, r, kh, f, T, K, F)
+    if PRECISION != "ieee":
+        logs = logs.to(tl.float16)
     d_q, d_k = tl.zeros([BN, FB], tl.float32), tl.zeros([BN, FB], tl.float32)
     queries = q + place(b, first, head, T, N, F) + i * (N * F)
     keys = k + place(b, first, kh, T, K, F) + i * (K * F)
     there = (first + i < T) & (f < F)[None, :]
     for level in range(count_levels(first, T, BN)):
-        factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION))
+        factor = tl.exp2(tl.dot(as_numbers(until_middle(i, j, level), pairs).to(logs.dtype), logs, input_precision=PRECISION))
         second = reads(i, level, False)
         rows = tl.multiple_of(tl.where(second, queries, keys), [ALIGNED, 1])
         both = tl.load(rows + f[None, :], mask=there, other=0.0)
         both = (both * factor).to(pairs.dtype)
-        met = tl.where(((i >> level) ^ (j >> level)) == 1, pairs, 0.0)
+        met = tl.where(meet(i, j, level, i >= 0), pairs, 0.0)
         found = tl.dot(met, both, input_precision=PRECISION) * factor
         d_q += tl.where(second, found, 0.0)
         d_k += tl.where(second, 0.0, found)
