@@ -485,7 +485,8 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
         (run.each_head(shape.values),), features=sizes.features, tiles=shape.value_tiles(sizes.value_gradient),
         LATER=True,
     )  # fmt: skip
-    tiles = -(-shape.features // min(sizes.gradient_features, padded(shape.features)))
+    features = sizes.segmented_features if call.has("segments") else sizes.gradient_features
+    tiles = -(-shape.features // min(features, padded(shape.features)))
     found["query"], d_key, d_log = run.by_block(
         kernels.feature_gradients, sizes.gradients,
         "query key value d_total log_decay segments states d_states totals",
@@ -494,7 +495,7 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
             run.each_head(shape.features),
             shape.tokens(shape.heads, shape.features),
         ),
-        features=sizes.gradient_features, tiles=tiles,
+        features=features, tiles=tiles,
     )  # fmt: skip
     found |= {
         "value": run.grouped(d_value).astype(shape.dtype),

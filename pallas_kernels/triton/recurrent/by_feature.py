@@ -50,12 +50,18 @@ def base2_logs(log, b, first, r, head, f, T: tl.constexpr, K: tl.constexpr, F: t
 
 
 @triton.jit
-def as_numbers(which, like):
-    """Zeros and ones.
+def summed(which, like, logs, PRECISION: tl.constexpr):
+    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has.
 
-    A comparison with a product's result, true in any case, lets the next product take them from the same registers.
+    They are rounded to float16 (for float32 they are not), so a decay by exp(-s) is wrong by at most 2^-12 s exp(-s).
+    `like` is the result of a product, and comparing it with itself, true in any case, lets the next product take
+    `which` from the same registers.
     """
-    return tl.where(which & ((like == like) | (like != like)), 1.0, 0.0)
+    which = which & ((like == like) | (like != like))
+    if PRECISION == "ieee":
+        return tl.dot(which.to(tl.float32), logs, input_precision=PRECISION)
+    else:
+        return tl.dot(which.to(tl.float16), logs.to(tl.float16))
 
 
 @triton.jit
@@ -156,13 +162,11 @@ def feature_outputs(
         column = tokens_by_features(y, b, first, r, yh, f, T, Y, F)
         p += tl.where(i == j, tl.dot(tokens, tl.trans(column), input_precision=PRECISION), 0.0)
         logs = base2_logs(log, b, first, r, kh, f, T, K, F)
-        if PRECISION != "ieee":
-            logs = logs.to(tl.float16)
         readers = x + place(b, first, xh, T, X, F) + i * (X * F)
         read = y + place(b, first, yh, T, Y, F) + i * (Y * F)
         there = (first + i < T) & (f < F)[None, :]
         for level in range(count_levels(first, T, BN)):
-            factor = tl.exp2(tl.dot(as_numbers(until_middle(i, j, level), p).to(logs.dtype), logs, input_precision=PRECISION))
+            factor = tl.exp2(summed(until_middle(i, j, level), p, logs, PRECISION))
             rows = tl.multiple_of(tl.where(reads(i, level, LATER), readers, read), [ALIGNED, 1])
             both = tl.load(rows + f[None, :], mask=there, other=0.0)
             both = (both * factor).to(tokens.dtype)
@@ -175,11 +179,11 @@ def feature_outputs(
         for ft in range((F + PART - 1) // PART):
             f = ft * PART + tl.arange(0, PART)
             logs = base2_logs(log, b, beside, r, kh, f, T, K, F)
-            reach = tl.exp2(summed_tokens(j <= i if LATER else j > i, logs, PRECISION))
+            reach = tl.exp2(summed(j <= i if LATER else j > i, p, logs, PRECISION))
             column = tokens_by_features(y, b, beside, r, yh, f, T, Y, F)
             column = (column * reach).to(column.dtype)
             logs = base2_logs(log, b, first, r, kh, f, T, K, F)
-            start = tl.exp2(summed_tokens(j > i if LATER else j <= i, logs, PRECISION))
+            start = tl.exp2(summed(j > i if LATER else j <= i, p, logs, PRECISION))
             tokens = tokens_by_features(x, b, first, r, xh, f, T, X, F)
             tokens = (tokens * start).to(tokens.dtype)
             far = tl.dot(tokens, tl.trans(column), far, input_precision=PRECISION)
@@ -195,7 +199,7 @@ def feature_outputs(
         for ft in range((F + PART - 1) // PART):
             f = ft * PART + tl.arange(0, PART)
             logs = base2_logs(log, b, first, r, kh, f, T, K, F)
-            start = summed_tokens(j > i if LATER else j <= i, logs, PRECISION)
+            start = summed(j > i if LATER else j <= i, p, logs, PRECISION)
             if beside >= 0:
                 logs = base2_logs(log, b, beside, r, kh, f, T, K, F)
                 start += tl.sum(logs, 0)[None, :]
@@ -321,32 +325,32 @@ def feature_gradients(
     """
     K: tl.constexpr = N // G
     FT: tl.constexpr = (F + FB - 1) // FB
+    PART: tl.constexpr = min(FB, 32)
     ALIGNED: tl.constexpr = 16 if F % 8 == 0 else 1
     head, b = tl.program_id(1) // FT, tl.program_id(2)
     kh = head // G
     first = tl.program_id(0) * BN
-    r, f = tl.arange(0, BN), tl.program_id(1) % FT * FB + tl.arange(0, FB)
+    r, f0 = tl.arange(0, BN), tl.program_id(1) % FT * FB
+    f = f0 + tl.arange(0, FB)
     i, j = r[:, None], r[None, :]
     first_head = head % G == 0
-    d_q, flow = outer_gradients(
-        k, grad, v, log, segments, states, d_states, b, first, r, kh, head, kh, f, True, first_head,
-        T, N, K, F, V, VB, CHUNK, False, SEGMENTS, PRECISION,
-    )  # fmt: skip
-    store_tokens(d_query, d_q, b, first, r, head, f, T, N, F)
-    kept = d_log + place(b, first, head, T, N, F) + f
-    tl.store(kept, flow, mask=f < F)
-    d_k, flow = outer_gradients(
-        q, v, grad, log, segments, d_states, states, b, first, r, head, kh, kh, f, first_head, True,
-        T, N, K, F, V, VB, CHUNK, True, SEGMENTS, PRECISION,
-    )  # fmt: skip
-    store_tokens(d_key, d_k, b, first, r, head, f, T, N, F)
-    tl.debug_barrier()
-    at = totals + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + first // CHUNK) * F
-    flow += tl.where(first_head, tl.load(at + f, mask=f < F, other=0.0), 0.0)
-    flow += tl.load(kept, mask=f < F, other=0.0) + tl.sum(
-        tokens_by_features(k, b, first, r, kh, f, T, K, F) * d_k, 0
-    )
-    tl.store(kept, flow, mask=f < F)
+    kept = d_log + place(b, first, head, T, N, F)
+    for part in range(FB // PART):
+        g = f0 + part * PART + tl.arange(0, PART)
+        d_q, flow = outer_gradients(
+            k, grad, v, log, segments, states, d_states, b, first, r, kh, head, kh, g, True, first_head,
+            T, N, K, F, V, VB, CHUNK, False, SEGMENTS, PRECISION,
+        )  # fmt: skip
+        store_tokens(d_query, d_q, b, first, r, head, g, T, N, F)
+        d_k, more = outer_gradients(
+            q, v, grad, log, segments, d_states, states, b, first, r, head, kh, kh, g, first_head, True,
+            T, N, K, F, V, VB, CHUNK, True, SEGMENTS, PRECISION,
+        )  # fmt: skip
+        store_tokens(d_key, d_k, b, first, r, head, g, T, N, F)
+        at = totals + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + first // CHUNK) * F
+        flow += more + tl.where(first_head, tl.load(at + g, mask=g < F, other=0.0), 0.0)
+        flow += tl.sum(tokens_by_features(k, b, first, r, kh, g, T, K, F) * d_k, 0)
+        tl.store(kept + g, flow, mask=g < F)
     pairs = pair_gradients(
         grad, v, segments, b, first, first, r, head, kh, T, N, K, V, VB, SEGMENTS, PRECISION
     )
@@ -355,14 +359,12 @@ def feature_gradients(
     )
     pairs = tl.where(i >= j, pairs, mirrored).to(q.dtype.element_ty)
     logs = base2_logs(log, b, first, r, kh, f, T, K, F)
-    if PRECISION != "ieee":
-        logs = logs.to(tl.float16)
     d_q, d_k = tl.zeros([BN, FB], tl.float32), tl.zeros([BN, FB], tl.float32)
     queries = q + place(b, first, head, T, N, F) + i * (N * F)
     keys = k + place(b, first, kh, T, K, F) + i * (K * F)
     there = (first + i < T) & (f < F)[None, :]
     for level in range(count_levels(first, T, BN)):
-        factor = tl.exp2(tl.dot(as_numbers(until_middle(i, j, level), pairs).to(logs.dtype), logs, input_precision=PRECISION))
+        factor = tl.exp2(summed(until_middle(i, j, level), pairs, logs, PRECISION))
         second = reads(i, level, False)
         rows = tl.multiple_of(tl.where(second, queries, keys), [ALIGNED, 1])
         both = tl.load(rows + f[None, :], mask=there, other=0.0)
@@ -380,7 +382,7 @@ def feature_gradients(
     d_k += tokens_by_features(d_key, b, first, r, head, f, T, N, F) + same * query
     store_tokens(d_key, d_k, b, first, r, head, f, T, N, F)
     gradient = tl.cumsum(query * d_q - key * d_k, 0, reverse=True)
-    gradient += tl.load(kept, mask=f < F, other=0.0)[None, :]
+    gradient += tl.load(kept + f, mask=f < F, other=0.0)[None, :]
     tl.debug_barrier()
     follows = tokens_by_features(log, b, first, r, kh, f, T, K, F) > -200.0
     if SEGMENTS:

@@ -50,12 +50,14 @@ class FeatureSizes(NamedTuple):
       chunk, scan, scan_stages: as for `SumSizes`; a chunk has one block or two. block: tokens of a program.
       features, gradient_features: features of queries and keys that a program of the outputs (and of the values'
         gradient) holds at once, and one of the other gradients.
+      segmented_features: the latter where rows have segments, which take registers too.
     """
 
     chunk: int
     block: int
     features: int
     gradient_features: int
+    segmented_features: int
     scan: int
     scan_stages: int
     sums: Launch
@@ -127,11 +129,11 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    (100, 128): FeatureSizes(128, 64, 64, 32, 512, 4, Launch(128, 8, 2), *3 * [Launch(64, 4, 1)]),
+    (100, 128): FeatureSizes(128, 64, 64, 32, 32, 512, 4, Launch(128, 8, 2), *3 * [Launch(64, 4, 1)]),
     (90, 128): FeatureSizes(
-        128, 64, 128, 32, 512, 4, Launch(128, 8, 2), Launch(128, 4, 1), Launch(128, 4, 1), Launch(64, 4, 1)
+        128, 64, 128, 64, 32, 512, 4, Launch(128, 8, 2), Launch(128, 4, 1), Launch(128, 4, 1), Launch(64, 4, 1),
     ),
-    (80, 128): FeatureSizes(128, 64, 64, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
+    (80, 128): FeatureSizes(128, 64, 64, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
 }  # fmt: skip
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
@@ -155,14 +157,14 @@ _DELTAS_BY_FEATURE |= {
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
-    FeatureSizes(64, 32, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
+    FeatureSizes(64, 32, 32, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
-    FeatureSizes(64, 32, 16, 16, 128, 1, *4 * [Launch(16, 4, 1)]),
+    FeatureSizes(64, 32, 16, 32, 16, 128, 1, *4 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
 )
