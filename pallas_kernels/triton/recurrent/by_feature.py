@@ -6,7 +6,7 @@ level, down to single tokens, and each level's product has the scores of the pai
 either reads or is read, so one matrix has the queries of the one kind and the keys of the other, all decayed, and its
 product with itself has the scores. Every exponent is a sum of logarithms between two tokens, hence at most 0. A product
 with a matrix of zeros and ones forms these sums; differences of running sums would lose a weak decay behind a strong
-one.
+one. A product of 64 rows takes 4 warps: twice as many would compute everything twice.
 
 Forward, a token reads earlier tokens and the state before its chunk. Backward (LATER), for the gradient of the values,
 the same kernels run towards the past: a token reads later tokens and the gradient of the state after its chunk.

@@ -129,11 +129,13 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    (100, 128): FeatureSizes(128, 64, 64, 32, 32, 512, 4, Launch(128, 8, 2), *3 * [Launch(64, 4, 1)]),
+    (100, 128): FeatureSizes(
+        128, 64, 64, 32, 32, 512, 4, Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 1), Launch(64, 8, 1),
+    ),
     (90, 128): FeatureSizes(
         128, 64, 128, 64, 32, 512, 4, Launch(128, 8, 2), Launch(128, 4, 1), Launch(128, 4, 1), Launch(64, 4, 1),
     ),
-    (80, 128): FeatureSizes(128, 64, 64, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
+    (80, 128): FeatureSizes(128, 64, 32, 32, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
 }  # fmt: skip
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
