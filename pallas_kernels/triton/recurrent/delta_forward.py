@@ -98,6 +98,26 @@ def unit_upper_inverse(triangle, rows, levels, PRECISION: tl.constexpr):
     return found
 
 
+@triton.jit
+def log_halves(logs, PRECISION: tl.constexpr):
+    """Two float16 numbers whose sum is a logarithm to within 2^-22 of it; float32 products take it as it is."""
+    if PRECISION == "ieee":
+        return logs, logs
+    else:
+        high = logs.to(tl.float16)
+        return high, (logs - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def summed_halves(which, high, low, PRECISION: tl.constexpr):
+    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has, in float32."""
+    if PRECISION == "ieee":
+        return tl.dot(which.to(tl.float32), high, input_precision=PRECISION)
+    else:
+        which = which.to(tl.float16)
+        return tl.dot(which, high, tl.dot(which, low))
+
+
 def delta_chunks(
     q, k, beta, log, segments, weights, inverse, queries, reads, writes, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
@@ -121,24 +141,22 @@ def delta_chunks(
     for ft in range(FT):
         f = ft * FB + tl.arange(0, FB)
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-        readers = features_by_tokens(q, b, first, r, h, f, T, N, F)
-        columns = features_by_tokens(k, b, first, r, kh, f, T, K, F)
+        query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         if BY_FEATURE:
-            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-            column_logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
-            p += tl.where(i == j, tl.sum(readers.to(tl.float32) * columns, 0)[None, :], 0.0)
+            high, low = log_halves(feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F)), PRECISION)
+            p += tl.where(i == j, tl.dot(key, tl.trans(query), input_precision=PRECISION), 0.0)
             for level in range(levels):
-                here = key * tl.exp(summed_tokens(until_middle(i, j, level), logs, PRECISION))
-                here = here.to(key.dtype)
-                factor = tl.exp(summed_features(column_logs, until_middle(j, i, level), PRECISION))
+                # A token of a first block is read and one of a second block reads, so each has one factor.
+                factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION)).to(key.dtype)
+                here = key * factor
                 met = ((i >> level) ^ (j >> level)) == 1
-                found = tl.dot(here, (readers * factor).to(key.dtype), input_precision=PRECISION)
+                found = tl.dot(here, tl.trans(query * factor), input_precision=PRECISION)
                 p += tl.where(met, found, 0.0)
-                found = tl.dot(here, (columns * factor).to(key.dtype), input_precision=PRECISION)
+                found = tl.dot(here, tl.trans(here), input_precision=PRECISION)
                 overlap += tl.where(met, found, 0.0)
         else:
-            p = tl.dot(key, readers, p, input_precision=PRECISION)
-            overlap = tl.dot(key, columns, overlap, input_precision=PRECISION)
+            p = tl.dot(key, tl.trans(query), p, input_precision=PRECISION)
+            overlap = tl.dot(key, tl.trans(key), overlap, input_precision=PRECISION)
     factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
     p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)
@@ -156,16 +174,17 @@ def delta_chunks(
             own = segment_numbers(segments, b, first, r, T)
         for ft in range(FT):
             f = ft * FB + tl.arange(0, FB)
-            key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
-            start = tl.exp(summed_tokens(j <= i, logs, PRECISION))
+            high, low = log_halves(logs, PRECISION)
+            start = tl.exp(summed_halves(j <= i, high, low, PRECISION))
             if SEGMENTS:
                 start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
             query = tokens_by_features(q, b, first, r, h, f, T, N, F)
             store_tokens(queries, query * start, b, first, r, h, f, T, N, F)
             if h % G == 0:
+                key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
                 store_tokens(reads, key * start, b, first, r, kh, f, T, K, F)
-                end = tl.exp(summed_tokens(j > i, logs, PRECISION))
+                end = tl.exp(summed_halves(j > i, high, low, PRECISION))
                 if SEGMENTS:
                     end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
                 written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)

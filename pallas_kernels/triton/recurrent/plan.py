@@ -138,10 +138,10 @@ _BY_FEATURE = {
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
     (90, 128): DeltaSizes(
-        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 16, Launch(0, 4, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 16, Launch(0, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
     ),
     (80, 128): DeltaSizes(
         32, 16, 16, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
