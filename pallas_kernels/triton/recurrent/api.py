@@ -170,8 +170,8 @@ def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
     if not call.has("beta"):
         return ("states",)
-    names = ("states", "corrected", "weights", "maps")
-    return (*names, "queries", "reads", "writes", "factors") if call.by_feature else (*names, "inverse")
+    names = ("states", "corrected", "weights", "maps", "factors")
+    return (*names, "queries", "reads", "writes") if call.by_feature else (*names, "inverse", "starts", "ends")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -541,6 +541,11 @@ class _Delta(NamedTuple):
         return self.shape.tokens(self.shape.heads, size, dtype=self.shape.dtype)
 
     @property
+    def scaled(self) -> bool:
+        """Whether what a token reads of the state, and writes to it, has a factor: by feature that is done already."""
+        return not self.call.by_feature and (self.call.has("log_decay") or self.call.has("segments"))
+
+    @property
     def state(self) -> jax.ShapeDtypeStruct:
         """One state."""
         return self.shape.state(self.shape.features, self.shape.values)
@@ -563,9 +568,6 @@ class _Delta(NamedTuple):
         tiles = self.shape.value_tiles(launch) if tiles is None else tiles
         grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
         more |= {"SPAN": chunks, "SPANS": spans}
-        if self.call.by_feature:
-            # What reads the state and what is written to it have been decayed, and have zeros for other segments.
-            more["SEGMENTS"], names = False, names.replace("log_decay", "none")
         return self._start(kernel, launch, names, results, grid, more)
 
     @property
@@ -581,8 +583,8 @@ class _Delta(NamedTuple):
         """Tells a kernel those constants that it names."""
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
-        more = heads | {"BY_FEATURE": self.call.by_feature} | more
-        constants = shape.constants(self.call, launch, self.sizes.chunk, **more)
+        flags = {"BY_FEATURE": self.call.by_feature, "SCALED": self.scaled}
+        constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **flags, **more)
         named = inspect.signature(kernel).parameters
         constants = {name: x for name, x in constants.items() if name in named}
         return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
@@ -597,10 +599,13 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
     names = ["weights", "inverse"]
     results = [delta.queries(sizes.chunk), delta.keys(sizes.chunk) if keep_inverse else shape.none]
     if call.by_feature:
-        names += ["queries", "reads", "writes", "factors"]
-        results += [delta.queries(shape.features), keys, keys, shape.state(delta.chunks, shape.features)]
+        names += ["queries", "reads", "writes", "none", "none", "factors"]
+        results += [delta.queries(shape.features), keys, keys, shape.none, shape.none]
+        results += [shape.state(delta.chunks, shape.features)]
     else:
-        results += 4 * [shape.none]
+        names += ["none", "none", "none", "starts", "ends", "factors"]
+        scales = [shape.state(shape.length), shape.state(shape.length), shape.state(delta.chunks)]
+        results += 3 * [shape.none] + (scales if delta.scaled else 3 * [shape.none])
     found = delta.by_chunk(
         kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments", results, programs=shape.heads,
         FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
@@ -610,14 +615,14 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
         tiles = -(-shape.features // shape.value_tile(sizes.states)) + shape.value_tiles(sizes.states)
         (arrays["maps"],) = delta.by_span(
             kernels.delta_maps, sizes.states,
-            f"reads writes {'none' if call.by_feature else 'inverse'} value beta log_decay segments factors",
+            f"reads writes {'none' if call.by_feature else 'inverse'} value beta starts ends factors",
             (shape.state(delta.spans[0], shape.features, shape.features + shape.values),), tiles=tiles,
         )  # fmt: skip
     else:
         arrays["maps"] = arrays["key_value"]  # not read
     total, last, arrays["states"], arrays["corrected"] = delta.by_span(
         kernels.delta_outputs, sizes.states,
-        "queries weights reads writes inverse value beta log_decay segments factors key_value maps",
+        "queries weights reads writes inverse value beta starts ends factors key_value maps",
         (
             shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
             state,
@@ -635,7 +640,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
     values, found = delta.keys(shape.values), {}
-    names = "queries weights reads writes inverse beta log_decay segments factors d_total"
+    names = "queries weights reads writes inverse beta starts ends factors d_total"
     if delta.spans[0] > 1:
         added = shape.state(delta.spans[0], shape.features, shape.values)
         (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.state_gradient, names, (added,))
@@ -645,7 +650,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     )  # fmt: skip
     arrays["z"], found["value"], strength, arrays["d_p"], arrays["d_a"] = delta.by_chunk(
         kernels.delta_pair_gradients, sizes.pair_gradient,
-        "weights writes inverse value beta log_decay segments corrected d_total d_states",
+        "weights writes inverse value beta log_decay segments ends corrected d_total d_states",
         (values, values, shape.tokens(kv_heads), delta.queries(sizes.chunk), delta.keys(sizes.chunk)),
         programs=kv_heads,
     )  # fmt: skip
@@ -656,7 +661,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     d_log = by_feature if call.by_feature else parts if call.has("log_decay") else shape.none
     found["query"], found["key"], strengths, logs = delta.by_chunk(
         kernels.delta_gradients, sizes.gradient,
-        "query key beta log_decay segments states corrected d_total d_states z d_p d_a factors",
+        "query key beta log_decay segments states corrected d_total d_states z d_p d_a starts ends factors",
         (delta.queries(shape.features), delta.keys(shape.features), parts, d_log),
         programs=kv_heads * tiles, FB=tile,
     )  # fmt: skip

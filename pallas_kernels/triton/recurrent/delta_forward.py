@@ -12,7 +12,7 @@ lower part of the same products of queries with keys. With T = (I + A)^-1::
 (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3; by feature arXiv:2510.26692). One kernel
 computes T^T and P^T for all chunks at once. BY_FEATURE it computes a Q, a K, (P T)^T and T^T (e K) instead and puts
 zeros where segments differ. The kernels that walk the chunks then need neither T, decays nor segments, only X and the
-chunks' factors. As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
+chunks' factors. Otherwise it stores a and e, so that those kernels need no decays and segments either. As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pallas_kernels.triton.recurrent.functions import (
     features_by_tokens,
     log_decays,
     logs_after,
-    logs_between_transposed,
     segment_after,
     segment_before,
     segment_numbers,
@@ -73,16 +72,29 @@ def end_factors(
 @triton.jit
 def pair_factors(
     log, segments, b, c, rows, head, T: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    DECAY: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """How much the token of each column reads of what the token of each row wrote."""
-    factor = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
+    upper = rows[:, None] <= rows[None, :]
+    factor = tl.where(upper, 1.0, 0.0)
     if DECAY:
-        factor *= tl.exp(logs_between_transposed(log_decays(log, b, c * CHUNK, rows, head, T, K), rows, rows))
+        logs = log_decays(log, b, c * CHUNK, rows, head, T, K)
+        later = tl.where(rows[None, :] > rows[:, None], logs[None, :], 0.0)
+        factor *= tl.exp(summed_features(later, upper, PRECISION))
     if SEGMENTS:
         own = segment_numbers(segments, b, c * CHUNK, rows, T)
         factor = tl.where((own[:, None] == own[None, :]) & (own >= 0)[None, :], factor, 0.0)
     return factor
+
+
+@triton.jit
+def bounded(x, PRECISION: tl.constexpr):
+    """Numbers for a product: float16 has as many digits as TF32, and numbers beyond it come from a state that grows by
+    as much within a chunk."""
+    if PRECISION == "ieee":
+        return x
+    else:
+        return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit
@@ -91,10 +103,12 @@ def unit_upper_inverse(triangle, rows, levels, PRECISION: tl.constexpr):
     i, j = rows[:, None], rows[None, :]
     # Two tokens of a pair of blocks of one token each.
     found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -triangle, 0.0))
+    triangle = bounded(triangle, PRECISION)
     for level in range(1, levels):
         met = ((i >> level) ^ (j >> level)) == 1
-        corner = tl.dot(tl.where(met, triangle, 0.0), found, input_precision=PRECISION)
-        found -= tl.dot(found, corner, input_precision=PRECISION)
+        blocks = bounded(found, PRECISION)
+        corner = tl.dot(tl.where(met, triangle, 0.0).to(triangle.dtype), blocks, input_precision=PRECISION)
+        found -= tl.dot(blocks, bounded(corner, PRECISION), input_precision=PRECISION)
     return found
 
 
@@ -119,15 +133,15 @@ def summed_halves(which, high, low, PRECISION: tl.constexpr):
 
 
 def delta_chunks(
-    q, k, beta, log, segments, weights, inverse, queries, reads, writes, factors,
+    q, k, beta, log, segments, weights, inverse, queries, reads, writes, starts, ends, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
     DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """weights P^T (B, T, N, CHUNK), and where KEEP inverse T^T (B, T, K, CHUNK).
 
-    BY_FEATURE weights (P T)^T, queries a Q (B, T, N, F), reads a K and writes T^T (e K) (B, T, K, F), and factors
-    (B, K, chunks, F).
+    With DECAY or SEGMENTS also starts a, ends e (B, K, T) and factors (B, K, chunks). BY_FEATURE weights (P T)^T,
+    queries a Q (B, T, N, F), reads a K and writes T^T (e K) (B, T, K, F), and factors (B, K, chunks, F).
     """
     K: tl.constexpr = N // G
     FT: tl.constexpr = (F + FB - 1) // FB
@@ -157,7 +171,7 @@ def delta_chunks(
         else:
             p = tl.dot(key, tl.trans(query), p, input_precision=PRECISION)
             overlap = tl.dot(key, tl.trans(key), overlap, input_precision=PRECISION)
-    factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+    factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS, PRECISION)
     p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)
     upper = tl.where(i < j, overlap * factor * strength[None, :], 0.0)
@@ -167,6 +181,15 @@ def delta_chunks(
             store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     if not BY_FEATURE:
         store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
+        if DECAY or SEGMENTS:
+            if h % G == 0:
+                row = b.to(tl.int64) * K + kh
+                start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+                tl.store(starts + row * T + first + r, start, mask=first + r < T)
+                end = end_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+                tl.store(ends + row * T + first + r, end, mask=first + r < T)
+                kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
+                tl.store(factors + row * tl.num_programs(0) + c, kept)
     else:
         store_tokens(weights, tl.dot(found, p, input_precision=PRECISION), b, first, r, h, r, T, N, CHUNK)
         kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
@@ -194,24 +217,39 @@ def delta_chunks(
 
 
 @triton.jit
-def decayed(
-    state, log, segments, factors, b, c, head, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
-    CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
+def token_factors(
+    factors, b, c, rows, head, T: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr
+):
+    """A chunk's numbers of an array (B, K, T), and ones unless SCALED."""
+    if SCALED:
+        at = factors + (b.to(tl.int64) * K + head) * T + c * CHUNK
+        return tl.load(at + rows, mask=c * CHUNK + rows < T, other=0.0)
+    else:
+        return tl.full([CHUNK], 1.0, tl.float32)
+
+
+@triton.jit
+def state_factor(
+    factors, b, c, head, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """What a chunk leaves of the state before it, or of the gradient of the state after it."""
     if BY_FEATURE:
-        return state * chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
+        return chunk_factors(factors, b, c, head, f, T, K, F, CHUNK)[:, None]
+    elif SCALED:
+        return tl.load(factors + (b.to(tl.int64) * K + head) * ((T + CHUNK - 1) // CHUNK) + c)
     else:
-        return state * chunk_factor(log, segments, b, c, head, T, K, CHUNK, DECAY, SEGMENTS)
+        return 1.0
 
 
 @triton.jit
 def across_chunk(
-    state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, head, r, f,
-    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
-    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    state, value, start, reads, writes, inverse, beta, ends, factors, b, c, head, r, f,
+    T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, BY_FEATURE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R of a chunk (BY_FEATURE X), and the state after it."""
+    factor = state_factor(factors, b, c, head, f, T, K, F, CHUNK, BY_FEATURE, SCALED)
     reading = tokens_by_features(reads, b, c * CHUNK, r, head, f, T, K, F)
     read = tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
     new = (value - read * start[:, None]) * token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
@@ -221,17 +259,16 @@ def across_chunk(
     else:
         solve = features_by_tokens(inverse, b, c * CHUNK, r, head, r, T, K, CHUNK)
         new = tl.dot(solve, new, input_precision=PRECISION).to(reading.dtype)
-        end = end_factors(log, segments, b, c, r, head, T, K, CHUNK, DECAY, SEGMENTS)
+        end = token_factors(ends, b, c, r, head, T, K, CHUNK, SCALED)
         writing, written = tl.trans(reading), (new * end[:, None]).to(reading.dtype)
-    state = decayed(state, log, segments, factors, b, c, head, f, T, K, F, CHUNK, DECAY, BY_FEATURE, SEGMENTS)
-    return new, tl.dot(writing, written, state, input_precision=PRECISION)
+    return new, tl.dot(writing, written, state * factor, input_precision=PRECISION)
 
 
 def delta_maps(
-    reads, writes, inverse, v, beta, log, segments, factors, maps,
+    reads, writes, inverse, v, beta, starts, ends, factors, maps,
     T: tl.constexpr, K: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, BY_FEATURE: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """maps (B, K, SPANS, F, F + V): a span of SPAN chunks turns the state S into A S + B, and the map is [A B].
 
@@ -252,10 +289,10 @@ def delta_maps(
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
         value = tokens_by_features(v, b, c * CHUNK, r, kh, e, T, K, V)
         value = tl.where(is_map, 0.0, value)
-        start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+        start = token_factors(starts, b, c, r, kh, T, K, CHUNK, SCALED)
         _, state = across_chunk(
-            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
-            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, value, start, reads, writes, inverse, beta, ends, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            BY_FEATURE, SCALED, PRECISION,
         )  # fmt: skip
     out = maps + ((b.to(tl.int64) * K + kh) * SPANS + span) * (F * (F + V)) + tl.where(is_map, 0, F)
     tl.store(out + f[:, None] * (F + V) + e[None, :], state, mask=(f < F)[:, None] & (e < size)[None, :])
@@ -279,11 +316,11 @@ def first_of_span(
 
 
 def delta_outputs(
-    queries, weights, reads, writes, inverse, v, beta, log, segments, factors, first_state, maps,
+    queries, weights, reads, writes, inverse, v, beta, starts, ends, factors, first_state, maps,
     out, last_state, states, corrected,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, DECAY: tl.constexpr,
-    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, BY_FEATURE: tl.constexpr,
+    SCALED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, N, V) and the last state: one program some columns of a span's states, which it walks.
 
@@ -300,10 +337,10 @@ def delta_outputs(
         first = c * CHUNK
         before = state.to(v.dtype.element_ty)
         value = tokens_by_features(v, b, first, r, kh, e, T, K, V)
-        start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)
+        start = token_factors(starts, b, c, r, kh, T, K, CHUNK, SCALED)
         new, state = across_chunk(
-            state, value, start, reads, writes, inverse, beta, log, segments, factors, b, c, kh, r, f, T, K, F, CHUNK,
-            DECAY, BY_FEATURE, SEGMENTS, PRECISION,
+            state, value, start, reads, writes, inverse, beta, ends, factors, b, c, kh, r, f, T, K, F, CHUNK,
+            BY_FEATURE, SCALED, PRECISION,
         )  # fmt: skip
         for g in range(G):
             query = tokens_by_features(queries, b, first, r, kh * G + g, f, T, N, F)
