@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
@@ -513,6 +514,18 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
 # --- The delta rule ---
 
 
+def _summed(tokens: int) -> np.ndarray:
+    """Whose logarithms are summed for each token of a chunk: at each level, to the chunk's end and from its beginning."""
+    i, j = np.arange(tokens)[:, None], np.arange(tokens)
+
+    def to_middle(level: int) -> np.ndarray:
+        """Tokens of a first block of 2^level decay after themselves, and those of a second block until themselves."""
+        return (i >> level == j >> level) & np.where((i >> level) % 2 == 1, j <= i, j > i)
+
+    levels = range((tokens - 1).bit_length())
+    return np.stack([*map(to_middle, levels), j > i, j <= i]).astype(np.float16)
+
+
 class _Delta(NamedTuple):
     """The launches of a call of the delta rule."""
 
@@ -525,8 +538,11 @@ class _Delta(NamedTuple):
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
         sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
+        sizes = sizes(shape.features, shape.dtype)
         arrays = {"queries": arrays["query"], "reads": arrays["key"], "writes": arrays["key"]} | arrays
-        return cls(arrays, call, shape, sizes(shape.features, shape.dtype))
+        if call.by_feature:
+            arrays["sums"] = jnp.asarray(_summed(sizes.chunk))
+        return cls(arrays, call, shape, sizes)
 
     @property
     def chunks(self) -> int:
@@ -583,7 +599,8 @@ class _Delta(NamedTuple):
         """Tells a kernel those constants that it names."""
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
-        flags = {"BY_FEATURE": self.call.by_feature, "SCALED": self.scaled}
+        levels = {"LEVELS": (self.sizes.chunk - 1).bit_length(), "STAGES": launch.num_stages}
+        flags = levels | {"BY_FEATURE": self.call.by_feature, "SCALED": self.scaled}
         constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **flags, **more)
         named = inspect.signature(kernel).parameters
         constants = {name: x for name, x in constants.items() if name in named}
@@ -607,14 +624,14 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
         scales = [shape.state(shape.length), shape.state(shape.length), shape.state(delta.chunks)]
         results += 3 * [shape.none] + (scales if delta.scaled else 3 * [shape.none])
     found = delta.by_chunk(
-        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments", results, programs=shape.heads,
+        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments sums", results, programs=shape.heads,
         FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
     )  # fmt: skip
     arrays |= dict(zip(names, found))
     if delta.spans[0] > 1:
-        tiles = -(-shape.features // shape.value_tile(sizes.states)) + shape.value_tiles(sizes.states)
+        tiles = -(-shape.features // shape.value_tile(sizes.maps)) + shape.value_tiles(sizes.maps)
         (arrays["maps"],) = delta.by_span(
-            kernels.delta_maps, sizes.states,
+            kernels.delta_maps, sizes.maps,
             f"reads writes {'none' if call.by_feature else 'inverse'} value beta starts ends factors",
             (shape.state(delta.spans[0], shape.features, shape.features + shape.values),), tiles=tiles,
         )  # fmt: skip
@@ -643,7 +660,7 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     names = "queries weights reads writes inverse beta starts ends factors d_total"
     if delta.spans[0] > 1:
         added = shape.state(delta.spans[0], shape.features, shape.values)
-        (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.state_gradient, names, (added,))
+        (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.gradient_maps, names, (added,))
     arrays["d_states"], found["key_value"] = delta.by_span(
         kernels.delta_state_gradient, sizes.state_gradient, f"{names} d_key_value maps added",
         (delta.states, delta.state),
@@ -654,14 +671,16 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
         (values, values, shape.tokens(kv_heads), delta.queries(sizes.chunk), delta.keys(sizes.chunk)),
         programs=kv_heads,
     )  # fmt: skip
-    tile = min(sizes.gradient_features, padded(shape.features))
+    # Grouped heads take more registers.
+    most = sizes.gradient_features if shape.heads == kv_heads else max(16, sizes.gradient_features // 2)
+    tile = min(most, padded(shape.features))
     tiles = -(-shape.features // tile)
     parts = jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, kv_heads), jnp.float32)
     by_feature = shape.tokens(kv_heads, shape.features)
     d_log = by_feature if call.by_feature else parts if call.has("log_decay") else shape.none
     found["query"], found["key"], strengths, logs = delta.by_chunk(
         kernels.delta_gradients, sizes.gradient,
-        "query key beta log_decay segments states corrected d_total d_states z d_p d_a starts ends factors",
+        "query key beta log_decay segments sums states corrected d_total d_states z d_p d_a starts ends factors",
         (delta.queries(shape.features), delta.keys(shape.features), parts, d_log),
         programs=kv_heads * tiles, FB=tile,
     )  # fmt: skip

@@ -14,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state, until_middle
+from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state
 from pallas_kernels.triton.recurrent.delta_forward import (
+    factors_of,
     log_halves,
     state_factor,
-    summed_halves,
     token_factors,
 )
 from pallas_kernels.triton.recurrent.functions import (
@@ -27,6 +27,7 @@ from pallas_kernels.triton.recurrent.functions import (
     feature_logs,
     features_by_tokens,
     log_decays,
+    place,
     segment_numbers,
     store_numbers,
     store_tokens,
@@ -163,7 +164,8 @@ def delta_pair_gradients(
 ):  # fmt: skip
     """z and d_value (B, T, K, V), d_strength Z . V (B, T, K), d_p dP (B, T, N, CHUNK) and d_a dA (B, T, K, CHUNK).
 
-    With DECAY the last two are multiplied by the decay between the two tokens.
+    With DECAY the last two are multiplied by the decay between the two tokens. Above the diagonal they are transposed,
+    dA times beta: a row has there what reads its token.
     """
     VT: tl.constexpr = (V + VB - 1) // VB
     K: tl.constexpr = N // G
@@ -197,8 +199,9 @@ def delta_pair_gradients(
         value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
         pairs = tl.dot(found.to(value.dtype), value, pairs, input_precision=PRECISION)
     store_numbers(d_strength, products, b, first, r, kh, T, K)
-    pairs = tl.where(r[:, None] > r[None, :], -pairs * factor, 0.0)
-    store_tokens(d_a, pairs, b, first, r, kh, r, T, K, CHUNK)
+    earlier = r[:, None] > r[None, :]
+    pairs = tl.where(earlier, -pairs * factor, 0.0)
+    store_tokens(d_a, pairs + tl.trans(pairs * strength[:, None]), b, first, r, kh, r, T, K, CHUNK)
     for g in range(G):
         pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         for vt in range(VT):
@@ -206,17 +209,16 @@ def delta_pair_gradients(
             grad = tokens_by_features(d_out, b, first, r, kh * G + g, e, T, N, V)
             value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
             pairs = tl.dot(grad, value, pairs, input_precision=PRECISION)
-        store_tokens(d_p, pairs * factor, b, first, r, kh * G + g, r, T, N, CHUNK)
+        pairs *= factor
+        pairs += tl.trans(tl.where(earlier, pairs, 0.0))
+        store_tokens(d_p, pairs, b, first, r, kh * G + g, r, T, N, CHUNK)
 
 
 @triton.jit
 def paired(read, written, pairs, readers, keys, i, j, PRECISION: tl.constexpr):
-    """Adds the sums over the keys that each token reads, and over the tokens that read it, with weights `pairs`.
-
-    pairs: below the diagonal a row has the weights of the keys that its token reads, and above it of what reads it.
-    """
-    read = tl.dot(tl.where(i > j, pairs, 0.0).to(keys.dtype), keys, read, input_precision=PRECISION)
-    written = tl.dot(tl.where(i < j, pairs, 0.0).to(keys.dtype), readers, written, input_precision=PRECISION)
+    """Adds the sums over the keys that each token reads, and over the tokens that read it, with weights `pairs`."""
+    read = tl.dot(tl.where(i >= j, pairs, 0.0).to(keys.dtype), keys, read, input_precision=PRECISION)
+    written = tl.dot(tl.where(i <= j, pairs, 0.0).to(keys.dtype), readers, written, input_precision=PRECISION)
     return read, written
 
 
@@ -227,18 +229,18 @@ def paired_at(level, factor, read, written, pairs, readers, keys, i, j, PRECISIO
     factor: the tokens' decays there.
     """
     second = ((i >> level) & 1) == 1
+    met = tl.where(((i >> level) ^ (j >> level)) == 1, 1.0, 0.0).to(keys.dtype)
     other = tl.where(second, readers, keys) * factor.to(keys.dtype)
-    met = tl.where(((i >> level) ^ (j >> level)) == 1, pairs, 0.0).to(keys.dtype)
-    found = factor * tl.dot(met, other, input_precision=PRECISION)
+    found = factor * tl.dot(pairs * met, other, input_precision=PRECISION)
     return read + tl.where(second, found, 0.0), written + tl.where(second, 0.0, found)
 
 
 def delta_gradients(
-    q, k, beta, log, segments, states, corrected, d_out, d_states, z, d_p, d_a, starts, ends, factors,
+    q, k, beta, log, segments, sums, states, corrected, d_out, d_states, z, d_p, d_a, starts, ends, factors,
     d_query, d_key, d_strength, d_log,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    VB: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr, DECAY: tl.constexpr,
+    BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_query (B, T, N, F) and d_key (B, T, K, F): one program FB features of a chunk.
 
@@ -259,9 +261,9 @@ def delta_gradients(
     total = tl.zeros([FB], tl.float32)
     for vt in range(VT):
         e = vt * VB + tl.arange(0, VB)
-        place, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
-        before = tl.load(states + at + place, mask=there, other=0.0)
-        after = tl.load(d_states + at + place, mask=there, other=0.0)
+        spot, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
+        before = tl.load(states + at + spot, mask=there, other=0.0)
+        after = tl.load(d_states + at + spot, mask=there, other=0.0)
         grad = tokens_by_features(z, b, first, r, kh, e, T, K, V)
         value = tokens_by_features(corrected, b, first, r, kh, e, T, K, V)
         reader = tl.dot(grad, before, reader, input_precision=PRECISION)
@@ -270,8 +272,8 @@ def delta_gradients(
     if BY_FEATURE:
         logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
         high, low = log_halves(logs, PRECISION)
-        start = tl.exp(summed_halves(j <= i, high, low, PRECISION))
-        end = tl.exp(summed_halves(j > i, high, low, PRECISION))
+        start = factors_of(sums, LEVELS + 1, high, low, r, PRECISION)
+        end = factors_of(sums, LEVELS, high, low, r, PRECISION)
         if SEGMENTS:
             own = segment_numbers(segments, b, first, r, T)
             start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
@@ -282,44 +284,44 @@ def delta_gradients(
     reader *= -start
     written *= end
     key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-    ends_total = tl.sum(written * key, 0)
-    # The pairs of tokens.
-    strength = token_numbers(beta, b, first, r, kh, T, K)
-    upper = features_by_tokens(d_a, b, first, r, kh, r, T, K, CHUNK) * strength[None, :]
-    keyed = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
-    keyed = tl.where(i > j, keyed, upper.to(keyed.dtype))
+    ends_total = tl.sum((written.to(key.dtype) * key).to(tl.float32), 0)
     if not BY_FEATURE:
-        reader, written = paired(reader, written, keyed, key, key, i, j, PRECISION)
-    flows, diagonals = tl.zeros([CHUNK, FB], tl.float32), tl.zeros([CHUNK, FB], tl.float32)
+        pairs = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
+        reader, written = paired(reader, written, pairs, key, key, i, j, PRECISION)
+    flows = tl.zeros([CHUNK, FB], tl.float32)
     for g in range(G):
         h = kh * G + g
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         near = tl.zeros([CHUNK, FB], tl.float32)
         for vt in range(VT):
             e = vt * VB + tl.arange(0, VB)
-            place, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
-            before = tl.load(states + at + place, mask=there, other=0.0)
+            spot, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
+            before = tl.load(states + at + spot, mask=there, other=0.0)
             grad = tokens_by_features(d_out, b, first, r, h, e, T, N, V)
             near = tl.dot(grad, before, near, input_precision=PRECISION)
         near *= start
-        queried = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
-        diagonal = tl.sum(tl.where(i == j, queried.to(tl.float32), 0.0), 1)[:, None]
-        queried = tl.where(i > j, queried, features_by_tokens(d_p, b, first, r, h, r, T, N, CHUNK))
         if BY_FEATURE:
-            for level in range(levels):
-                factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION))
-                near, written = paired_at(level, factor, near, written, queried, query, key, i, j, PRECISION)
+            for level in tl.range(levels, num_stages=STAGES):
+                factor = factors_of(sums, level, high, low, r, PRECISION)
+                pairs = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
+                near, written = paired_at(level, factor, near, written, pairs, query, key, i, j, PRECISION)
                 if g == 0:
-                    reader, written = paired_at(level, factor, reader, written, keyed, key, key, i, j, PRECISION)
+                    pairs = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
+                    reader, written = paired_at(level, factor, reader, written, pairs, key, key, i, j, PRECISION)
+            itself = d_p + place(b, first, h, T, N, CHUNK) + r * (N * CHUNK + 1)
+            diagonal = tl.load(itself, mask=first + r < T, other=0.0).to(tl.float32)[:, None]
+            near += diagonal * key
+            written += diagonal * query
         else:
-            near, written = paired(near, written, queried, query, key, i, j, PRECISION)
+            pairs = tokens_by_features(d_p, b, first, r, h, r, T, N, CHUNK)
+            near, written = paired(near, written, pairs, query, key, i, j, PRECISION)
         flows += query * near
-        diagonals += diagonal * query
-        store_tokens(d_query, near + diagonal * key, b, first, r, h, f, T, N, F)
+        store_tokens(d_query, near, b, first, r, h, f, T, N, F)
     store_numbers(d_strength, tl.sum(reader * key, 1), b * FT + ft, first, r, kh, T, K)
+    strength = token_numbers(beta, b, first, r, kh, T, K)
     reader *= strength[:, None]
     flows += (reader - written) * key
-    store_tokens(d_key, reader + written + diagonals, b, first, r, kh, f, T, K, F)
+    store_tokens(d_key, reader + written, b, first, r, kh, f, T, K, F)
     # What decays from a token to the chunk's end passes all later tokens, and so does what was there before the chunk.
     if BY_FEATURE:
         total = total * chunk_factors(factors, b, c, kh, f, T, K, F, CHUNK) + ends_total

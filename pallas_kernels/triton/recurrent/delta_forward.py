@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state, until_middle
+from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
     chunk_factors,
@@ -123,20 +123,25 @@ def log_halves(logs, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def summed_halves(which, high, low, PRECISION: tl.constexpr):
-    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has, in float32."""
+def factors_of(sums, which, high, low, rows, PRECISION: tl.constexpr):
+    """The decays of tokens over others, by a matrix of `sums`, which says whose logarithms are summed for each row.
+
+    sums: float16 (levels + 2, tokens, tokens). At a level, tokens decay to the middle of a pair of blocks; see
+    `by_feature`. The last two are for the chunk's end and from its beginning.
+    """
+    size: tl.constexpr = rows.shape[0]
+    which = tl.load(sums + (which * size + rows[:, None]) * size + rows[None, :])
     if PRECISION == "ieee":
-        return tl.dot(which.to(tl.float32), high, input_precision=PRECISION)
+        return tl.exp(tl.dot(which.to(tl.float32), high, input_precision=PRECISION))
     else:
-        which = which.to(tl.float16)
-        return tl.dot(which, high, tl.dot(which, low))
+        return tl.exp(tl.dot(which, high, tl.dot(which, low)))
 
 
 def delta_chunks(
-    q, k, beta, log, segments, weights, inverse, queries, reads, writes, starts, ends, factors,
+    q, k, beta, log, segments, sums, weights, inverse, queries, reads, writes, starts, ends, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
-    DECAY: tl.constexpr, BY_FEATURE: tl.constexpr, SEGMENTS: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, STAGES: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
+    SEGMENTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """weights P^T (B, T, N, CHUNK), and where KEEP inverse T^T (B, T, K, CHUNK).
 
@@ -159,9 +164,9 @@ def delta_chunks(
         if BY_FEATURE:
             high, low = log_halves(feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F)), PRECISION)
             p += tl.where(i == j, tl.dot(key, tl.trans(query), input_precision=PRECISION), 0.0)
-            for level in range(levels):
+            for level in tl.range(levels, num_stages=STAGES):
                 # A token of a first block is read and one of a second block reads, so each has one factor.
-                factor = tl.exp(summed_halves(until_middle(i, j, level), high, low, PRECISION)).to(key.dtype)
+                factor = factors_of(sums, level, high, low, r, PRECISION).to(key.dtype)
                 here = key * factor
                 met = ((i >> level) ^ (j >> level)) == 1
                 found = tl.dot(here, tl.trans(query * factor), input_precision=PRECISION)
@@ -199,7 +204,7 @@ def delta_chunks(
             f = ft * FB + tl.arange(0, FB)
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             high, low = log_halves(logs, PRECISION)
-            start = tl.exp(summed_halves(j <= i, high, low, PRECISION))
+            start = factors_of(sums, LEVELS + 1, high, low, r, PRECISION)
             if SEGMENTS:
                 start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
             query = tokens_by_features(q, b, first, r, h, f, T, N, F)
@@ -207,7 +212,7 @@ def delta_chunks(
             if h % G == 0:
                 key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
                 store_tokens(reads, key * start, b, first, r, kh, f, T, K, F)
-                end = tl.exp(summed_halves(j > i, high, low, PRECISION))
+                end = factors_of(sums, LEVELS, high, low, r, PRECISION)
                 if SEGMENTS:
                     end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
                 written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
