@@ -70,8 +70,8 @@ class StackConfig(Checked):
     dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate after the embedding and after each sublayer."""
     remat: Remat = "none"
-    """What the backward pass recomputes in each layer: nothing ("none"), everything except matrix products ("dots"),
-    or everything ("full")."""
+    """What the backward pass recomputes in each layer besides elementwise operations, which cost less than keeping
+    their results: nothing ("none"), everything except matrix products ("dots"), or everything ("full")."""
     reversible: bool = False
     """Whether layers have two residual streams. Training then stores no layer's activations, because the backward
     pass computes each layer's inputs from its outputs (Reformer, arXiv:2001.04451, section 2.3)."""

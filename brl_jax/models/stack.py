@@ -101,6 +101,32 @@ class _Parts(NamedTuple):
     layers: list[tuple[tuple[Any, ...], int]]
 
 
+#: Primitives whose results no layer keeps for its backward pass. XLA computes them again in the operation that reads
+#: them, which takes less time than writing their results to memory and reading them back.
+_RECOMPUTED = frozenset(
+    (
+        *("add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "rsqrt", "sign", "abs"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
+        *(
+            "broadcast_in_dim",
+            "reshape",
+            "squeeze",
+            "transpose",
+            "rev",
+            "slice",
+            "pad",
+            "concatenate",
+            "iota",
+        ),
+    )
+)
+_POLICIES: dict[Remat, Any] = {
+    "none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": None,
+}
+
+
 class Stack(nn.Module):
     """Blocks over `mechanisms`, one for each layer, and a final norm.
 
@@ -152,14 +178,8 @@ class Stack(nn.Module):
         self.final_norm = norm(self.dimensions, name="final_norm", random_signs=self.random_signs)
 
     def _scanned(self, repeats: int):
-        module = Period
-        if self.remat != "none":
-            policy = (
-                None if self.remat == "full" else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            )
-            module = nn.remat(Period, prevent_cse=False, static_argnums=(4,), policy=policy)
         return nn.scan(
-            module,
+            nn.remat(Period, prevent_cse=False, static_argnums=(4,), policy=_POLICIES[self.remat]),
             variable_axes={"params": 0, "maps": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True, "projection": True, "sample": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),

@@ -118,7 +118,7 @@ MOST = {
     "squared_relu": (1, 6, 1.1),
     "sum": (3, 8, 3.0),
     "sum_decay": (3, 8, 3.0),
-    "sum_feature_decay": (3, 9, 3.0),
+    "sum_feature_decay": (3, 7, 3.0),
     "delta": (3, 9, 3.0),
     "delta_decay": (3, 9, 3.0),
     "delta_feature_decay": (3, 9, 3.0),

@@ -61,3 +61,14 @@ def elementwise_slopes(scores, SCORE: tl.constexpr):
         # d/ds of 0.5 erf(u) is exp(-u^2) / sqrt(pi) times sqrt(2 pi).
         u = (scores - 0.7071067811865476) * 2.5066282746310002
         return 1.4142135623730951 * tl.exp(-u * u)
+
+
+@triton.jit
+def seen_pairs(masks, number, queries, keys, BM: tl.constexpr, BN: tl.constexpr, CONSECUTIVE: tl.constexpr):
+    """Which pairs of two blocks see each other; queries and keys count from 0 in their blocks, and broadcast."""
+    if CONSECUTIVE:
+        first = tl.load(masks + number * (2 * BM) + queries)
+        stop = tl.load(masks + number * (2 * BM) + BM + queries)
+        return (keys >= first) & (keys < stop)
+    else:
+        return tl.load(masks + number * (BM * BN) + queries * BN + keys) != 0

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import adjustable, padded
-from pallas_kernels.triton.local.lists import Pattern, make_lists
+from pallas_kernels.triton.local.lists import BlockLists, Pattern, make_lists
 from pallas_kernels.varying import vary_alike
 
 
@@ -211,7 +211,9 @@ def _attend_backward(call: _LocalCall, saved, gradients):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _constants(call: _LocalCall, query: Array, key: Array, tile: LocalTile) -> dict[str, Any]:
+def _constants(
+    call: _LocalCall, query: Array, key: Array, tile: LocalTile, lists: BlockLists
+) -> dict[str, Any]:
     (_, length, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     return {
         "T": length,
@@ -223,6 +225,7 @@ def _constants(call: _LocalCall, query: Array, key: Array, tile: LocalTile) -> d
         "SCALE": call.scale,
         "CAP": call.soft_cap or 0.0,
         "SEGMENTS": call.segments,
+        "CONSECUTIVE": lists.consecutive,
         "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
         "BM": tile.block_q,
         "BN": tile.block_k,
@@ -249,7 +252,7 @@ def _run_forward(call: _LocalCall):
                 jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
             ),
             (-(-length // tile.block_q), heads, batch),
-            _constants(call, query, key, tile) | {"SINKS": call.sinks},
+            _constants(call, query, key, tile, lists) | {"SINKS": call.sinks},
             **_options(tile),
         )
 
@@ -274,7 +277,7 @@ def _run_backward(call: _LocalCall):
                 jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
             ),
             (-(-length // tile.block_q), heads, batch),
-            _constants(call, query, key, tile) | {"LOG_SUMS": call.with_log_sum},
+            _constants(call, query, key, tile, lists) | {"LOG_SUMS": call.with_log_sum},
             **_options(tile),
         )  # fmt: skip
         tile = tiles.key_gradient
@@ -294,7 +297,7 @@ def _run_backward(call: _LocalCall):
             ),
             (jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
             (-(-key.shape[1] // tile.block_k), key.shape[2], batch),
-            _constants(call, query, key, tile),
+            _constants(call, query, key, tile, lists),
             **_options(tile),
         )
         return d_query, d_key, d_value, delta

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.triton.core.functions import base2_scores, inside, offsets
+from pallas_kernels.triton.core.functions import base2_scores, inside, offsets, seen_pairs
 
 
 def local_query_gradient(
     q, k, v, out, d_out, log_sums, d_log_sums, starts, middles, others, mask_numbers, masks, query_ids, key_ids,
     d_query, delta,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, LOG_SUMS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, LOG_SUMS: tl.constexpr,
+    CONSECUTIVE: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes d_query (B, T, N, H), and delta (B, N, T): row sums of out * d_out minus the log-sum-exp's gradient."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,8 +53,8 @@ def local_query_gradient(
             p = tl.exp2(s - z[:, None])
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
-                seen = tl.load(masks + number * (BM * BN) + r[:, None] * BN + c[None, :])
-                p = tl.where(seen != 0, p, 0.0)
+                seen = seen_pairs(masks, number, r[:, None], c[None, :], BM, BN, CONSECUTIVE)
+                p = tl.where(seen, p, 0.0)
             if SEGMENTS:
                 key_id = tl.load(key_ids + b * S + cols, mask=cols < S, other=0)
                 p = tl.where(query_id[:, None] == key_id[None, :], p, 0.0)
@@ -68,8 +68,8 @@ def local_query_gradient(
 def local_key_gradient(
     q, k, v, d_out, log_sums, delta, starts, middles, others, mask_numbers, masks, query_ids, key_ids, d_key, d_value,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, CONSECUTIVE: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes d_key and d_value (B, S, K, H); a program handles a block of keys and all query heads that share it."""
     j, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -104,8 +104,8 @@ def local_key_gradient(
                 p = tl.exp2(s - z[None, :])
                 if masked == 1:
                     number = tl.load(mask_numbers + pair)
-                    seen = tl.load(masks + number * (BM * BN) + r[None, :] * BN + c[:, None])
-                    p = tl.where(seen != 0, p, 0.0)
+                    seen = seen_pairs(masks, number, r[None, :], c[:, None], BM, BN, CONSECUTIVE)
+                    p = tl.where(seen, p, 0.0)
                 if SEGMENTS:
                     query_id = tl.load(query_ids + b * T + rows, mask=rows < T, other=0)
                     p = tl.where(key_id[:, None] == query_id[None, :], p, 0.0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.triton.core.functions import base2_scores, inside, offsets, softmax_step
+from pallas_kernels.triton.core.functions import base2_scores, inside, offsets, seen_pairs, softmax_step
 
 
 def local_forward(
     q, k, v, starts, middles, others, mask_numbers, masks, query_ids, key_ids, sinks, out, log_sums,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CONSECUTIVE: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes out (B, T, N, H) and the base-2 log-sum-exp (B, N, T); a query that sees nothing gets 0 and +inf."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -46,8 +46,8 @@ def local_forward(
             s, _ = base2_scores(tl.dot(query, tl.trans(key), input_precision=PRECISION), SCALE, CAP)
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
-                seen = tl.load(masks + number * (BM * BN) + r[:, None] * BN + c[None, :])
-                s = tl.where(seen != 0, s, float("-inf"))
+                seen = seen_pairs(masks, number, r[:, None], c[None, :], BM, BN, CONSECUTIVE)
+                s = tl.where(seen, s, float("-inf"))
             if SEGMENTS:
                 key_id = tl.load(key_ids + b * S + cols, mask=cols < S, other=0)
                 s = tl.where(query_id[:, None] == key_id[None, :], s, float("-inf"))

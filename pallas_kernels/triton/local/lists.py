@@ -55,7 +55,8 @@ class BlockLists:
       middles: (rows,) int32.
       others: (pairs,) int32, the block on the other side.
       mask_numbers: (pairs,) int32, each pair's mask; 0 if it has no mask.
-      masks: (distinct, queries in a block, keys in a block) int8.
+      masks: (distinct, queries in a block, keys in a block) int8; or, where every query of every mask sees consecutive
+        keys, the first of them and the one after the last: (distinct, 2, queries in a block) int32.
     """
 
     starts: np.ndarray
@@ -63,6 +64,11 @@ class BlockLists:
     others: np.ndarray
     mask_numbers: np.ndarray
     masks: np.ndarray
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether `masks` has the bounds of consecutive keys."""
+        return self.masks.dtype == np.int32
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.starts, self.middles, self.others, self.mask_numbers, self.masks
@@ -92,12 +98,17 @@ def make_lists(pattern: Pattern, block_q: int, block_k: int, by_keys: bool) -> B
     if not len(flat):
         flat = np.zeros((1, 2), np.int32)  # kernels do not accept arrays without elements
     tiles = [np.frombuffer(mask, np.int8).reshape(block_q, block_k) for mask in masks]
+    masks_or_bounds = np.stack(tiles) if tiles else np.ones((1, block_q, block_k), np.int8)
+    first, count = masks_or_bounds.argmax(2), masks_or_bounds.sum(2, dtype=np.int32)
+    last = block_k - 1 - masks_or_bounds[:, :, ::-1].argmax(2)
+    if np.all((last - first + 1 == count) | (count == 0)):
+        masks_or_bounds = np.stack([first, first + count], 1).astype(np.int32)
     return BlockLists(
         starts,
         (starts[:-1] + masked).astype(np.int32),
         np.ascontiguousarray(flat[:, 0]),
         np.maximum(flat[:, 1], 0),
-        np.stack(tiles) if tiles else np.ones((1, block_q, block_k), np.int8),
+        masks_or_bounds,
     )
 
 

@@ -70,6 +70,14 @@ class Call(NamedTuple):
         """Whether an operand is there."""
         return name in self.names
 
+    @property
+    def scaled(self) -> bool:
+        """Whether the delta rule's tokens have factors for what they read of the state and write to it.
+
+        By feature those are in the arrays that are read and written.
+        """
+        return not self.by_feature and (self.has("log_decay") or self.has("segments"))
+
     def flags(self) -> dict[str, Any]:
         """What all kernels are told."""
         return {
@@ -171,8 +179,10 @@ def kept_names(call: Call) -> tuple[str, ...]:
     """What the backward pass reads of the forward pass."""
     if not call.has("beta"):
         return ("states",)
-    names = ("states", "corrected", "weights", "maps", "factors")
-    return (*names, "queries", "reads", "writes") if call.by_feature else (*names, "inverse", "starts", "ends")
+    names = ("states", "corrected", "weights", "maps")
+    if call.by_feature:
+        return (*names, "queries", "reads", "writes", "factors")
+    return (*names, "inverse", "starts", "ends", "factors") if call.scaled else (*names, "inverse")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -408,11 +418,6 @@ class _Features(NamedTuple):
     def chunks(self) -> int:
         return -(-self.shape.length // self.sizes.chunk)
 
-    @property
-    def wide(self) -> jax.ShapeDtypeStruct:
-        """A number for each token and feature of the keys."""
-        return self.shape.tokens(self.shape.kv_heads, self.shape.features)
-
     def scan(self, names: str, *, backward: bool) -> Any:
         """The states between the chunks, those at the end and, backward, the gradients of the chunks' decays."""
         from pallas_kernels.triton.recurrent import by_feature as kernels
@@ -434,18 +439,29 @@ class _Features(NamedTuple):
         )
 
     def by_block(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, features: int,
-                 tiles: int, later: bool) -> Any:  # fmt: skip
-        """Starts a program for each block of tokens, head and tile."""
+                 tiles: int, **more: Any) -> Any:  # fmt: skip
+        """Starts a program for each block of tokens, head of the queries and tile."""
         shape, sizes = self.shape, self.sizes
-        heads = shape.kv_heads if later else shape.heads
         constants = {
-            "T": shape.length, "HEADS": heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
-            "FB": features, "V": shape.values, "VB": shape.value_tile(launch), "CHUNK": sizes.chunk,
-            "BN": sizes.block, "LATER": later,
-            "SEGMENTS": self.call.has("segments"), "PRECISION": self.call.precision,
+            "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features,
+            "FB": min(features, padded(shape.features)), "V": shape.values, "VB": shape.value_tile(launch),
+            "CHUNK": sizes.chunk, "BN": sizes.block, "SEGMENTS": self.call.has("segments"),
+            "PRECISION": self.call.precision,
         }  # fmt: skip
-        grid = (-(-shape.length // sizes.block), heads * tiles, shape.batch)
-        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
+        grid = (-(-shape.length // sizes.block), shape.heads * tiles, shape.batch)
+        return _start(kernel, launch, _take(self.arrays, names), results, grid, constants | more)
+
+    def each_head(self, size: int) -> jax.ShapeDtypeStruct:
+        """The gradient of a key's or value's `size` numbers from each head of the queries."""
+        shape = self.shape
+        return shape.tokens(
+            shape.heads, size, dtype=shape.dtype if shape.heads == shape.kv_heads else jnp.float32
+        )
+
+    def grouped(self, gradient: Array) -> Array:
+        """The sum over each group of heads."""
+        batch, length, _, size = gradient.shape
+        return gradient.reshape(batch, length, self.shape.kv_heads, -1, size).sum(3)
 
 
 def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -460,8 +476,7 @@ def _feature_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Name
     (total,) = run.by_block(
         kernels.feature_outputs, run.sizes.outputs, "query key value log_decay segments states",
         (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),),
-        features=min(run.sizes.features, padded(shape.features)), tiles=shape.value_tiles(run.sizes.outputs),
-        later=False,
+        features=run.sizes.features, tiles=shape.value_tiles(run.sizes.outputs), LATER=False,
     )  # fmt: skip
     return {"total": total, "key_value": last}, {"states": run.arrays["states"]} if keep else {}
 
@@ -471,51 +486,39 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
 
     run = _Features.of(arrays, call)
     shape, sizes = run.shape, run.sizes
-    tile = min(sizes.gradient_features, padded(shape.features))
-    tiles = -(-shape.features // tile)
     found = {}
     run.arrays["sums"], run.arrays["factors"] = _chunk_sums(arrays, call, sizes, "query", "d_total", "", True)
-    run.arrays["d_states"], found["key_value"], totals = run.scan(
+    run.arrays["d_states"], found["key_value"], run.arrays["totals"] = run.scan(
         "sums factors d_key_value states", backward=True
     )
-    (found["value"],) = run.by_block(
+    (d_value,) = run.by_block(
         kernels.feature_outputs, sizes.value_gradient, "key query d_total log_decay segments d_states",
-        (shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype),),
-        features=min(sizes.features, padded(shape.features)), tiles=shape.value_tiles(sizes.value_gradient),
-        later=True,
+        (run.each_head(shape.values),), features=sizes.features, tiles=shape.value_tiles(sizes.value_gradient),
+        LATER=True,
     )  # fmt: skip
-    found["query"], query_flow, _ = run.by_block(
-        kernels.feature_gradients, sizes.query_gradient, "query key d_total value log_decay segments states",
+    tiles = -(-shape.features // min(sizes.gradient_features, padded(shape.features)))
+    found["query"], d_key, d_log = run.by_block(
+        kernels.feature_gradients, sizes.gradients,
+        "query key value d_total log_decay segments states d_states totals",
         (
             shape.tokens(shape.heads, shape.features, dtype=shape.dtype),
+            run.each_head(shape.features),
             shape.tokens(shape.heads, shape.features),
-            shape.none,
         ),
-        features=tile, tiles=tiles, later=False,
+        features=sizes.gradient_features, tiles=tiles,
     )  # fmt: skip
-    found["key"], key_flow, ends = run.by_block(
-        kernels.feature_gradients, sizes.key_gradient, "key query value d_total log_decay segments d_states",
-        (shape.tokens(shape.kv_heads, shape.features, dtype=shape.dtype), run.wide, run.wide),
-        features=tile, tiles=tiles, later=True,
-    )  # fmt: skip
-    tile = min(32, padded(shape.features))
-    constants = {
-        "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads, "F": shape.features, "FB": tile,
-        "CHUNK": sizes.chunk, "SEGMENTS": call.has("segments"),
-    }  # fmt: skip
-    grid = (run.chunks, shape.kv_heads * -(-shape.features // tile), shape.batch)
-    operands = (*_take(arrays, "log_decay segments"), query_flow, key_flow, ends, totals)
-    (found["log_decay"],) = _start(
-        kernels.feature_decay_gradient, plan.Launch(0, 8, 1), operands, (run.wide,), grid, constants
-    )
-    return found
+    found |= {
+        "value": run.grouped(d_value).astype(shape.dtype),
+        "key": run.grouped(d_key).astype(shape.dtype),
+    }
+    return found | {"log_decay": run.grouped(d_log)}
 
 
 # --- The delta rule ---
 
 
 def _summed(tokens: int) -> np.ndarray:
-    """Whose logarithms are summed for each token of a chunk: at each level, to the chunk's end and from its beginning."""
+    """Whose logarithms are summed for each token of a chunk: at each level, to its end and from its beginning."""
     i, j = np.arange(tokens)[:, None], np.arange(tokens)
 
     def to_middle(level: int) -> np.ndarray:
@@ -557,11 +560,6 @@ class _Delta(NamedTuple):
         return self.shape.tokens(self.shape.heads, size, dtype=self.shape.dtype)
 
     @property
-    def scaled(self) -> bool:
-        """Whether what a token reads of the state, and writes to it, has a factor: by feature that is done already."""
-        return not self.call.by_feature and (self.call.has("log_decay") or self.call.has("segments"))
-
-    @property
     def state(self) -> jax.ShapeDtypeStruct:
         """One state."""
         return self.shape.state(self.shape.features, self.shape.values)
@@ -600,7 +598,7 @@ class _Delta(NamedTuple):
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
         levels = {"LEVELS": (self.sizes.chunk - 1).bit_length(), "STAGES": launch.num_stages}
-        flags = levels | {"BY_FEATURE": self.call.by_feature, "SCALED": self.scaled}
+        flags = levels | {"BY_FEATURE": self.call.by_feature, "SCALED": self.call.scaled}
         constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **flags, **more)
         named = inspect.signature(kernel).parameters
         constants = {name: x for name, x in constants.items() if name in named}
@@ -612,22 +610,22 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
 
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
-    keys, state, keep_inverse = delta.keys(shape.features), delta.state, keep or not call.by_feature
-    names = ["weights", "inverse"]
-    results = [delta.queries(sizes.chunk), delta.keys(sizes.chunk) if keep_inverse else shape.none]
+    keys, by_head = delta.keys(shape.features), shape.state(shape.length)
+    results = {"weights": delta.queries(sizes.chunk)}
+    if keep or not call.by_feature:
+        results["inverse"] = delta.keys(sizes.chunk)
     if call.by_feature:
-        names += ["queries", "reads", "writes", "none", "none", "factors"]
-        results += [delta.queries(shape.features), keys, keys, shape.none, shape.none]
-        results += [shape.state(delta.chunks, shape.features)]
-    else:
-        names += ["none", "none", "none", "starts", "ends", "factors"]
-        scales = [shape.state(shape.length), shape.state(shape.length), shape.state(delta.chunks)]
-        results += 3 * [shape.none] + (scales if delta.scaled else 3 * [shape.none])
+        results |= {"queries": delta.queries(shape.features), "reads": keys, "writes": keys}
+        results["factors"] = shape.state(delta.chunks, shape.features)
+    elif call.scaled:
+        results |= {"starts": by_head, "ends": by_head, "factors": shape.state(delta.chunks)}
+    names = ("weights", "inverse", "queries", "reads", "writes", "starts", "ends", "factors")
     found = delta.by_chunk(
-        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments sums", results, programs=shape.heads,
-        FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
+        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments sums",
+        [results.get(name, shape.none) for name in names],
+        programs=shape.heads, FB=min(sizes.features, padded(shape.features)), KEEP="inverse" in results,
     )  # fmt: skip
-    arrays |= dict(zip(names, found))
+    arrays |= {name: x for name, x in zip(names, found) if name in results}
     if delta.spans[0] > 1:
         tiles = -(-shape.features // shape.value_tile(sizes.maps)) + shape.value_tiles(sizes.maps)
         (arrays["maps"],) = delta.by_span(
@@ -642,7 +640,7 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
         "queries weights reads writes inverse value beta starts ends factors key_value maps",
         (
             shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
-            state,
+            delta.state,
             *((delta.states, delta.keys(shape.values)) if keep else 2 * (shape.none,)),
         ),
         KEEP=keep,

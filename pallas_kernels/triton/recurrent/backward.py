@@ -2,8 +2,9 @@
 
 The gradient of a logarithm is the sum of what flows across its token: of the pairs of tokens on either side of it, of
 the reads from the state before the chunk, and of the writes to the state after it. The kernels of queries and keys add
-these up for their own tokens and `recurrent_decay_gradient` sums them over a chunk. A program has one tile of the
-values' features, and its gradients of queries and keys are a part of the whole where there are several.
+these up for their own tokens and `recurrent_decay_gradient` sums them over a chunk. What flows to queries and from keys
+of one chunk cancels in those sums, so both kernels compute it alike, pair by pair in float32. A program has one tile of
+the values' features, and its gradients of queries and keys are a part of the whole where there are several.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def recurrent_query_gradient(
     if WEIGHS:
         extra = tl.where(vt == 0, token_numbers(d_weight, b, first, r, h, T, N), 0.0)
     acc = tl.zeros([BM, FP], tl.float32)
+    flowing = tl.zeros([BM], tl.float32)
     gap = 0.0
     if DECAY:
         logs = log_decays(log, b, first, r, kh, T, K)
@@ -64,6 +66,8 @@ def recurrent_query_gradient(
             others = segment_numbers(segments, b, first + j * BN, n, T)
             seen = seen & (own[:, None] == others[None, :]) & (others >= 0)[None, :]
         dp = tl.where(seen, dp, 0.0)
+        if DECAY:
+            flowing += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     for m in range((first - c * CHUNK) // BN):
         begin = first - (m + 1) * BN
@@ -79,6 +83,8 @@ def recurrent_query_gradient(
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
             dp = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], dp, 0.0)
+        if DECAY:
+            flowing += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
     state = tl.load(before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
@@ -91,10 +97,11 @@ def recurrent_query_gradient(
         factor = tl.exp(start + gap)
     if SEGMENTS:
         factor = tl.where((own == segment_before(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
-    acc += read * factor[:, None]
+    read *= factor[:, None]
+    acc += read
     store_tokens(d_query, acc, b * VT + vt, first, r, h, f, T, N, F)
     if DECAY:
-        store_numbers(flow, tl.sum(acc * query, 1), b * VT + vt, first, r, h, T, N)
+        store_numbers(flow, flowing + tl.sum(read * query, 1), b * VT + vt, first, r, h, T, N)
 
 
 def recurrent_key_gradient(
@@ -130,6 +137,7 @@ def recurrent_key_gradient(
         reached = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), reached, 0.0)
     dk *= reached[:, None]
     ended = tl.sum(dk * key, 1)
+    flowing = tl.zeros([BN], tl.float32)
     state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     dv = tl.dot(key, state, input_precision=PRECISION) * reached[:, None]
     # The later blocks of the chunk from the last, and the block of the keys themselves. What has been summed decays
@@ -137,14 +145,15 @@ def recurrent_key_gradient(
     for later in tl.static_range(1, -1, -1):
         if DECAY and not later:
             shrink = tl.exp(logs_after(log, b, first, n, kh, T, K, BN))
-            dk, dv, ended = dk * shrink[:, None], dv * shrink[:, None], ended * shrink
+            dk, dv = dk * shrink[:, None], dv * shrink[:, None]
+            ended, flowing = ended * shrink, flowing * shrink
         for m in range(blocks if later else 1):
             begin = first + (blocks - m if later else 0) * BN
             if DECAY:
                 logs = log_decays(log, b, begin, n, kh, T, K)
                 if later:
                     start, shrink = tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.sum(logs, 0))
-                    dk, dv, ended = dk * shrink, dv * shrink, ended * shrink
+                    dk, dv, ended, flowing = dk * shrink, dv * shrink, ended * shrink, flowing * shrink
             for g in range(G):
                 query = tokens_by_features(q, b, begin, n, kh * G + g, f, T, N, F)
                 grad = tokens_by_features(d_out, b, begin, n, kh * G + g, e, T, N, V)
@@ -162,13 +171,14 @@ def recurrent_key_gradient(
                 if WEIGHS:
                     extra = token_numbers(d_weight, b, begin, n, kh * G + g, T, N)
                     dp += tl.where(vt == 0, extra, 0.0)[None, :]
+                if DECAY:
+                    flowing += tl.sum(p * dp, 1)
                 dk = tl.dot((dp * factor).to(query.dtype), query, dk, input_precision=PRECISION)
     store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
     store_tokens(d_key, dk, b * VT + vt, first, n, kh, f, T, K, F)
     if DECAY:
         store_numbers(ends, ended, b * VT + vt, first, n, kh, T, K)
-        key = tokens_by_features(k, b, first, n, kh, f, T, K, F)
-        store_numbers(flow, tl.sum(dk * key, 1) - ended, b * VT + vt, first, n, kh, T, K)
+        store_numbers(flow, flowing, b * VT + vt, first, n, kh, T, K)
 
 
 def recurrent_decay_gradient(

@@ -17,16 +17,15 @@ import triton.language as tl
 from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state
 from pallas_kernels.triton.recurrent.delta_forward import (
     factors_of,
-    log_halves,
     state_factor,
     token_factors,
 )
 from pallas_kernels.triton.recurrent.functions import (
-    chunk_factor,
     chunk_factors,
     feature_logs,
     features_by_tokens,
     log_decays,
+    log_halves,
     place,
     segment_numbers,
     store_numbers,
@@ -307,7 +306,9 @@ def delta_gradients(
                 near, written = paired_at(level, factor, near, written, pairs, query, key, i, j, PRECISION)
                 if g == 0:
                     pairs = tokens_by_features(d_a, b, first, r, kh, r, T, K, CHUNK)
-                    reader, written = paired_at(level, factor, reader, written, pairs, key, key, i, j, PRECISION)
+                    reader, written = paired_at(
+                        level, factor, reader, written, pairs, key, key, i, j, PRECISION
+                    )
             itself = d_p + place(b, first, h, T, N, CHUNK) + r * (N * CHUNK + 1)
             diagonal = tl.load(itself, mask=first + r < T, other=0.0).to(tl.float32)[:, None]
             near += diagonal * key

@@ -10,9 +10,12 @@ lower part of the same products of queries with keys. With T = (I + A)^-1::
     S   = factor S + (e K)^T R
 
 (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3; by feature arXiv:2510.26692). One kernel
-computes T^T and P^T for all chunks at once. BY_FEATURE it computes a Q, a K, (P T)^T and T^T (e K) instead and puts
-zeros where segments differ. The kernels that walk the chunks then need neither T, decays nor segments, only X and the
-chunks' factors. Otherwise it stores a and e, so that those kernels need no decays and segments either. As in `by_feature`, every exponent is a sum of logarithms between two tokens, hence at most 0.
+computes T^T and P^T for all chunks at once, and a, e and the chunks' factors with zeros where segments differ.
+BY_FEATURE it computes a Q, a K, (P T)^T and T^T (e K) instead. The kernels that walk the chunks then need neither
+decays nor segments, and BY_FEATURE no T, only X.
+
+By feature, a chunk is halved again and again, as a block is in `by_feature`. At a level a token either reads or is
+read, so it has one factor there. Every exponent is a sum of logarithms between two tokens, hence at most 0.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from pallas_kernels.triton.recurrent.functions import (
     feature_logs,
     features_by_tokens,
     log_decays,
+    log_halves,
     logs_after,
     segment_after,
     segment_before,
     segment_numbers,
     store_tokens,
     summed_features,
-    summed_tokens,
+    summed_halves,
     token_numbers,
     tokens_by_features,
 )
@@ -113,16 +117,6 @@ def unit_upper_inverse(triangle, rows, levels, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def log_halves(logs, PRECISION: tl.constexpr):
-    """Two float16 numbers whose sum is a logarithm to within 2^-22 of it; float32 products take it as it is."""
-    if PRECISION == "ieee":
-        return logs, logs
-    else:
-        high = logs.to(tl.float16)
-        return high, (logs - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def factors_of(sums, which, high, low, rows, PRECISION: tl.constexpr):
     """The decays of tokens over others, by a matrix of `sums`, which says whose logarithms are summed for each row.
 
@@ -131,10 +125,7 @@ def factors_of(sums, which, high, low, rows, PRECISION: tl.constexpr):
     """
     size: tl.constexpr = rows.shape[0]
     which = tl.load(sums + (which * size + rows[:, None]) * size + rows[None, :])
-    if PRECISION == "ieee":
-        return tl.exp(tl.dot(which.to(tl.float32), high, input_precision=PRECISION))
-    else:
-        return tl.exp(tl.dot(which, high, tl.dot(which, low)))
+    return tl.exp(summed_halves(which, high, low, PRECISION))
 
 
 def delta_chunks(
@@ -162,10 +153,10 @@ def delta_chunks(
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         if BY_FEATURE:
-            high, low = log_halves(feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F)), PRECISION)
+            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            high, low = log_halves(logs, PRECISION)
             p += tl.where(i == j, tl.dot(key, tl.trans(query), input_precision=PRECISION), 0.0)
             for level in tl.range(levels, num_stages=STAGES):
-                # A token of a first block is read and one of a second block reads, so each has one factor.
                 factor = factors_of(sums, level, high, low, r, PRECISION).to(key.dtype)
                 here = key * factor
                 met = ((i >> level) ^ (j >> level)) == 1
@@ -186,7 +177,7 @@ def delta_chunks(
             store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     if not BY_FEATURE:
         store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
-        if DECAY or SEGMENTS:
+        if DECAY or SEGMENTS:  # noqa: SIM102
             if h % G == 0:
                 row = b.to(tl.int64) * K + kh
                 start = start_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS)

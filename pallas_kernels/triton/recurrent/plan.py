@@ -47,9 +47,9 @@ class FeatureSizes(NamedTuple):
     """Sizes of the sums of outer products with a decay by feature.
 
     Attributes:
-      chunk, scan, scan_stages: as for `SumSizes`. block: tokens of a program.
+      chunk, scan, scan_stages: as for `SumSizes`; a chunk has one block or two. block: tokens of a program.
       features, gradient_features: features of queries and keys that a program of the outputs (and of the values'
-        gradient) holds at once, and one of the gradients of queries and keys.
+        gradient) holds at once, and one of the other gradients.
     """
 
     chunk: int
@@ -61,8 +61,7 @@ class FeatureSizes(NamedTuple):
     sums: Launch
     outputs: Launch
     value_gradient: Launch
-    query_gradient: Launch
-    key_gradient: Launch
+    gradients: Launch
 
 
 class DeltaSizes(NamedTuple):
@@ -109,8 +108,8 @@ _SUMS |= {
     (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
     (100, 256): _SUMS[90, 256],
 }
-# Of the keys' gradient, of up to 128 features, where the state decays: this kernel holds more numbers.
-_DECAYED_STAGES = {90: 1, 80: 2}
+# Of the gradients, of up to 128 features, where the state decays: these kernels hold more numbers.
+_DECAYED = {90: (Launch(128, 8, 2), Launch(128, 8, 1)), 80: (Launch(128, 8, 1), Launch(128, 8, 2))}
 _DELTAS = {
     (90, 128): DeltaSizes(
         64, 8, 8, 64, 64, Launch(0, 4, 1), Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 4, 3), Launch(64, 8, 3),
@@ -127,12 +126,11 @@ _DELTAS |= {
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
-    (100, 128): FeatureSizes(256, 64, 32, 32, 512, 4, Launch(128, 8, 2), *4 * [Launch(128, 8, 1)]),
+    (100, 128): FeatureSizes(128, 64, 64, 32, 512, 4, Launch(128, 8, 2), *3 * [Launch(64, 4, 1)]),
     (90, 128): FeatureSizes(
-        256, 64, 16, 32, 512, 4, Launch(128, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(128, 8, 1),
-        Launch(64, 8, 1),
+        128, 64, 128, 32, 512, 4, Launch(128, 8, 2), Launch(128, 4, 1), Launch(128, 4, 1), Launch(64, 4, 1)
     ),
-    (80, 128): FeatureSizes(256, 32, 16, 64, 512, 4, *5 * [Launch(64, 8, 1)]),
+    (80, 128): FeatureSizes(128, 64, 64, 32, 512, 4, *4 * [Launch(64, 8, 1)]),
 }  # fmt: skip
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
@@ -153,14 +151,14 @@ _DELTAS_BY_FEATURE |= {
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
-    FeatureSizes(64, 32, 32, 32, 512, 4, *5 * [Launch(32, 8, 1)]),
+    FeatureSizes(64, 32, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *4 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
     DeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *4 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
-    FeatureSizes(64, 32, 16, 16, 128, 1, *5 * [Launch(16, 4, 1)]),
+    FeatureSizes(64, 32, 16, 16, 128, 1, *4 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, 16, 16, *7 * [Launch(16, 4, 1)]),
     DeltaSizes(32, 3, 2, 16, 16, *7 * [Launch(16, 4, 1)]),
 )
@@ -176,8 +174,8 @@ def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
     sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
     if not decays or padded(features) > 128:
         return sizes
-    stages = _DECAYED_STAGES[bridge.tuned_for(_DECAYED_STAGES)]
-    return sizes._replace(key_gradient=sizes.key_gradient._replace(num_stages=stages))
+    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
+    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
 
 
 @adjustable("sum_by_feature")

@@ -165,7 +165,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         "squared_relu": 4,
         "sum": 7,
         "sum_decay": 8,
-        "sum_feature_decay": 9,
+        "sum_feature_decay": 7,
         "delta": 7,
         "delta_decay": 7,
         "delta_feature_decay": 7,

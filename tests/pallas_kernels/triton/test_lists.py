@@ -35,9 +35,12 @@ def test_the_listed_blocks_are_the_dense_mask(name, by_keys):
     for line, middle in enumerate(lists.middles):
         for pair in range(lists.starts[line], lists.starts[line + 1]):
             row, column = (lists.others[pair], line) if by_keys else (line, lists.others[pair])
-            mask = (
-                lists.masks[lists.mask_numbers[pair]] if pair < middle else np.ones((block_q, block_k), int)
-            )
+            mask = np.ones((block_q, block_k), int)
+            if pair < middle:
+                mask = lists.masks[lists.mask_numbers[pair]]
+            if pair < middle and lists.consecutive:
+                first, stop = mask[:, :, None]
+                mask = ((np.arange(block_k) >= first) & (np.arange(block_k) < stop)).astype(int)
             assert mask.any()
             assert (pair >= middle) == mask.all()
             found[row * block_q :, column * block_k :][:block_q, :block_k] += mask
