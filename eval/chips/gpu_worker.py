@@ -299,10 +299,11 @@ def training(task: dict, worker: Worker) -> Iterator[dict]:
 
 def neighbours(tile: Any) -> list[Any]:
     """A dozen tilings around one: blocks, warps and stages a step away, alone and in pairs that keep the work."""
-    blocks = [
-        name for name in tile._fields if name not in ("num_warps", "num_stages") and getattr(tile, name)
-    ]
+    others = "num_warps", "num_stages", "resident"
+    blocks = [name for name in tile._fields if name not in others and getattr(tile, name)]
     changes: list[dict[str, float]] = [{}, {"num_warps": 2}, {"num_warps": 0.5}]
+    if "resident" in tile._fields:
+        changes += [{"resident": 2}, {"resident": 0.5}]
     for name in blocks:
         changes += [{name: 2}, {name: 0.5}, {name: 0.5, "num_warps": 0.5}]
     if len(blocks) > 1:
@@ -312,7 +313,7 @@ def neighbours(tile: Any) -> list[Any]:
         for change in changes if stages == 0 else [{}]:
             new = tile._replace(**{name: int(getattr(tile, name) * by) for name, by in change.items()})
             new = new._replace(num_stages=new.num_stages + stages)
-            fits = new.num_warps in (2, 4, 8, 16) and 1 <= new.num_stages <= 5
+            fits = new.num_warps in (2, 4, 8, 16) and 1 <= new.num_stages <= 5 and getattr(new, "resident", 1)
             if fits and all(16 <= getattr(new, name) <= 256 for name in blocks) and new not in found:
                 found.append(new)
     return found

@@ -22,11 +22,12 @@ MOST_TOKENS = 128
 
 
 class HistoryTile(NamedTuple):
-    """Keys in a block, and Triton's warps and stages."""
+    """Keys in a block, Triton's warps and stages, and the programs that a multiprocessor runs at the same time."""
 
     block_k: int
     num_warps: int
     num_stages: int
+    resident: int = 1
 
 
 class HistoryTiles(NamedTuple):
@@ -36,12 +37,14 @@ class HistoryTiles(NamedTuple):
     backward: HistoryTile
 
 
-# By minimum compute capability. Chosen by the compiler's counts of registers and spills (`python -m eval.gpu_costs`).
+# By minimum compute capability. Chosen by the compiler's counts of registers and spills (`python -m eval.gpu_costs`),
+# and for 90 by times on an H200. There, `_SMALL` is for at most 64 tokens of at most 64 features.
 _TILES = {
     100: HistoryTiles(HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)),
-    90: HistoryTiles(HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)),
+    90: HistoryTiles(HistoryTile(64, 8, 3), HistoryTile(64, 8, 2)),
     80: HistoryTiles(HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)),
 }
+_SMALL = _TILES[90]._replace(forward=HistoryTile(64, 4, 3, resident=2))
 _FLOAT32 = HistoryTiles(HistoryTile(32, 8, 1), HistoryTile(16, 8, 1))
 _INTERPRETED = HistoryTiles(HistoryTile(16, 4, 1), HistoryTile(16, 4, 1))
 # For `tiled_backward`, whose second kernel takes _TILED_TOKENS at a time.
@@ -56,7 +59,11 @@ def choose_tiles(query: Any) -> HistoryTiles:
         return _INTERPRETED
     if takes_tiled_backward(query):
         return _TILED
-    return _FLOAT32 if jnp.dtype(query.dtype).itemsize > 2 else _TILES[bridge.tuned_for(_TILES)]
+    if jnp.dtype(query.dtype).itemsize > 2:
+        return _FLOAT32
+    capability = bridge.tuned_for(_TILES)
+    is_small = max(query.shape[1], query.shape[3]) <= 64
+    return _SMALL if capability == 90 and is_small else _TILES[capability]
 
 
 def takes_tiled_backward(query: Any) -> bool:
@@ -190,7 +197,7 @@ _compress.defvjp(_compress_forward, _compress_backward)
 
 def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile) -> dict[str, Any]:
     batch, tokens, heads, head_dim = query.shape
-    splits, segment = split(key.shape[1], batch * heads, tile.block_k)
+    splits, segment = split(key.shape[1], batch * heads, tile.block_k, tile.resident)
     return {
         "M": tokens,
         "S": key.shape[1],

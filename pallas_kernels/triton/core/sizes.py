@@ -21,9 +21,10 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def split(length: int, others: int, block: int) -> tuple[int, int]:
-    """Cuts a length into segments that, times `others` programs, fill the GPU once; returns their number and length."""
-    segment = math.ceil(length / max(1, MULTIPROCESSORS // others))
+def split(length: int, others: int, block: int, resident: int = 1) -> tuple[int, int]:
+    """Cuts a length into segments that, times `others` programs, fill the GPU once, with `resident` programs on a
+    multiprocessor; returns their number and length."""
+    segment = math.ceil(length / max(1, resident * MULTIPROCESSORS // others))
     segment = math.ceil(segment / block) * block
     return math.ceil(length / segment), segment
 

@@ -18,12 +18,14 @@ MOST_TOKENS = 256
 
 
 class RowTile(NamedTuple):
-    """Rows in a block, compressed tokens in a block (None: all), and Triton's warps and stages."""
+    """Rows in a block, compressed tokens in a block (None: all), Triton's warps and stages, and the programs that a
+    multiprocessor runs at the same time (the keys' gradient: one)."""
 
     block_t: int
     block_m: int | None
     num_warps: int
     num_stages: int
+    resident: int = 2
 
 
 class RowTiles(NamedTuple):
@@ -35,13 +37,17 @@ class RowTiles(NamedTuple):
 
 
 # By minimum compute capability, and whether there are more than 128 compressed tokens. Chosen by the compiler's counts
-# of registers and spills (`python -m eval.gpu_costs`).
+# of registers and spills (`python -m eval.gpu_costs`), and for 90 by times on an H200. There, `_SMALL` is for at most
+# 64 compressed tokens of at most 64 features.
 _TILES = {
-    (90, False): RowTiles(RowTile(128, None, 8, 1), RowTile(64, None, 8, 1), RowTile(64, 64, 4, 2)),
+    (90, False): RowTiles(RowTile(64, None, 4, 3), RowTile(64, None, 4, 2), RowTile(64, 128, 8, 2)),
     (90, True): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 8, 1), RowTile(64, 64, 8, 2)),
     (80, False): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 4, 1), RowTile(32, 64, 8, 1)),
     (80, True): RowTiles(RowTile(32, None, 8, 1), RowTile(32, None, 8, 1), RowTile(32, 64, 8, 1)),
 }
+_SMALL = RowTiles(
+    RowTile(64, None, 4, 3, resident=4), RowTile(64, None, 4, 2, resident=4), RowTile(64, 64, 4, 3)
+)
 _FLOAT32 = {
     False: RowTiles(RowTile(32, None, 8, 1), RowTile(32, None, 8, 1), RowTile(32, 32, 8, 1)),
     True: RowTiles(RowTile(16, None, 8, 1), RowTile(16, None, 8, 1), RowTile(32, 32, 8, 1)),
@@ -50,16 +56,15 @@ _INTERPRETED = RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTil
 
 
 @adjustable("propagate")
-def choose_tiles(tokens: int, dtype: Any) -> RowTiles:
-    """Returns the sizes for a number of compressed tokens and a dtype on the target GPU."""
+def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> RowTiles:
+    """Returns the sizes for a number of compressed tokens, a head dimension and a dtype on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     many = padded(tokens) > 128
-    return (
-        _FLOAT32[many]
-        if jnp.dtype(dtype).itemsize > 2
-        else _TILES[bridge.tuned_for(c for c, _ in _TILES), many]
-    )
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[many]
+    capability = bridge.tuned_for(c for c, _ in _TILES)
+    return _SMALL if capability == 90 and max(tokens, head_dim) <= 64 else _TILES[capability, many]
 
 
 class _PropagateCall(NamedTuple):
@@ -154,13 +159,14 @@ def _run_forward(call: _PropagateCall):
 
     def run(query, key, value, strength):
         batch, length, heads, _ = query.shape
-        tile = choose_tiles(key.shape[1], query.dtype).forward
+        tile = choose_tiles(key.shape[1], query.shape[3], query.dtype).forward
+        splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
         return bridge.launch(
             forward.propagate_forward,
             (query, key, value, strength),
             (jax.ShapeDtypeStruct(query.shape, query.dtype),),
-            (-(-length // tile.block_t), heads, batch),
-            _constants(call, query, key, tile),
+            (splits, heads, batch),
+            _constants(call, query, key, tile) | {"SEGMENT": segment},
             **_options(tile),
         )
 
@@ -174,9 +180,9 @@ def _run_backward(call: _PropagateCall):
     def run(query, key, value, strength, d_out):
         batch, length, heads, head_dim = query.shape
         tokens = key.shape[1]
-        tiles = choose_tiles(tokens, query.dtype)
+        tiles = choose_tiles(tokens, head_dim, query.dtype)
         tile = tiles.query_gradient
-        blocks = -(-length // tile.block_t)
+        splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
         rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
         d_query, log_sums, deltas, d_strength = bridge.launch(
             backward.propagate_query_gradient,
@@ -185,10 +191,10 @@ def _run_backward(call: _PropagateCall):
                 jax.ShapeDtypeStruct(query.shape, query.dtype),
                 rows,
                 rows,
-                jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32),
+                jax.ShapeDtypeStruct((batch, heads, splits), jnp.float32),
             ),
-            (blocks, heads, batch),
-            _constants(call, query, key, tile),
+            (splits, heads, batch),
+            _constants(call, query, key, tile) | {"SEGMENT": segment},
             **_options(tile),
         )
         tile = tiles.key_gradient
