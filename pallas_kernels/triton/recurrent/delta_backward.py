@@ -17,6 +17,7 @@ import triton.language as tl
 from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state
 from pallas_kernels.triton.recurrent.delta_forward import (
     factors_of,
+    one_of,
     state_factor,
     token_factors,
 )
@@ -229,7 +230,7 @@ def paired_at(level, factor, read, written, pairs, readers, keys, i, j, PRECISIO
     """
     second = ((i >> level) & 1) == 1
     met = tl.where(((i >> level) ^ (j >> level)) == 1, 1.0, 0.0).to(keys.dtype)
-    other = tl.where(second, readers, keys) * factor.to(keys.dtype)
+    other = one_of(second, readers, keys, factor)
     found = factor * tl.dot(pairs * met, other, input_precision=PRECISION)
     return read + tl.where(second, found, 0.0), written + tl.where(second, 0.0, found)
 
@@ -258,7 +259,7 @@ def delta_gradients(
     # The keys that read the state, and what is written to it.
     reader, written = tl.zeros([CHUNK, FB], tl.float32), tl.zeros([CHUNK, FB], tl.float32)
     total = tl.zeros([FB], tl.float32)
-    for vt in range(VT):
+    for vt in tl.range(VT, num_stages=1):
         e = vt * VB + tl.arange(0, VB)
         spot, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
         before = tl.load(states + at + spot, mask=there, other=0.0)
@@ -292,7 +293,7 @@ def delta_gradients(
         h = kh * G + g
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         near = tl.zeros([CHUNK, FB], tl.float32)
-        for vt in range(VT):
+        for vt in tl.range(VT, num_stages=1):
             e = vt * VB + tl.arange(0, VB)
             spot, there = e[:, None] + f[None, :] * V, (e < V)[:, None] & (f < F)[None, :]
             before = tl.load(states + at + spot, mask=there, other=0.0)

@@ -128,6 +128,12 @@ def factors_of(sums, which, high, low, rows, PRECISION: tl.constexpr):
     return tl.exp(summed_halves(which, high, low, PRECISION))
 
 
+@triton.jit
+def one_of(which, x, y, factor):
+    """x or y, times a factor. A sum takes fewer registers than a choice, which Triton makes for single numbers."""
+    return x * tl.where(which, factor, 0.0).to(x.dtype) + y * tl.where(which, 0.0, factor).to(x.dtype)
+
+
 def delta_chunks(
     q, k, beta, log, segments, sums, weights, inverse, queries, reads, writes, starts, ends, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
@@ -148,25 +154,26 @@ def delta_chunks(
     levels = count_levels(first, T, CHUNK)
     # Products of keys, in the rows, with queries and with keys; BY_FEATURE with D.
     p, overlap = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for ft in range(FT):
+    for ft in tl.range(FT, num_stages=1):
         f = ft * FB + tl.arange(0, FB)
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         if BY_FEATURE:
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             high, low = log_halves(logs, PRECISION)
-            p += tl.where(i == j, tl.dot(key, tl.trans(query), input_precision=PRECISION), 0.0)
+            overlap += tl.where(i == j, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
             for level in tl.range(levels, num_stages=STAGES):
-                factor = factors_of(sums, level, high, low, r, PRECISION).to(key.dtype)
-                here = key * factor
-                met = ((i >> level) ^ (j >> level)) == 1
-                found = tl.dot(here, tl.trans(query * factor), input_precision=PRECISION)
-                p += tl.where(met, found, 0.0)
-                found = tl.dot(here, tl.trans(here), input_precision=PRECISION)
-                overlap += tl.where(met, found, 0.0)
+                factor = factors_of(sums, level, high, low, r, PRECISION)
+                # Above the diagonal are products of keys with keys, and below it of queries with keys.
+                rows = one_of(((i >> level) & 1) == 1, query, key, factor)
+                column = tl.trans(key * factor.to(key.dtype))
+                found = tl.dot(rows, column, input_precision=PRECISION)
+                overlap += tl.where(((i >> level) ^ (j >> level)) == 1, found, 0.0)
         else:
             p = tl.dot(key, tl.trans(query), p, input_precision=PRECISION)
             overlap = tl.dot(key, tl.trans(key), overlap, input_precision=PRECISION)
+    if BY_FEATURE:
+        p = tl.trans(overlap)
     factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS, PRECISION)
     p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)
@@ -191,7 +198,7 @@ def delta_chunks(
         kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
         if SEGMENTS:
             own = segment_numbers(segments, b, first, r, T)
-        for ft in range(FT):
+        for ft in tl.range(FT, num_stages=1):
             f = ft * FB + tl.arange(0, FB)
             logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             high, low = log_halves(logs, PRECISION)
