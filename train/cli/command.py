@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from train.cli.allocator import keep_freed_memory
+from train.cli.xla import set_gpu_options
 from train.engine.errors import RunError, Stopped, UserError, is_client_error, is_memory_shortage, one_line
 from train.engine.metrics import as_started
 
@@ -27,6 +28,7 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set for the imports, in train/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     keep_freed_memory()
+    set_gpu_options()
     try:
         with _heeding_interrupts():
             main(sys.argv[1:])

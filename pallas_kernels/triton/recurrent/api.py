@@ -284,7 +284,7 @@ def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
     none = arrays["key_value"]
     weighs, gradient = call.has("key_sum"), before is not None and call.has("log_decay")
     numbers, chunks = sums.shape[3], sums.shape[2]
@@ -313,7 +313,7 @@ def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
     from pallas_kernels.triton.recurrent import forward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
     none, weighs = arrays["key_value"], call.has("key_sum")
     sums, _ = _chunk_sums(arrays, call, sizes, "key", "value", "", False)
     states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
@@ -341,7 +341,7 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
     from pallas_kernels.triton.recurrent import backward as kernels
 
     shape = _Shape.of(arrays)
-    sizes = plan.sum_sizes(shape.features, shape.dtype, call.has("log_decay"))
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
     none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
     states = arrays["states"]
     sums, _ = _chunk_sums(arrays, call, sizes, "query", "d_total", "d_weight", True)

@@ -3,8 +3,9 @@
 The gradient of a logarithm is the sum of what flows across its token: of the pairs of tokens on either side of it, of
 the reads from the state before the chunk, and of the writes to the state after it. The kernels of queries and keys add
 these up for their own tokens and `recurrent_decay_gradient` sums them over a chunk. What flows to queries and from keys
-of one chunk cancels in those sums, so both kernels compute it alike, pair by pair in float32. A program has one tile of
-the values' features, and its gradients of queries and keys are a part of the whole where there are several.
+of one chunk cancels in those sums, so both kernels round the same products: the gradient of a pair's score times its
+whole decay. A program has one tile of the values' features, and its gradients of queries and keys are a part of the
+whole where there are several.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ def recurrent_query_gradient(
     if WEIGHS:
         extra = tl.where(vt == 0, token_numbers(d_weight, b, first, r, h, T, N), 0.0)
     acc = tl.zeros([BM, FP], tl.float32)
-    flowing = tl.zeros([BM], tl.float32)
     gap = 0.0
     if DECAY:
         logs = log_decays(log, b, first, r, kh, T, K)
@@ -66,8 +66,6 @@ def recurrent_query_gradient(
             others = segment_numbers(segments, b, first + j * BN, n, T)
             seen = seen & (own[:, None] == others[None, :]) & (others >= 0)[None, :]
         dp = tl.where(seen, dp, 0.0)
-        if DECAY:
-            flowing += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     for m in range((first - c * CHUNK) // BN):
         begin = first - (m + 1) * BN
@@ -83,8 +81,6 @@ def recurrent_query_gradient(
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
             dp = tl.where((own[:, None] == others[None, :]) & (others >= 0)[None, :], dp, 0.0)
-        if DECAY:
-            flowing += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
     state = tl.load(before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
@@ -97,11 +93,10 @@ def recurrent_query_gradient(
         factor = tl.exp(start + gap)
     if SEGMENTS:
         factor = tl.where((own == segment_before(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
-    read *= factor[:, None]
-    acc += read
+    acc += read * factor[:, None]
     store_tokens(d_query, acc, b * VT + vt, first, r, h, f, T, N, F)
     if DECAY:
-        store_numbers(flow, flowing + tl.sum(read * query, 1), b * VT + vt, first, r, h, T, N)
+        store_numbers(flow, tl.sum(acc * query, 1), b * VT + vt, first, r, h, T, N)
 
 
 def recurrent_key_gradient(
@@ -125,60 +120,58 @@ def recurrent_key_gradient(
     n, f, e = tl.arange(0, BN), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     key = tokens_by_features(k, b, first, n, kh, f, T, K, F)
     value = tokens_by_features(v, b, first, n, kh, e, T, K, V)
-    after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
-    dk = tl.dot(value, state, input_precision=PRECISION)
-    if WEIGHS:
-        keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
-        dk += tl.where(vt == 0, keys, 0.0)[None, :]
-    reached = tl.full([BN], 1.0, tl.float32)
+    dk, dv = tl.zeros([BN, FP], tl.float32), tl.zeros([BN, VB], tl.float32)
+    gap = 0.0
+    if DECAY:
+        end = logs_after(log, b, first, n, kh, T, K, BN)
     if SEGMENTS:
         own = segment_numbers(segments, b, first, n, T)
-        reached = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), reached, 0.0)
-    dk *= reached[:, None]
-    ended = tl.sum(dk * key, 1)
-    flowing = tl.zeros([BN], tl.float32)
-    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
-    dv = tl.dot(key, state, input_precision=PRECISION) * reached[:, None]
-    # The later blocks of the chunk from the last, and the block of the keys themselves. What has been summed decays
-    # over a block before the block is added.
-    for later in tl.static_range(1, -1, -1):
-        if DECAY and not later:
-            shrink = tl.exp(logs_after(log, b, first, n, kh, T, K, BN))
-            dk, dv = dk * shrink[:, None], dv * shrink[:, None]
-            ended, flowing = ended * shrink, flowing * shrink
+    for later in tl.static_range(2):  # the block of the keys themselves, then those after it in the chunk
         for m in range(blocks if later else 1):
-            begin = first + (blocks - m if later else 0) * BN
+            begin = first + (m + 1 if later else 0) * BN
+            factor = 1.0
             if DECAY:
                 logs = log_decays(log, b, begin, n, kh, T, K)
                 if later:
-                    start, shrink = tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.sum(logs, 0))
-                    dk, dv, ended, flowing = dk * shrink, dv * shrink, ended * shrink, flowing * shrink
+                    factor = tl.exp(end + gap)[:, None] * tl.exp(tl.cumsum(logs, 0))[None, :]
+                    gap += tl.sum(logs, 0)
+                else:
+                    factor = tl.exp(logs_between_transposed(logs, n, n))
+            if not later:
+                factor = tl.where(n[:, None] <= n[None, :], factor, 0.0)
+            if SEGMENTS:
+                others = segment_numbers(segments, b, begin, n, T)
+                factor = tl.where((own[:, None] == others[None, :]) & (own >= 0)[:, None], factor, 0.0)
             for g in range(G):
                 query = tokens_by_features(q, b, begin, n, kh * G + g, f, T, N, F)
                 grad = tokens_by_features(d_out, b, begin, n, kh * G + g, e, T, N, V)
-                factor = 1.0
-                if DECAY:
-                    factor = start[None, :] if later else tl.exp(logs_between_transposed(logs, n, n))
-                if not later:
-                    factor = tl.where(n[:, None] <= n[None, :], factor, 0.0)
-                if SEGMENTS:
-                    others = segment_numbers(segments, b, begin, n, T)
-                    factor = tl.where((own[:, None] == others[None, :]) & (own >= 0)[:, None], factor, 0.0)
                 p = tl.dot(key, tl.trans(query), input_precision=PRECISION) * factor
                 dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
                 dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
                 if WEIGHS:
                     extra = token_numbers(d_weight, b, begin, n, kh * G + g, T, N)
                     dp += tl.where(vt == 0, extra, 0.0)[None, :]
-                if DECAY:
-                    flowing += tl.sum(p * dp, 1)
                 dk = tl.dot((dp * factor).to(query.dtype), query, dk, input_precision=PRECISION)
-    store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
-    store_tokens(d_key, dk, b * VT + vt, first, n, kh, f, T, K, F)
     if DECAY:
-        store_numbers(ends, ended, b * VT + vt, first, n, kh, T, K)
-        store_numbers(flow, flowing, b * VT + vt, first, n, kh, T, K)
+        store_numbers(flow, tl.sum(dk * key, 1), b * VT + vt, first, n, kh, T, K)
+    reached = tl.full([BN], 1.0, tl.float32)
+    if DECAY:
+        reached = tl.exp(end + gap)
+    if SEGMENTS:
+        reached = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), reached, 0.0)
+    after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
+    dv += tl.dot(key, state, input_precision=PRECISION) * reached[:, None]
+    store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
+    state = tl.load(after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
+    written = tl.dot(value, state, input_precision=PRECISION)
+    if WEIGHS:
+        keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)
+        written += tl.where(vt == 0, keys, 0.0)[None, :]
+    written *= reached[:, None]
+    if DECAY:
+        store_numbers(ends, tl.sum(written * key, 1), b * VT + vt, first, n, kh, T, K)
+    store_tokens(d_key, dk + written, b * VT + vt, first, n, kh, f, T, K, F)
 
 
 def recurrent_decay_gradient(

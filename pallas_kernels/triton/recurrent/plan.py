@@ -108,8 +108,6 @@ _SUMS |= {
     (100, 128): _SUMS[90, 128]._replace(key_gradient=Launch(128, 8, 1)),
     (100, 256): _SUMS[90, 256],
 }
-# Of the gradients, of up to 128 features, where the state decays: these kernels hold more numbers.
-_DECAYED = {90: (Launch(128, 8, 2), Launch(128, 8, 1)), 80: (Launch(128, 8, 1), Launch(128, 8, 2))}
 _DELTAS = {
     (90, 128): DeltaSizes(
         64, 8, 8, 64, 64, Launch(0, 4, 1), Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 4, 3), Launch(64, 8, 3),
@@ -165,17 +163,13 @@ _INTERPRETED = (
 
 
 @adjustable("sum")
-def sum_sizes(features: int, dtype: Any, decays: bool) -> SumSizes:
+def sum_sizes(features: int, dtype: Any) -> SumSizes:
     """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
     if bridge.interprets():
         return _INTERPRETED[0]
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32[0]
-    sizes = _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
-    if not decays or padded(features) > 128:
-        return sizes
-    query_gradient, key_gradient = _DECAYED[bridge.tuned_for(_DECAYED)]
-    return sizes._replace(query_gradient=query_gradient, key_gradient=key_gradient)
+    return _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
 
 
 @adjustable("sum_by_feature")

@@ -136,19 +136,8 @@ def launches_of(operation):
     return [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
 
 
-# Bytes that one kernel of each spills; docs/gpu.md describes what was tried.
-SPILLS = {("sum_decay", "h100"): 140}
-
-
-def _known(operation, target):
-    spilled = SPILLS.get((operation, target))
-    marks = [pytest.mark.xfail(strict=True, reason=f"spills {spilled} bytes")] if spilled else []
-    return pytest.param(operation, target, marks=marks, id=f"{operation}-{target}")
-
-
-@pytest.mark.parametrize(
-    ("operation", "target"), [_known(operation, target) for operation in OPERATIONS for target in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns otherwise
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(TARGETS[target].capability))
