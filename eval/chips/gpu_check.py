@@ -45,7 +45,7 @@ RECURRENT = (
 OTHERS = ("full", "diag", "flow", "hopfield", "bsbr", "flash", "mlr")
 NAMES = (*KERNELS, *RECURRENT, *OTHERS, "training", "copy", "matmul", "flex", "fla")
 _GRADIENTS = ("query_gradient", "key_gradient")
-_DELTA = ("chunks", "states"), ("state_gradient", "pair_gradient", "gradient")
+_DELTA = ("chunks", "maps", "states"), ("gradient_maps", "state_gradient", "pair_gradient", "gradient")
 #: The families of kernels as `adjustable` names them: (operation, kernels of its forward pass, kernels of its backward
 #: pass), by the fields of the family's sizes.
 TUNED = {

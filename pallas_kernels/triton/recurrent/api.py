@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
@@ -68,6 +69,14 @@ class Call(NamedTuple):
     def has(self, name: str) -> bool:
         """Whether an operand is there."""
         return name in self.names
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the delta rule's tokens have factors for what they read of the state and write to it.
+
+        By feature those are in the arrays that are read and written.
+        """
+        return not self.by_feature and (self.has("log_decay") or self.has("segments"))
 
     def flags(self) -> dict[str, Any]:
         """What all kernels are told."""
@@ -171,7 +180,9 @@ def kept_names(call: Call) -> tuple[str, ...]:
     if not call.has("beta"):
         return ("states",)
     names = ("states", "corrected", "weights", "maps")
-    return (*names, "queries", "reads", "writes", "factors") if call.by_feature else (*names, "inverse")
+    if call.by_feature:
+        return (*names, "queries", "reads", "writes", "factors")
+    return (*names, "inverse", "starts", "ends", "factors") if call.scaled else (*names, "inverse")
 
 
 def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
@@ -507,6 +518,18 @@ def _feature_backward(arrays: Named, call: Call) -> Named:
 # --- The delta rule ---
 
 
+def _summed(tokens: int) -> np.ndarray:
+    """Whose logarithms are summed for each token of a chunk: at each level, to its end and from its beginning."""
+    i, j = np.arange(tokens)[:, None], np.arange(tokens)
+
+    def to_middle(level: int) -> np.ndarray:
+        """Tokens of a first block of 2^level decay after themselves, and those of a second block until themselves."""
+        return (i >> level == j >> level) & np.where((i >> level) % 2 == 1, j <= i, j > i)
+
+    levels = range((tokens - 1).bit_length())
+    return np.stack([*map(to_middle, levels), j > i, j <= i]).astype(np.float16)
+
+
 class _Delta(NamedTuple):
     """The launches of a call of the delta rule."""
 
@@ -519,8 +542,11 @@ class _Delta(NamedTuple):
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
         sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
+        sizes = sizes(shape.features, shape.dtype)
         arrays = {"queries": arrays["query"], "reads": arrays["key"], "writes": arrays["key"]} | arrays
-        return cls(arrays, call, shape, sizes(shape.features, shape.dtype))
+        if call.by_feature:
+            arrays["sums"] = jnp.asarray(_summed(sizes.chunk))
+        return cls(arrays, call, shape, sizes)
 
     @property
     def chunks(self) -> int:
@@ -557,9 +583,6 @@ class _Delta(NamedTuple):
         tiles = self.shape.value_tiles(launch) if tiles is None else tiles
         grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
         more |= {"SPAN": chunks, "SPANS": spans}
-        if self.call.by_feature:
-            # What reads the state and what is written to it have been decayed, and have zeros for other segments.
-            more["SEGMENTS"], names = False, names.replace("log_decay", "none")
         return self._start(kernel, launch, names, results, grid, more)
 
     @property
@@ -575,8 +598,9 @@ class _Delta(NamedTuple):
         """Tells a kernel those constants that it names."""
         shape = self.shape
         heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads, "K": shape.kv_heads}
-        more = heads | {"BY_FEATURE": self.call.by_feature} | more
-        constants = shape.constants(self.call, launch, self.sizes.chunk, **more)
+        levels = {"LEVELS": (self.sizes.chunk - 1).bit_length(), "STAGES": launch.num_stages}
+        flags = levels | {"BY_FEATURE": self.call.by_feature, "SCALED": self.call.scaled}
+        constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **flags, **more)
         named = inspect.signature(kernel).parameters
         constants = {name: x for name, x in constants.items() if name in named}
         return _start(kernel, launch, _take(self.arrays, names), results, grid, constants)
@@ -587,34 +611,37 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
 
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
-    keys, state, keep_inverse = delta.keys(shape.features), delta.state, keep or not call.by_feature
-    names = ["weights", "inverse"]
-    results = [delta.queries(sizes.chunk), delta.keys(sizes.chunk) if keep_inverse else shape.none]
+    keys, by_head = delta.keys(shape.features), shape.state(shape.length)
+    results = {"weights": delta.queries(sizes.chunk)}
+    if keep or not call.by_feature:
+        results["inverse"] = delta.keys(sizes.chunk)
     if call.by_feature:
-        names += ["queries", "reads", "writes", "factors"]
-        results += [delta.queries(shape.features), keys, keys, shape.state(delta.chunks, shape.features)]
-    else:
-        results += 4 * [shape.none]
+        results |= {"queries": delta.queries(shape.features), "reads": keys, "writes": keys}
+        results["factors"] = shape.state(delta.chunks, shape.features)
+    elif call.scaled:
+        results |= {"starts": by_head, "ends": by_head, "factors": shape.state(delta.chunks)}
+    names = ("weights", "inverse", "queries", "reads", "writes", "starts", "ends", "factors")
     found = delta.by_chunk(
-        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments", results, programs=shape.heads,
-        FB=min(sizes.features, padded(shape.features)), KEEP=keep_inverse,
+        kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments sums",
+        [results.get(name, shape.none) for name in names],
+        programs=shape.heads, FB=min(sizes.features, padded(shape.features)), KEEP="inverse" in results,
     )  # fmt: skip
-    arrays |= dict(zip(names, found))
+    arrays |= {name: x for name, x in zip(names, found) if name in results}
     if delta.spans[0] > 1:
-        tiles = -(-shape.features // shape.value_tile(sizes.states)) + shape.value_tiles(sizes.states)
+        tiles = -(-shape.features // shape.value_tile(sizes.maps)) + shape.value_tiles(sizes.maps)
         (arrays["maps"],) = delta.by_span(
-            kernels.delta_maps, sizes.states,
-            f"reads writes {'none' if call.by_feature else 'inverse'} value beta log_decay segments factors",
+            kernels.delta_maps, sizes.maps,
+            f"reads writes {'none' if call.by_feature else 'inverse'} value beta starts ends factors",
             (shape.state(delta.spans[0], shape.features, shape.features + shape.values),), tiles=tiles,
         )  # fmt: skip
     else:
         arrays["maps"] = arrays["key_value"]  # not read
     total, last, arrays["states"], arrays["corrected"] = delta.by_span(
         kernels.delta_outputs, sizes.states,
-        "queries weights reads writes inverse value beta log_decay segments factors key_value maps",
+        "queries weights reads writes inverse value beta starts ends factors key_value maps",
         (
             shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
-            state,
+            delta.state,
             *((delta.states, delta.keys(shape.values)) if keep else 2 * (shape.none,)),
         ),
         KEEP=keep,
@@ -629,28 +656,30 @@ def _delta_backward(arrays: Named, call: Call) -> Named:
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes, kv_heads = delta.arrays, delta.shape, delta.sizes, delta.shape.kv_heads
     values, found = delta.keys(shape.values), {}
-    names = "queries weights reads writes inverse beta log_decay segments factors d_total"
+    names = "queries weights reads writes inverse beta starts ends factors d_total"
     if delta.spans[0] > 1:
         added = shape.state(delta.spans[0], shape.features, shape.values)
-        (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.state_gradient, names, (added,))
+        (arrays["added"],) = delta.by_span(kernels.delta_gradient_maps, sizes.gradient_maps, names, (added,))
     arrays["d_states"], found["key_value"] = delta.by_span(
         kernels.delta_state_gradient, sizes.state_gradient, f"{names} d_key_value maps added",
         (delta.states, delta.state),
     )  # fmt: skip
     arrays["z"], found["value"], strength, arrays["d_p"], arrays["d_a"] = delta.by_chunk(
         kernels.delta_pair_gradients, sizes.pair_gradient,
-        "weights writes inverse value beta log_decay segments corrected d_total d_states",
+        "weights writes inverse value beta log_decay segments ends corrected d_total d_states",
         (values, values, shape.tokens(kv_heads), delta.queries(sizes.chunk), delta.keys(sizes.chunk)),
         programs=kv_heads,
     )  # fmt: skip
-    tile = min(sizes.gradient_features, padded(shape.features))
+    # Grouped heads take more registers.
+    most = sizes.gradient_features if shape.heads == kv_heads else max(16, sizes.gradient_features // 2)
+    tile = min(most, padded(shape.features))
     tiles = -(-shape.features // tile)
     parts = jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, kv_heads), jnp.float32)
     by_feature = shape.tokens(kv_heads, shape.features)
     d_log = by_feature if call.by_feature else parts if call.has("log_decay") else shape.none
     found["query"], found["key"], strengths, logs = delta.by_chunk(
         kernels.delta_gradients, sizes.gradient,
-        "query key beta log_decay segments states corrected d_total d_states z d_p d_a factors",
+        "query key beta log_decay segments sums states corrected d_total d_states z d_p d_a starts ends factors",
         (delta.queries(shape.features), delta.keys(shape.features), parts, d_log),
         programs=kv_heads * tiles, FB=tile,
     )  # fmt: skip

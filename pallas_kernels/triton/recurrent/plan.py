@@ -82,7 +82,9 @@ class DeltaSizes(NamedTuple):
     features: int
     gradient_features: int
     chunks: Launch
+    maps: Launch
     states: Launch
+    gradient_maps: Launch
     state_gradient: Launch
     pair_gradient: Launch
     gradient: Launch
@@ -110,20 +112,17 @@ _SUMS |= {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 16, 8, 128, 64, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 8, 8, 64, 64, Launch(0, 4, 1), Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 4, 3), Launch(64, 8, 3),
+        Launch(128, 4, 1), Launch(64, 4, 1),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, 64, 64, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 64, Launch(0, 8, 1), *4 * [Launch(32, 8, 1)], Launch(64, 8, 1), Launch(64, 8, 1),
     ),
-    (80, 128): DeltaSizes(
-        64, 16, 8, 64, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
-    ),
-    (80, 256): DeltaSizes(
-        32, 16, 8, 32, 32, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
-    ),
+    (80, 128): DeltaSizes(64, 16, 8, 64, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
+    (80, 256): DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
 }  # fmt: skip
 _DELTAS |= {
-    (100, 128): _DELTAS[90, 128]._replace(states=Launch(32, 8, 1)),
+    (100, 128): _DELTAS[90, 128]._replace(pair_gradient=Launch(64, 4, 1)),
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
@@ -138,35 +137,32 @@ _BY_FEATURE = {
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
     (90, 128): DeltaSizes(
-        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 8, 8, 64, 32, Launch(0, 4, 3), Launch(128, 8, 3), Launch(64, 8, 2), Launch(64, 4, 3), Launch(64, 8, 3),
+        Launch(64, 4, 1), Launch(64, 4, 3),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 16, Launch(0, 4, 1), *4 * [Launch(32, 8, 1)], Launch(64, 8, 1), Launch(64, 8, 1),
     ),
-    (80, 128): DeltaSizes(
-        32, 16, 16, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
-    ),
-    (80, 256): DeltaSizes(
-        32, 16, 8, 16, 16, Launch(0, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
-    ),
+    (80, 128): DeltaSizes(64, 16, 8, 32, 16, Launch(0, 8, 1), *5 * [Launch(32, 8, 1)], Launch(64, 4, 1)),
+    (80, 256): DeltaSizes(32, 16, 8, 16, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
 }  # fmt: skip
 _DELTAS_BY_FEATURE |= {
-    (100, 128): _DELTAS_BY_FEATURE[90, 128]._replace(state_gradient=Launch(32, 8, 2)),
+    (100, 128): _DELTAS_BY_FEATURE[90, 128]._replace(gradient=Launch(64, 4, 1)),
     (100, 256): _DELTAS_BY_FEATURE[90, 256],
 }
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = (
     SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
     FeatureSizes(64, 32, 32, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
-    DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
-    DeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *2 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *4 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 1, 8, 32, 16, Launch(0, 8, 1), *4 * [Launch(16, 8, 1)], *2 * [Launch(32, 8, 1)]),
 )
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = (
     SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
     FeatureSizes(64, 32, 16, 32, 16, 128, 1, *4 * [Launch(16, 4, 1)]),
-    DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
-    DeltaSizes(32, 3, 2, 16, 16, *5 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, 16, 16, *7 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, 16, 16, *7 * [Launch(16, 4, 1)]),
 )
 
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("triton"),
 ]
-TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "int8": "*i8"}
+TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int8": "*i8"}
 
 
 def half(*shape):
