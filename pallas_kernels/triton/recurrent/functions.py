@@ -101,17 +101,29 @@ def feature_logs(logs):
 
 
 @triton.jit
-def summed_tokens(which, logs, PRECISION: tl.constexpr):
-    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has.
-
-    A logarithm is the sum of two float16 numbers to within 2^-22 of it, and these are summed in float32.
-    """
+def log_halves(logs, PRECISION: tl.constexpr):
+    """Logarithms as two float16 numbers, whose sum is within 2^-22 of them; in float32 arithmetic, as they are."""
     if PRECISION == "ieee":
-        return tl.dot(which.to(tl.float32), logs, input_precision=PRECISION)
+        return logs, logs
     else:
         high = logs.to(tl.float16)
-        low = (logs - high.to(tl.float32)).to(tl.float16)
+        return high, (logs - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def summed_halves(which, high, low, PRECISION: tl.constexpr):
+    """Sums the logarithms (tokens, features) of the tokens that each row of `which` has, in float32."""
+    if PRECISION == "ieee":
+        return tl.dot(which.to(tl.float32), high, input_precision=PRECISION)
+    else:
         return tl.dot(which.to(tl.float16), high, tl.dot(which.to(tl.float16), low))
+
+
+@triton.jit
+def summed_tokens(which, logs, PRECISION: tl.constexpr):
+    """The same for logarithms that are read once."""
+    high, low = log_halves(logs, PRECISION)
+    return summed_halves(which, high, low, PRECISION)
 
 
 @triton.jit
