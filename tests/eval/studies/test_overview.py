@@ -34,12 +34,12 @@ def test_figures_by_hand():
     """Some figures from the pages; update both together."""
     assert FIGURES.recall["deltanet"] == "99.2"  # of "99.2 (97.7 to 100.0)"
     assert FIGURES.recall["norm"] == "76.9"  # in the second table of the page
-    assert FIGURES.nats["brl"] == "1.655"  # beta 0, the default, not the row of beta 0.5
-    assert FIGURES.nats["norm"] == "2.123"  # not the row with --ffn swiglu
-    assert FIGURES.earlier_nats["gau"] == "1.621"
+    assert FIGURES.nats["local"] == "1.621"  # seed 0, not the row of seed 1
+    assert FIGURES.nats["norm"] == "2.048"
+    assert FIGURES.earlier_nats["bsbr"] == "1.660"  # not the row with more numbers
     assert "full" not in FIGURES.earlier_nats
     np.testing.assert_allclose(FIGURES.cpu["local"], 16384 / 2833)
-    np.testing.assert_allclose(FIGURES.gpu["deltanet"], 16.384 / 1.498)
+    np.testing.assert_allclose(FIGURES.gpu["deltanet"], 16.384 / 1.072)
     np.testing.assert_allclose(FIGURES.h100["diag"], 16.384 / 0.449)
     assert {"local", "brl", "bilinear_mlr", "mamba2"} <= FIGURES.sharded
     assert not {"sinkhorn", "kernelized", "native_sparse"} & FIGURES.sharded
@@ -51,8 +51,8 @@ def test_cells():
     # One matrix of 64 x 64 for each of 4 heads, and a sum of keys.
     assert table.state("linear") == "65"
     assert table.state("linformer") == ""
-    assert table.measured("full", FIGURES)[:2] == ("[100.0][r]", "[1.704][t]")
-    assert table.measured("gau", FIGURES)[1] == "[*1.621*][e]"
+    assert table.measured("full", FIGURES)[:2] == ("[100.0][r]", "[1.660][t]")
+    assert table.measured("rwkv7", FIGURES)[1] == "[*1.585*][e]"
     assert table.paper("gated_deltanet") == "2412.06464"
     assert table.address("Vpyg3fqXbl") == "https://openreview.net/forum?id=Vpyg3fqXbl"
 
@@ -91,7 +91,7 @@ def test_the_picture_shows_what_was_measured():
     figure = picture.draw(rows, pages.gpu_times(ROOT))
     milliseconds, memory, gpu = figure.axes
     # With cuDNN, which is the default and so comes first in the page's table.
-    assert [bar.get_width() for bar in gpu.patches] == [4.39, 1.498, 0.607, 0.499]
+    assert [bar.get_width() for bar in gpu.patches] == [3.47, 1.072, 0.585, 0.426]
     lines = {line.get_label(): line for line in milliseconds.get_lines()}
     assert {"full, jax.nn", "local, window 256", "linear"} <= lines.keys()
     own = {row["length"]: row["forward_backward_s"] for row in rows if row["name"] == "linear"}
@@ -108,7 +108,7 @@ def test_the_command_writes_into_a_checkout(tmp_path):
         shutil.copy(ROOT / page, tmp_path / page)
     for name in ("cost", "kernels"):
         shutil.copy(ROOT / "docs" / "data" / f"{name}.json", tmp_path / "docs" / "data")
-    changed = (tmp_path / "docs" / "results.md").read_text().replace("| 1.704 |", "| 1.234 |")
+    changed = (tmp_path / "docs" / "results.md").read_text().replace("| 1.660 |", "| 1.234 |")
     (tmp_path / "docs" / "results.md").write_text(changed)
     main(["--root", str(tmp_path)])
     assert "[1.234][t]" in (tmp_path / "docs" / "mechanisms.md").read_text()
