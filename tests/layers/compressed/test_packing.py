@@ -100,7 +100,8 @@ def test_many_sequences_in_a_row_are_each_alone():
     def in_a_row(a):
         return np.concatenate([a[i, :size] for i, size in enumerate(sizes)])
 
-    assert relative_error(y[0], in_a_row(expected)) < 1e-5
+    # Both sum in float32, in another order, and processors round differently: up to 1.2e-5.
+    assert relative_error(y[0], in_a_row(expected)) < 2e-5
     assert relative_error(together_x[0], in_a_row(alone_x)) < 1e-4
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
         assert relative_error(a, b) < 1e-4
