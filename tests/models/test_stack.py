@@ -59,3 +59,25 @@ def test_no_gradient_flows_through_brls_output_history():
     # Two layers of windows reach back at most six tokens.
     np.testing.assert_array_equal(slope[0, :16], np.zeros((16, 16)))
     assert float(jnp.abs(slope[0, 22]).max()) > 0
+
+
+def test_layers_keep_no_elementwise_results_for_the_backward_pass():
+    stack = Stack((FullConfig(),) * 2, dimensions(True))
+    x = jnp.ones((1, 8, 16))
+    variables = jax.eval_shape(stack.init, jax.random.key(0), x)
+    program = jax.make_jaxpr(jax.grad(lambda variables: stack.apply(variables, x)[0].sum()))(variables)
+    forward = next(e for e in program.jaxpr.eqns if e.primitive.name == "scan")
+    layer, carried = forward.params["jaxpr"].jaxpr, forward.params["num_carry"]
+    made_by = {out: equation for equation in layer.eqns for out in equation.outvars}
+
+    def maker(kept):
+        equation = made_by.get(kept)
+        if (
+            equation is not None and equation.primitive.name == "reduce_precision"
+        ):  # JAX's, around what is kept
+            return maker(equation.invars[0])
+        return "input" if equation is None else equation.primitive.name
+
+    makers = {maker(kept) for kept in layer.outvars[carried:]}
+    assert "dot_general" in makers
+    assert not makers & {"add", "mul", "sub", "div", "select_n", "convert_element_type", "broadcast_in_dim"}
