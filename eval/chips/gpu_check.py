@@ -1,8 +1,9 @@
 """Checks every kernel on this machine's GPU against float64, and times it: python -m eval.gpu_check.
 
 Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first,
-and `--json` keeps all that was found so far, and what each kernel of a timed call took. Nothing runs after `--minutes`. Processes, one for each core but two,
-compile at the same time; while one of them times a program, the others are stopped.
+and `--json` keeps all that was found so far, and what each kernel of a timed call took. Nothing runs after
+`--minutes`. Processes, one for each core but two, compile at the same time; while one of them times a program, the
+others are stopped.
 
 It needs the library with its GPU packages (`pip install '.[gpu]'`), no data and no test package. PyTorch and
 flash-linear-attention are timed alongside where they are installed. `--interpret` runs the same checks in Triton's
@@ -55,7 +56,7 @@ TUNED = {
     "squared_relu": ("gau", ("forward",), (*_GRADIENTS, "value_gradient")),
     "selected": ("selected", ("by_query",), ("by_key",)),
     "delta_by_feature": ("kda", *_DELTA),
-    "sum_by_feature": ("gla", ("sums", "outputs"), ("value_gradient", *_GRADIENTS)),
+    "sum_by_feature": ("gla", ("sums", "outputs"), ("value_gradient", "gradients")),
     "sum": ("scalar_decay", ("sums", "outputs"), _GRADIENTS),
     "delta": ("gated_delta", *_DELTA),
 }

@@ -541,8 +541,8 @@ class _Delta(NamedTuple):
     @classmethod
     def of(cls, arrays: Named, call: Call) -> _Delta:
         shape = _Shape.of(arrays)
-        sizes = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
-        sizes = sizes(shape.features, shape.dtype)
+        choose = plan.feature_delta_sizes if call.by_feature else plan.delta_sizes
+        sizes = choose(shape.features, shape.dtype)
         arrays = {"queries": arrays["query"], "reads": arrays["key"], "writes": arrays["key"]} | arrays
         if call.by_feature:
             arrays["sums"] = jnp.asarray(_summed(sizes.chunk))

@@ -116,7 +116,7 @@ _DELTAS = {
         Launch(128, 4, 1), Launch(64, 4, 1),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, 64, 64, Launch(0, 8, 1), *4 * [Launch(32, 8, 1)], Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 64, Launch(0, 8, 1), *4 * [Launch(32, 8, 1)], *2 * [Launch(64, 8, 1)],
     ),
     (80, 128): DeltaSizes(64, 16, 8, 64, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
     (80, 256): DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
@@ -141,9 +141,11 @@ _DELTAS_BY_FEATURE = {
         Launch(64, 4, 1), Launch(64, 4, 3),
     ),
     (90, 256): DeltaSizes(
-        64, 16, 8, 64, 16, Launch(0, 4, 1), *4 * [Launch(32, 8, 1)], Launch(64, 8, 1), Launch(64, 8, 1),
+        64, 16, 8, 64, 16, Launch(0, 4, 1), *4 * [Launch(32, 8, 1)], *2 * [Launch(64, 8, 1)],
     ),
-    (80, 128): DeltaSizes(64, 16, 8, 32, 16, Launch(0, 8, 1), *5 * [Launch(32, 8, 1)], Launch(64, 4, 1)),
+    (80, 128): DeltaSizes(
+        64, 16, 8, 32, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)],
+    )._replace(gradient=Launch(64, 4, 1)),
     (80, 256): DeltaSizes(32, 16, 8, 16, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
 }  # fmt: skip
 _DELTAS_BY_FEATURE |= {
