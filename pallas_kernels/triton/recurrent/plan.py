@@ -112,7 +112,7 @@ _SUMS |= {
 }
 _DELTAS = {
     (90, 128): DeltaSizes(
-        64, 8, 8, 64, 64, Launch(0, 4, 1), Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 4, 3), Launch(64, 8, 3),
+        64, 8, 8, 64, 64, Launch(0, 4, 1), Launch(64, 4, 3), Launch(32, 4, 3), Launch(64, 8, 3), Launch(64, 8, 3),
         Launch(128, 4, 1), Launch(64, 4, 1),
     ),
     (90, 256): DeltaSizes(
@@ -122,7 +122,7 @@ _DELTAS = {
     (80, 256): DeltaSizes(32, 16, 8, 32, 32, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
 }  # fmt: skip
 _DELTAS |= {
-    (100, 128): _DELTAS[90, 128]._replace(pair_gradient=Launch(64, 4, 1)),
+    (100, 128): _DELTAS[90, 128]._replace(states=Launch(32, 8, 3), pair_gradient=Launch(64, 4, 1)),
     (100, 256): _DELTAS[90, 256],
 }
 _BY_FEATURE = {
@@ -137,7 +137,7 @@ _BY_FEATURE = {
 _BY_FEATURE |= {(c, 256): sizes._replace(sums=Launch(32, 8, 1)) for (c, _), sizes in _BY_FEATURE.items()}
 _DELTAS_BY_FEATURE = {
     (90, 128): DeltaSizes(
-        64, 8, 8, 64, 32, Launch(0, 4, 3), Launch(128, 8, 3), Launch(64, 8, 2), Launch(64, 4, 3), Launch(64, 8, 3),
+        64, 8, 8, 64, 32, Launch(0, 4, 3), Launch(128, 8, 3), Launch(32, 4, 3), Launch(64, 4, 3), Launch(64, 8, 3),
         Launch(64, 4, 1), Launch(64, 4, 3),
     ),
     (90, 256): DeltaSizes(
@@ -149,7 +149,7 @@ _DELTAS_BY_FEATURE = {
     (80, 256): DeltaSizes(32, 16, 8, 16, 16, Launch(0, 8, 1), *6 * [Launch(32, 8, 1)]),
 }  # fmt: skip
 _DELTAS_BY_FEATURE |= {
-    (100, 128): _DELTAS_BY_FEATURE[90, 128]._replace(gradient=Launch(64, 4, 1)),
+    (100, 128): _DELTAS_BY_FEATURE[90, 128]._replace(states=Launch(64, 8, 2), gradient=Launch(64, 4, 1)),
     (100, 256): _DELTAS_BY_FEATURE[90, 256],
 }
 # float32 takes twice the registers and shared memory of a 16-bit type.
