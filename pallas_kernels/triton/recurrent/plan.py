@@ -103,7 +103,7 @@ _SUMS = {
         256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1)
     ),
     (80, 256): SumSizes(
-        256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1)
+        256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 8, 1), Launch(128, 8, 1), Launch(64, 8, 1)
     ),
 }
 _SUMS |= {
