@@ -103,23 +103,11 @@ class _Parts(NamedTuple):
 
 #: Primitives whose results no layer keeps for its backward pass. XLA computes them again in the operation that reads
 #: them, which takes less time than writing their results to memory and reading them back.
-_RECOMPUTED = frozenset(
-    (
-        *("add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "rsqrt", "sign", "abs"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type"),
-        *(
-            "broadcast_in_dim",
-            "reshape",
-            "squeeze",
-            "transpose",
-            "rev",
-            "slice",
-            "pad",
-            "concatenate",
-            "iota",
-        ),
-    )
-)
+_RECOMPUTED = frozenset((
+    "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "rsqrt", "sign", "abs",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type",
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "pad", "concatenate", "iota",
+))  # fmt: skip
 _POLICIES: dict[Remat, Any] = {
     "none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -6,7 +6,7 @@ level, down to single tokens, and each level's product has the scores of the pai
 either reads or is read, so one matrix has the queries of the one kind and the keys of the other, all decayed, and its
 product with itself has the scores. Every exponent is a sum of logarithms between two tokens, hence at most 0. A product
 with a matrix of zeros and ones forms these sums; differences of running sums would lose a weak decay behind a strong
-one. A product of 64 rows takes 4 warps: twice as many would compute everything twice.
+one. A product of 64 rows takes 4 warps: with 8, two of them would compute each part.
 
 Forward, a token reads earlier tokens and the state before its chunk. Backward (LATER), for the gradient of the values,
 the same kernels run towards the past: a token reads later tokens and the gradient of the state after its chunk.
@@ -85,7 +85,7 @@ def count_levels(first, T: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def other_block(first, T: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, LATER: tl.constexpr):
-    """Where the chunk's block before (LATER: after) the one at token `first` begins, -1 where there is none."""
+    """Where the chunk's block before (LATER: after) the one at token `first` begins, -1 at the chunk's edge."""
     if LATER:
         return tl.where((first // BN % (CHUNK // BN) == 0) & (CHUNK > BN) & (first + BN < T), first + BN, -1)
     else:
@@ -194,7 +194,7 @@ def feature_outputs(
     if beside >= 0:
         value = tokens_by_features(z, b, beside, r, yh, e, T, Y, V)
         acc = tl.dot(far.to(value.dtype), value, acc, input_precision=PRECISION)
-    if not LATER or head % G == 0:  # the gradient of the state is that of all heads of a group
+    if not LATER or head % G == 0:  # all heads of a group share the gradient of the state
         at = states + ((b.to(tl.int64) * K + kh) * ((T + CHUNK - 1) // CHUNK) + c) * (F * V)
         for ft in range((F + PART - 1) // PART):
             f = ft * PART + tl.arange(0, PART)
@@ -269,27 +269,8 @@ def outer_gradients(
     chunk = first // CHUNK
     beside = other_block(first, T, CHUNK, BN, LATER)
     found = state_gradients(
-        u,
-        states,
-        segments,
-        b,
-        chunk,
-        first,
-        r,
-        uh,
-        kh,
-        f,
-        T,
-        U,
-        K,
-        F,
-        V,
-        VB,
-        CHUNK,
-        LATER,
-        SEGMENTS,
-        PRECISION,
-    )
+        u, states, segments, b, chunk, first, r, uh, kh, f, T, U, K, F, V, VB, CHUNK, LATER, SEGMENTS, PRECISION,
+    )  # fmt: skip
     found = tl.where(reads, found, 0.0)
     flow = tl.zeros([f.shape[0]], tl.float32)
     if beside >= 0:

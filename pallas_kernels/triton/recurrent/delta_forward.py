@@ -93,8 +93,8 @@ def pair_factors(
 
 @triton.jit
 def bounded(x, PRECISION: tl.constexpr):
-    """Numbers for a product: float16 has as many digits as TF32, and numbers beyond it come from a state that grows by
-    as much within a chunk."""
+    """Numbers for a product. float16 has TF32's digits; numbers beyond its range come from a state that grows beyond it
+    within a chunk."""
     if PRECISION == "ieee":
         return x
     else:

@@ -129,11 +129,10 @@ def summed_tokens(which, logs, PRECISION: tl.constexpr):
 @triton.jit
 def summed_features(logs, which, PRECISION: tl.constexpr):
     """The same for logarithms (features, tokens) and the columns of `which`."""
+    high, low = log_halves(logs, PRECISION)
     if PRECISION == "ieee":
-        return tl.dot(logs, which.to(tl.float32), input_precision=PRECISION)
+        return tl.dot(high, which.to(tl.float32), input_precision=PRECISION)
     else:
-        high = logs.to(tl.float16)
-        low = (logs - high.to(tl.float32)).to(tl.float16)
         return tl.dot(high, which.to(tl.float16), tl.dot(low, which.to(tl.float16)))
 
 
