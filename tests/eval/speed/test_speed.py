@@ -21,7 +21,7 @@ from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.oracles import attention as oracles
 from tests.support.command_lines import last_wins
-from train.engine.errors import RunError, UserError
+from train.engine.errors import RunError
 from train.engine.step import make_eval_step
 from train.tasks.lm import LM
 
@@ -357,34 +357,6 @@ def test_reference_equals_oracle():
     d_query, d_key, d_value, _ = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3])
     for x, y in zip(got, (out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:])):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--lengths", "0"], "lengths must be at least 1, got 0"),
-        (["--window", "0"], "window must be at least 1, got 0"),
-        (["--limit", "0"], "limit must be above 0, got 0"),
-        (["--mechanisms", "locall"], "mechanisms must be out of full, local.*, got locall"),
-        (
-            ["--mechanisms", "brl", "--levels", "functions"],
-            "mechanisms of the level functions must be out of",
-        ),
-        (["--levels", "function"], "levels"),
-        (
-            ["--levels", "functions", "--pictures", "p"],
-            "pictures are of layers, encoders, .*: levels must have one of",
-        ),
-        (["--dtype", "float8"], "dtype"),
-        (["--lenghts", "3"], "did you mean --lengths"),
-        (["--json", "/does/not/exist.json"], "--json: expected a file in a folder that can be written to"),
-        (["--pictures", "/proc/nowhere"], "--pictures: cannot write under"),
-    ],
-)
-def test_bad_input(argv, message):
-    with pytest.raises(UserError, match=message) as error:
-        main(argv)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
