@@ -6,6 +6,7 @@ import re
 import pytest
 
 from eval.chips import mesh_check
+from eval.harness.batches import make_batch
 from tests.marks import slow_unless
 from train.engine.errors import RunError
 from train.tasks.every import TASKS
@@ -60,7 +61,7 @@ def test_every_task_is_a_candidate(name):
     mechanisms = mesh_check.candidates(task)
     assert {"full", "local", "brl"} <= mechanisms.keys()
     config = mesh_check.small_config(task, mechanisms["local"])
-    batch = mesh_check.make_batch(task, config, 0)
+    batch = make_batch(task, config)
     assert {key: (x.shape, x.dtype) for key, x in batch.arrays.items()} == {
         key: (x.shape, x.dtype) for key, x in task.batch_shapes(config, 8).items()
     }
