@@ -100,7 +100,8 @@ def test_when_recall_was_learned_and_the_frontier(monkeypatch):
         return [{"trained": [[8, 2]], "cases": [case | {"accuracy": a}]} for a in accuracies]
 
     groups = [group(200, 0.5, 0.7), group(100, 0.4), group(300, 0.55), group(100, 0.2)]
-    assert recall.frontier(groups) == [(100, 0.4), (200, pytest.approx(0.6))]
+    found = recall.frontier(groups, lambda result: result["cases"][0]["state_bytes"])
+    assert found == [(100, 0.4), (200, pytest.approx(0.6))]
 
 
 def test_seconds_of_training(monkeypatch):
