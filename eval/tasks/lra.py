@@ -131,10 +131,10 @@ def markdown(results: Sequence[Result]) -> str:
         averages = {model: row.average for model, row in figures.items() if row.average is not None}
         columns = (*LRA_TASKS, *(["average"] if averages else []), "train.lra lra-TASK-")
         table = Table("model", *columns, title=f"{paper}:")
-        for model, row in figures.items():
-            cells = [row.accuracies.get(task) for task in LRA_TASKS] + ([row.average] if averages else [])
+        for model, given in figures.items():
+            cells = [given.accuracies.get(task) for task in LRA_TASKS] + ([given.average] if averages else [])
             printed = (None if number is None else f"{number:.2f}" for number in cells)
-            table.add(model, *printed, row.preset)
+            table.add(model, *printed, given.preset)
         parts += ["", str(table)]
         notes = [average_note(model, figures[model].accuracies, averages[model]) for model in averages]
         parts += [f"- {note}" for note in notes if note is not None]
