@@ -16,6 +16,7 @@ from train.engine.checkpoint import Checkpoints
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.engine.storage import check_client, is_remote
+from train.engine.throughput import step_flops
 from train.tasks.task import Task, read_config
 
 
@@ -77,6 +78,15 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
 
     step, params = checkpoints.read_params(task.objective(model, config).init, checkpoint, explain=explain)
     return Run(task, config, model, params, step)
+
+
+def operations_of_token(run: Run) -> float:
+    """The floating-point operations of training on a token, in the matrix products of the network's XLA implementation,
+    masked parts of blocks included."""
+    loop = run.config.loop
+    batch = run.task.batch_shapes(run.config, loop.batch)
+    of_step = step_flops(run.task.objective(run.model, run.config), run.params, batch)
+    return of_step / batch["tokens"].size
 
 
 def unfinished(workdir: str | Path, config: Any) -> int | None:

@@ -29,11 +29,10 @@ from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.output import Measured
 from eval.harness.pictures import legend_outside, line_styles, panels
-from eval.harness.runs import Run, run_facts, unfinished
+from eval.harness.runs import Run, operations_of_token, run_facts, unfinished
 from eval.harness.table import Result, Table, mean_range, seeds
 from train.engine.errors import UserError
 from train.engine.metrics import log, read_metrics
-from train.engine.throughput import step_flops
 from train.tasks.decoder_flops import decoder_multiplications, training_flops
 from train.tasks.lm import LM
 
@@ -74,18 +73,13 @@ def _by_formulas(run: Run) -> tuple[float, float]:
     return training_flops(run.config.model, length), (parts.scores + parts.values) / sum(parts)
 
 
-def _of_program(run: Run) -> tuple[float, None]:
-    """Operations of training on a token, as `train.engine.throughput.step_flops` counts them."""
-    loop = run.config.loop
-    objective = run.task.objective(run.model, run.config)
-    batch = run.task.batch_shapes(run.config, loop.batch)
-    return step_flops(objective, run.params, batch) / (loop.batch * loop.length), None
-
-
 def measure(run: Run, options: ComputeOptions) -> dict[str, Any]:
     """The operations of a run and its losses."""
     loop = run.config.loop
-    a_token, share = _of_program(run) if options.count == "program" else _by_formulas(run)
+    if options.count == "program":
+        a_token, share = operations_of_token(run), None
+    else:
+        a_token, share = _by_formulas(run)
     tokens = loop.batch * loop.length
     found = losses(loop.workdir)
     has_ended = unfinished(loop.workdir, run.config) is None

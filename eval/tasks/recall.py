@@ -6,14 +6,14 @@ cache). Without --length and --pairs the cases are the ones of training, and row
 longest one. Measures without options are kept as recall_test.json in the run's folder.
 
 python -m eval.recall --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, prints a
-table of them as markdown, and draws accuracy against bytes of state, against records for each compressed token, and
-against the length.
+table of them as markdown, and draws accuracy against bytes of state, against operations of training, against records
+for each compressed token, and against the length.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from eval.harness.groups import by_network, is_hybrid, run_settings
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
-from eval.harness.runs import Run, run_facts
+from eval.harness.runs import Run, operations_of_token, run_facts
 from eval.harness.table import Result, Table, percent, seeds
 from train.data.recall import Case, RecallDataConfig, unsupported
 from train.engine.errors import UserError, one_line
@@ -115,6 +115,7 @@ def measure(run: Run, options: RecallEvalOptions) -> dict[str, Any]:
         "cases": [{**case, "state_bytes": state_bytes(run.model, case["length"])} for case in measured],
         "num_compressed": mechanism.num_compressed if isinstance(mechanism, BRLConfig) else None,
         "learned_at": learned_at(config.loop.workdir),
+        "flops_per_token": operations_of_token(run),
         **run_facts(run),
     }
 
@@ -143,9 +144,10 @@ def markdown(results: Sequence[Result]) -> str:
     """A row for each group of runs that differ only in their seed, and two for guessing."""
     cases = _all_cases(results)
     table = Table(
-        "mechanism", "parameters", "bytes of state", "seeds", "step of 90%", *(f"{n}/{p}" for n, p in cases),
-        title="Accuracy in percent by tokens/records of a row: mean over the seeds (lowest to highest). Bytes of state "
-        "are of the longest row of training.",
+        "mechanism", "parameters", "MFLOP a token", "bytes of state", "seeds", "step of 90%",
+        *(f"{n}/{p}" for n, p in cases),
+        title="Accuracy in percent by tokens/records of a row: mean over the seeds (lowest to highest). Operations of "
+        "training and bytes of state are of the longest row of training.",
     )  # fmt: skip
     for label, runs in by_network(results).items():
         cells = []
@@ -155,20 +157,22 @@ def markdown(results: Sequence[Result]) -> str:
         learned = ", ".join("never" if run["learned_at"] is None else str(run["learned_at"]) for run in runs)
         first = runs[0]
         table.add(
-            label, first["parameters"], _last_trained(first)["state_bytes"], seeds(runs), learned, *cells
-        )
+            label, first["parameters"], f"{first['flops_per_token'] / 1e6:.3f}",
+            _last_trained(first)["state_bytes"], seeds(runs), learned, *cells,
+        )  # fmt: skip
     for name, text in _GUESSES.items():
         guesses = [
             " or ".join(sorted({f"{100 * found[name]:.1f}" for found in _found(results, *case)}))
             for case in cases
         ]
-        table.add(text, None, None, None, None, *guesses)
+        table.add(text, None, None, None, None, None, *guesses)
     return str(table)
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Accuracy against bytes of state and, if the runs have several, against records for each compressed token and
-    against lengths. Hybrids have hollow markers; the grey line joins the best networks with at most so many bytes.
+    """Accuracy against bytes of state, against operations of training and, if the runs have several, against records
+    for each compressed token and against lengths. Hybrids have hollow markers; a grey line joins the best networks with
+    at most so many bytes or operations.
 
     Raises:
       UserError: the runs are of different kinds, whose accuracies mean different things.
@@ -182,8 +186,8 @@ def draw(results: Sequence[Result]) -> Figure:
     groups = by_network(results)
     shares = {pairs / m for r in results if (m := r["num_compressed"]) for _, pairs in r["trained"]}
     wanted = (len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
-    figure, axs = panels(1, 1 + sum(wanted), (5 * sum(wanted) + 8, 5.5))
-    by_bytes, *others = axs[0]
+    figure, axs = panels(1, 2 + sum(wanted), (5 * sum(wanted) + 13, 5.5))
+    by_bytes, by_operations, *others = axs[0]
     free = iter(others)
     by_records, by_length = (next(free) if want else None for want in wanted)
     styles = line_styles(list(groups))
@@ -194,7 +198,8 @@ def draw(results: Sequence[Result]) -> Figure:
         mean = float(np.mean(accuracies))
         around = [[mean - min(accuracies)], [max(accuracies) - mean]]
         point = {**style, "linestyle": "none", "fillstyle": "none" if is_hybrid(runs[0]) else "full"}
-        by_bytes.errorbar([trained[0]["state_bytes"] / 1024], [mean], around, label=label, capsize=3, **point)
+        for axes, cost in ((by_bytes, kibibytes), (by_operations, megaflops)):
+            axes.errorbar([cost(runs[0])], [mean], around, label=label, capsize=3, **point)
         cases = [
             (*case, float(np.mean([100 * c["accuracy"] for c in found])))
             for case in _all_cases(runs)
@@ -206,10 +211,13 @@ def draw(results: Sequence[Result]) -> Figure:
         if by_length is not None:
             most = max(pairs for _, pairs, _ in cases)
             by_length.plot(*zip(*sorted((length, y) for length, p, y in cases if p == most)), **style)
-    curve = [(x / 1024, 100 * y) for x, y in frontier(groups.values())]
-    label = "the best with at most these bytes"
-    by_bytes.step(*zip(*curve), where="post", color="#999999", linewidth=1, label=label, zorder=0)
-    by_bytes.set(xlabel="KiB of state of a row (decoding cache)", title="the longest rows of training")
+    for axes, cost in ((by_bytes, kibibytes), (by_operations, megaflops)):
+        curve = [(x, 100 * y) for x, y in frontier(groups.values(), cost)]
+        label = "the best at no higher cost"
+        axes.step(*zip(*curve), where="post", color="#999999", linewidth=1, label=label, zorder=0)
+        axes.set_title("the longest rows of training")
+    by_bytes.set_xlabel("KiB of state of a row (decoding cache)")
+    by_operations.set_xlabel("MFLOP of training on a token")
     if by_records is not None:
         by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
     if by_length is not None:
@@ -226,20 +234,28 @@ def draw(results: Sequence[Result]) -> Figure:
     return figure
 
 
-def frontier(groups: Iterable[Sequence[Result]]) -> list[tuple[int, float]]:
-    """The bytes of state and the mean accuracy, in the longest rows of training, of each group of runs that is better
-    than all groups with fewer bytes."""
+def kibibytes(result: Result) -> float:
+    """KiB of state in the longest rows of training."""
+    return _last_trained(result)["state_bytes"] / 1024
+
+
+def megaflops(result: Result) -> float:
+    """MFLOP of training on a token."""
+    return result["flops_per_token"] / 1e6
+
+
+def frontier(
+    groups: Iterable[Sequence[Result]], cost: Callable[[Result], float]
+) -> list[tuple[float, float]]:
+    """The cost and the mean accuracy, in the longest rows of training, of each group of runs that is better than all
+    groups of lower cost."""
     points = sorted(
-        (
-            _last_trained(runs[0])["state_bytes"],
-            -float(np.mean([_last_trained(run)["accuracy"] for run in runs])),
-        )
-        for runs in groups
+        (cost(runs[0]), -float(np.mean([_last_trained(run)["accuracy"] for run in runs]))) for runs in groups
     )
-    best: list[tuple[int, float]] = []
-    for size, negative in points:
+    best: list[tuple[float, float]] = []
+    for each, negative in points:
         if not best or -negative > best[-1][1]:
-            best.append((size, -negative))
+            best.append((each, -negative))
     return best
 
 

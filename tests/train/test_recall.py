@@ -11,7 +11,7 @@ import pytest
 import eval.tasks.recall
 import train.recall
 from eval.harness.groups import by_network
-from eval.tasks.recall import draw, frontier
+from eval.tasks.recall import draw, frontier, kibibytes
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -249,8 +249,8 @@ def test_hybrids_in_the_table():
         "gla + brl": 1,
         "gla + local": 1,
     }
-    curve = frontier(groups.values())
-    assert [size for size, _ in curve] == [10, 30, 40]
+    curve = frontier(groups.values(), kibibytes)
+    assert [1024 * size for size, _ in curve] == [10, 30, 40]
     assert [accuracy for _, accuracy in curve] == pytest.approx([0.2, 0.8, 0.85])
 
 
@@ -269,7 +269,7 @@ def test_measuring_and_the_table(runs, capsys):
     eval.tasks.recall.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| 24/3 | 48/3 | 96/3 |" in text
-    assert "| chance | - | - | - | - | 16.7 | 16.7 | 16.7 |" in text
+    assert "| chance | - | - | - | - | - | 16.7 | 16.7 | 16.7 |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     kept = json.loads((runs / "full" / "recall_test.json").read_text())
     assert kept["learned_at"] is None

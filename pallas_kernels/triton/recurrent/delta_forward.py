@@ -173,7 +173,10 @@ def delta_chunks(
             p = tl.dot(key, tl.trans(query), p, input_precision=PRECISION)
             overlap = tl.dot(key, tl.trans(key), overlap, input_precision=PRECISION)
     if BY_FEATURE:
-        p = tl.trans(overlap)
+        # Memory transposes it, because a transposed product must not be multiplied again (see `delta_backward`).
+        store_tokens(weights, overlap, b, first, r, h, r, T, N, CHUNK)
+        tl.debug_barrier()
+        p = features_by_tokens(weights, b, first, r, h, r, T, N, CHUNK).to(tl.float32)
     factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS, PRECISION)
     p = (p * factor).to(q.dtype.element_ty)
     strength = token_numbers(beta, b, first, r, kh, T, K)

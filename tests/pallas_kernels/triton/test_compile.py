@@ -13,6 +13,7 @@ from brl_jax.attention.local.patterns import SlidingWindow
 from eval.chips.gpu_costs import TARGETS, assemble
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
+from tests.pallas_kernels.triton.transposed_products import transposed_products
 
 pytestmark = [
     pytest.mark.skipif(
@@ -162,7 +163,10 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
     assert len(found) == expected[operation]
     for number, (arrays, launch) in enumerate(found):
         path = tmp_path / f"{number}.ptx"
-        path.write_text(compiled(arrays, launch, TARGETS[target].capability).asm["ptx"])
+        code = compiled(arrays, launch, TARGETS[target].capability).asm
+        # The gradient of compress was right on an H100 and an H200 with what `bridge.LEAST_TRITON` lets through.
+        assert operation.startswith("compress") or not transposed_products(code["ttir"])
+        path.write_text(code["ptx"])
         kernel = assemble(path, TARGETS[target].architecture)
         assert not kernel.error, kernel
         assert kernel.spilled == 0, kernel
