@@ -53,8 +53,7 @@ from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import FullArrays, attend_in_blocks
 from brl_jax.attention.local import tpu as local_tpu
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
 from brl_jax.attention.recurrent.linear import linear_attention

@@ -43,15 +43,15 @@ from train.cli.summary import num_parameters
 from train.engine.mesh import open_mesh, place_batch, training_programs
 from train.engine.step import make_eval_step
 from train.engine.throughput import step_flops
-from train.tasks import copy_config, lm_config, lra_config
-from train.tasks.copy import COPY
+from train.tasks import lm_config, lra_config
+from train.tasks.copy import COPY, CopyConfig
 from train.tasks.lm import LM
 from train.tasks.lra import LRA
 from train.tasks.task import Task
 
 _FIGURE_5 = "figure5-"
 ENCODER_DECODERS = tuple(
-    preset.removeprefix(_FIGURE_5) for preset in copy_config.PRESETS if preset.startswith(_FIGURE_5)
+    preset.removeprefix(_FIGURE_5) for preset in COPY.presets if preset.startswith(_FIGURE_5)
 )
 _DECODERS = {
     "full": "wikitext103-full",
@@ -149,8 +149,8 @@ def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:
     return made
 
 
-def _copy_config(preset: str, options: SpeedOptions, length: int) -> copy_config.CopyConfig:
-    config = copy_config.PRESETS[preset]
+def _copy_config(preset: str, options: SpeedOptions, length: int) -> CopyConfig:
+    config = COPY.presets[preset]
     encoder = config.model.encoder_mechanism
     if isinstance(encoder, LinformerConfig):
         encoder = dataclasses.replace(encoder, max_length=length)
