@@ -316,7 +316,9 @@ CALLS = [
     (lambda: brl.mlr_attention(Q, K, V, ranks=()), "ranks must"),
     (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)), "block_sizes must"),
     (lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3), "ranks must"),
+    (lambda: ours("linear", feature_map="rlu"), "feature_map must be .*, got 'rlu'; did you mean 'relu'"),
     # Configurations.
+    (lambda: brl.BRLConfig(formulation="equation"), "formulation must be .*; did you mean 'equations'"),
     (
         lambda: decoder(mechanism=brl.BRLConfig(compressed_dim=10, compress_positions="rope")),
         "compress_positions='rope' needs an even compressed_dim / num_heads, got 5",

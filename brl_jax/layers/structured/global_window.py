@@ -65,8 +65,6 @@ class GlobalWindowCache(NamedTuple):
 
 
 class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `global_window_attention` for the mathematics."""
-
     mechanism: GlobalWindowConfig
 
     def init_cache(self, batch: int, length: int) -> GlobalWindowCache:

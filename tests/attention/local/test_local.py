@@ -311,6 +311,11 @@ def test_bad_input(arrays, options, message):
         local_attention(*arrays, **options)
 
 
+def test_a_mask_with_a_position_bias_is_refused():
+    with pytest.raises(ValueError, match="mask must be None with a ALiBi"):
+        local_attention(Q, KV, KV, ALiBi(alibi_slopes(4)), jnp.ones((10, 10), bool), **WINDOW)
+
+
 @pytest.mark.parametrize(
     "name", slow_unless(["strided", "fixed", "global_window", "big_bird"], ("strided", "big_bird"))
 )
