@@ -86,7 +86,7 @@ def mean_mix(u, p, m, d):
 """,
         },
         "tests/laws/cases.py": {
-            "VARIANTS: dict[str, dict[str, Case]] = {": '    "mean": {"": Case(MECHANISMS["mean"]())},',
+            "VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {": '    "mean": {"": _case()},',
         },
     },
     "backend": {
