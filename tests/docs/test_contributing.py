@@ -27,17 +27,14 @@ from brl_jax.layers.core.protocol import Mechanism, MechanismLayer
 """
 _PARITY = '''"""Trains the new task."""
 
+import functools
 import sys
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.parity import PARITY
 
-
-def main(argv):
-    """Trains."""
-    train_main([PARITY], argv, name="train.parity")
-
+main = functools.partial(train_main, [PARITY], name="train.parity")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.parity"))
@@ -76,7 +73,7 @@ NEW = {
 #: Lines of other files, each with what follows it then.
 CHANGED = {
     "mechanism": {
-        "brl_jax/layers/registry.py": {
+        "brl_jax/layers/__init__.py": {
             "from types import MappingProxyType": "from brl_jax.layers.recurrent.mean import MeanConfig",
             '        "full": FullConfig,': '        "mean": MeanConfig,',
         },
