@@ -39,6 +39,7 @@ from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips import gpu_mechanisms, gpu_training
 from eval.chips.program_costs import array_bytes, computations, trips
 from eval.chips.ptxas import find_assembler
+from eval.harness.options import check_names
 from eval.harness.output import json_path
 from eval.harness.table import Table
 from train.cli.options import parse_options
@@ -140,16 +141,8 @@ class CostOptions(Checked):
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "targets": TARGETS,
-            "operations": OPERATIONS,
-            "mechanisms": gpu_mechanisms.NAMES,
-            "training": gpu_training.NAMES,
-        }
-        for name, known in choices.items():
-            for given in getattr(self, name):
-                if given not in known:
-                    raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
+        names = {"mechanisms": gpu_mechanisms.NAMES, "training": gpu_training.NAMES}
+        check_names(self, targets=TARGETS, operations=OPERATIONS, **names)
 
 
 def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Callable, tuple]]:

@@ -46,7 +46,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
@@ -61,7 +60,8 @@ from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
-from eval.chips.tpu_chips import check_chips, described_devices, prepare_compiler
+from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
+from eval.harness.options import check_names
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
@@ -102,11 +102,7 @@ class ScheduleOptions(Checked):
     """Splash attention is compiled at every pair of these block sizes; empty: no splash attention."""
 
     def __post_init__(self) -> None:
-        check_chips(self.chips)
-        for name in self.biases:
-            check_choice("biases", name, tuple(_BIASES))
-        for name in self.recurrences:
-            check_choice("recurrences", name, tuple(_RECURRENCES))
+        check_names(self, chips=SMALLEST_TOPOLOGIES, biases=_BIASES, recurrences=_RECURRENCES)
 
 
 @dataclasses.dataclass(frozen=True)
