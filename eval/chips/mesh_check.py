@@ -207,10 +207,6 @@ def _run(request: dict[str, Any], devices: int) -> Iterator[dict[str, Any]]:
             raise RunError(f"a process ended: {' '.join(complaint.result().split())[-300:]}")
 
 
-def _all_answers(request: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(_run(request, _DEVICES // 2))
-
-
 def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of two processes that have four devices each."""
     with socket.socket() as free:
@@ -218,7 +214,7 @@ def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
         port = free.getsockname()[1]
     hosts = [{"coordinator": f"127.0.0.1:{port}", "processes": 2, "process": process} for process in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(_all_answers, request | {"hosts": h}) for h in hosts]
+        runs = [pool.submit(list, _run(request | {"hosts": h}, _DEVICES // 2)) for h in hosts]
         return runs[0].result() + runs[1].result()
 
 

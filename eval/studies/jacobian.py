@@ -55,10 +55,8 @@ class JacobianOptions(StudyOptions):
     """Seed of the random directions."""
 
 
-def _moved(
-    objective: Objective, params: Any, batch: Any, moved: Any
-) -> tuple[dict[str, Array], Array, Array]:
-    """The objective's sums over a batch, and the input rows and the output of its network's stack of layers.
+def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
+    """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
 
     Args:
       batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
@@ -78,25 +76,12 @@ def _moved(
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     with nn.intercept_methods(intercept):
-        sums, _ = objective.sums(params, objective.init_memory(rows), batch, None)
+        objective.sums(params, objective.init_memory(rows), batch, None)
     if len(seen) != 1:
         raise UserError(
             f"--workdir: expected a network that calls one stack of layers once, got {len(seen)} calls"
         )
-    return sums, *seen[0]
-
-
-def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
-    """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
-
-    Args:
-      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
-
-    Raises:
-      UserError: the network does not call one stack once.
-    """
-    _, x, y = _moved(objective, params, batch, moved)
-    return x, y
+    return seen[0]
 
 
 def sensitivities(

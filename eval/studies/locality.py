@@ -92,6 +92,12 @@ def area(ratios: Sequence[float], score: Sequence[float]) -> float:
     return float(np.trapezoid([0.0, *score], [0.0, *ratios]))
 
 
+def sown_maps(model: DecoderLM, params: Any, tokens: Int[Array, "B T"]) -> Any:
+    """What the layers of a decoder sow into "maps" (`brl_jax.layers.core.protocol`) for rows without a past."""
+    _, sown = model.apply({"params": params}, tokens, method="hidden", mutable="maps")
+    return sown.get("maps", {})
+
+
 def layer_weights(config: DecoderConfig, maps: Any, name: str = "weights") -> dict[int, list[Array]]:
     """What each layer's mechanism (or both that share it) has sown into `maps` as `name`, by the layer's number.
 
@@ -117,8 +123,7 @@ def measure(
 
     @jax.jit
     def scores(params, row):
-        _, sown = model.apply({"params": params}, row[None], method="hidden", mutable="maps")
-        found = layer_weights(model.config, sown.get("maps", {}))
+        found = layer_weights(model.config, sown_maps(model, params, row[None]))
         return {
             layer: jnp.stack([locally_accumulated_score(x, ratios).mean((0, 1, 2)) for x in weights]).mean(0)
             for layer, weights in found.items()
@@ -130,10 +135,7 @@ def measure(
 
 def first_map(model: DecoderLM, params: Any, row: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N N"]:
     """p of the first layer that exposes its attention matrix, for one sequence, averaged over the heads."""
-    _, sown = model.apply(
-        {"params": params}, jnp.asarray(row, jnp.int32)[None], method="hidden", mutable="maps"
-    )
-    found = layer_weights(model.config, sown.get("maps", {}))
+    found = layer_weights(model.config, sown_maps(model, params, jnp.asarray(row, jnp.int32)[None]))
     weights = np.abs(np.asarray(found[min(found)][0][0]))
     return (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-9)).mean(0)
 

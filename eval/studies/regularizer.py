@@ -20,7 +20,7 @@ RRS, and their sum, of the first sequence, averaged over heads.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from eval.harness.options import StudyOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, first_rows, open_run
-from eval.studies.locality import layer_weights
+from eval.studies.locality import layer_weights, sown_maps
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.recall import RECALL
@@ -89,12 +89,6 @@ def require_brl(run: Run) -> None:
     """Raises UserError unless a layer of the run has BRL attention."""
     if not any(isinstance(m, BRLConfig) for m in run.config.model.mechanisms):
         raise UserError(f"--workdir: {run.config.loop.workdir} has no layer of BRL attention")
-
-
-def sown_maps(model: DecoderLM, params: Any, tokens: Int[Array, "B T"]) -> Mapping[str, Any]:
-    """What the layers of a decoder sow into "maps" (`brl_jax.layers.core.protocol`) for rows without a past."""
-    _, sown = model.apply({"params": params}, tokens, method="hidden", mutable="maps")
-    return sown["maps"]
 
 
 def layer_maps(model: DecoderLM, params: Any, tokens: Int[np.ndarray, "B T"]) -> dict[int, tuple[Any, Any]]:

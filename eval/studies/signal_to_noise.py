@@ -36,8 +36,8 @@ from eval.harness.options import StudyOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import panels
 from eval.harness.runs import open_run, run_names
-from eval.studies.locality import layer_weights
-from eval.studies.regularizer import require_brl, sown_maps
+from eval.studies.locality import layer_weights, sown_maps
+from eval.studies.regularizer import require_brl
 from train.data.drawn import HeldOutDrawn
 from train.data.recall import Kind
 from train.engine.errors import UserError

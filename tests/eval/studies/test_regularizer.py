@@ -14,6 +14,7 @@ import eval.studies.regularizer
 import eval.studies.signal_to_noise
 from eval.harness.output import Measured
 from eval.harness.runs import Run, first_rows
+from eval.studies.locality import sown_maps
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
 from tests.oracles.parts import norm, project, softmax
@@ -71,7 +72,7 @@ def test_the_map_is_the_product_of_both_weights(run):
     _, config, params = run
     tokens = draw_rows(config.data, config.data.cases[0], (3,), 2)["tokens"]
     ((local, score),) = layer_maps(RECALL.model(config), params, tokens).values()
-    maps = eval.studies.regularizer.sown_maps(RECALL.model(config), params, jnp.asarray(tokens))
+    maps = sown_maps(RECALL.model(config), params, jnp.asarray(tokens))
     mixer = maps["stack"]["layers_0"]["block_0"]["mixer"]
     given = np.asarray(mixer["propagate"][0][0]).reshape(2, 8, 2, 8, 3)
     for row in range(2):
