@@ -24,8 +24,7 @@ from brl_jax.models.graph import GraphConfig, Network, NodeClassifier
 from train.data.graphs.batches import HeldOutNodes, NodeBatches, Source
 from train.data.graphs.graph import Graph
 from train.data.graphs.load import GraphDataConfig, load_graph
-from train.data.graphs.metapath_graph import metapath_graph
-from train.data.graphs.poly_tokens import PolyTokens
+from train.data.graphs.poly_tokens import PolyTokens, metapath_graph
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
@@ -60,7 +59,6 @@ class GraphRunConfig(RunConfig):
             raise ValueError(f"identities need the whole graph, neighbours=0, got {self.data.neighbours}")
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         network = self.model.network
         lists = ("data.clusters",) if network == "han" else ("data.metapath_length", "data.clusters")
         names = ["model.rope_theta", *(["data.row_targets"] if network == "tokens" else lists)]
