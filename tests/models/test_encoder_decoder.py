@@ -196,8 +196,6 @@ def test_what_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoder_layers": 0}, "encoder_layers must be at least 1, got 0"),
-        ({"cross_window": 0}, "cross_window must be at least 1, got 0"),
         ({"positions": "learned"}, "positions must be one of .*, got 'learned'"),
         ({"reversible": True}, "reversible must be False in an encoder-decoder"),
         ({"mechanism": DeltaNetConfig()}, "DeltaNetConfig has no bidirectional form"),

@@ -40,6 +40,29 @@ def expect(arrays, visible, **kwargs):
     return out, *gradients
 
 
+def with_padding(arrays, query_lengths, key_lengths):
+    """The arrays with NaN beyond the lengths, the lengths as options, and which pairs exist, (B, 1, T, S)."""
+    lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
+    rows, columns = (np.arange(x.shape[1]) < np.asarray(n)[:, None] for x, n in zip(arrays, lengths.values()))
+    poisoned = [
+        jnp.where(inside[:, :, None, None], x, jnp.nan)
+        for x, inside in zip(arrays, (rows, columns, columns, rows))
+    ]
+    lengths = {name: jnp.asarray(n) for name, n in lengths.items()}
+    return poisoned, lengths, rows[:, None, :, None] & columns[:, None, None, :]
+
+
+def check_causal(attend, arrays, places, sees=lambda t: True):
+    """Whatever happens from token t on leaves every earlier output bitwise unchanged; token t's changes if it sees
+    any."""
+    attend, arrays = jax.jit(attend), arrays[:3]
+    before = np.asarray(attend(*arrays))
+    for t in places:
+        after = np.asarray(attend(*(x.at[:, t:].add(3.0) for x in arrays)))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any() == sees(t)
+
+
 def assert_close(got, expected, tolerance=1e-4):
     for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
         error = oracles.relative_error(x.astype(jnp.float32), y)

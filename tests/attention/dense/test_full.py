@@ -12,7 +12,14 @@ from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
+from tests.support.attention import (
+    assert_close,
+    check_causal,
+    expect,
+    outputs_and_gradients,
+    random_qkv,
+    with_padding,
+)
 
 run = functools.partial(outputs_and_gradients, full_attention)
 
@@ -64,20 +71,9 @@ def test_offset_matters():
 
 @pytest.mark.usefixtures("blocks")
 def test_lengths_and_poisoned_padding():
-    query, key, value, d_out = random_qkv(30, batch=3)
-    query_lengths, key_lengths = np.array([30, 12, 1]), np.array([20, 30, 0])
-    inside_q, inside_k = (np.arange(30)[None] < n[:, None] for n in (query_lengths, key_lengths))
-    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
-    got = run(
-        poison(query, inside_q),
-        poison(key, inside_k),
-        poison(value, inside_k),
-        poison(d_out, inside_q),
-        query_seq_lengths=jnp.asarray(query_lengths),
-        key_value_seq_lengths=jnp.asarray(key_lengths),
-    )
-    visible = inside_q[:, None, :, None] & inside_k[:, None, None, :]
-    assert_close(got, expect((query, key, value, d_out), visible))
+    arrays = random_qkv(30, batch=3)
+    poisoned, lengths, visible = with_padding(arrays, [30, 12, 1], [20, 30, 0])
+    assert_close(run(*poisoned, **lengths), expect(arrays, visible))
 
 
 @pytest.mark.usefixtures("blocks")
@@ -115,12 +111,7 @@ def test_bias_and_its_gradient(kind):
 
 @pytest.mark.usefixtures("blocks")
 def test_causal_bitwise():
-    query, key, value, _ = random_qkv(50, batch=1)
-    attend = jax.jit(functools.partial(full_attention, is_causal=True))
-    base = np.asarray(attend(query, key, value))
-    changed = np.asarray(attend(*(x.at[:, 30:].add(3.0) for x in (query, key, value))))
-    np.testing.assert_array_equal(changed[:, :30], base[:, :30])
-    assert (changed[:, 30] != base[:, 30]).any()
+    check_causal(functools.partial(full_attention, is_causal=True), random_qkv(50, batch=1), (30,))
 
 
 def test_lowers_for_other_platforms():
