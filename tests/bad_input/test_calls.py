@@ -25,7 +25,7 @@ RNG = np.random.default_rng(0)
 
 
 def array(*shape, dtype=np.float32):
-    return jnp.asarray(RNG.normal(size=shape), dtype)
+    return RNG.normal(size=shape).astype(dtype)  # NumPy's, because JAX compiles what it does outside jit
 
 
 Q, K, V = (array(B, T, N, H) for _ in range(3))
@@ -33,10 +33,10 @@ GROUPED = array(B, T, 3, H)
 SHORT = array(B, T - 1, N, H)
 NARROW = array(B, T, N, H - 2)
 HALF = Q.astype(jnp.bfloat16)
-INTS = jnp.ones((B, T, N, H), jnp.int32)
+INTS = np.ones((B, T, N, H), np.int32)
 WINDOW = {"local_window_size": 3}
 TOKENS = array(B, 5, N, H)
-BETA = jnp.full((B, T, N), 0.5)
+BETA = np.full((B, T, N), 0.5, np.float32)
 PROJECTION = array(4, 32)
 MLR = {"ranks": (4, 4), "block_sizes": (None, 4)}
 KEY = jax.random.key(0)
@@ -153,7 +153,7 @@ def classifier(**options):
     )
 
 
-IDS = jnp.zeros((1, 4), jnp.int32)
+IDS = np.zeros((1, 4), np.int32)
 
 
 def zeros(model):
@@ -316,7 +316,9 @@ CALLS = [
     (lambda: brl.mlr_attention(Q, K, V, ranks=()), "ranks must"),
     (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)), "block_sizes must"),
     (lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3), "ranks must"),
+    (lambda: ours("linear", feature_map="rlu"), "feature_map must be .*, got 'rlu'; did you mean 'relu'"),
     # Configurations.
+    (lambda: brl.BRLConfig(formulation="equation"), "formulation must be .*; did you mean 'equations'"),
     (
         lambda: decoder(mechanism=brl.BRLConfig(compressed_dim=10, compress_positions="rope")),
         "compress_positions='rope' needs an even compressed_dim / num_heads, got 5",
@@ -433,7 +435,7 @@ def test_flags_numbers_and_keys_are_found():
     assert [len(unfit(hints[name])) for name in names] == [4, 5, 6, 4]
 
 
-ROTATIONS = brl.reformer_rotations(KEY, H, num_buckets=4)
+ROTATIONS = array(4, H, 2)
 FEW = (Q[:, :3], K[:, :3], V[:, :3])
 PROJECTED = {"length": 16, "rank": 2, "window": 4, "chunk_size": 2}
 

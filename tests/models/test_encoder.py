@@ -33,7 +33,7 @@ BIDIRECTIONAL = {
     for name in MECHANISMS
 }
 BIDIRECTIONAL = {name: m for name, m in BIDIRECTIONAL.items() if m.bidirectional}
-TOKENS = jax.random.randint(jax.random.key(0), (2, 14), 0, 11)
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 11, (2, 14)), jnp.int32)
 LENGTHS = jnp.array([9, 14])
 
 

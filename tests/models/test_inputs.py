@@ -28,8 +28,8 @@ from tests.marks import slow_unless
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 24, "mechanism": FullConfig()}
-TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
-VECTORS = jax.random.normal(jax.random.key(1), (2, 6, 3))
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 6)), jnp.int32)
+VECTORS = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, 3)), jnp.float32)
 
 
 def encoder_config(**changes):

@@ -1,6 +1,5 @@
 """Inputs for attention functions, and comparisons with the float64 references."""
 
-import functools
 import re
 
 import jax
@@ -20,17 +19,21 @@ def random_qkv(
     return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
 
 
-def outputs_and_gradients(function, query, key, value, d_out, **options):
-    """The output and the gradients of query, key and value, in one compiled function that traces arrays among the
-    options."""
+def outputs_and_gradients(function, query, key, value, d_out, *, by=(), **options):
+    """The output and the gradients of query, key, value and the options that `by` names, in one compiled function that
+    traces these and other arrays among the options."""
 
     @jax.jit
-    def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(functools.partial(function, **options, **traced), query, key, value)
+    def both(query, key, value, d_out, named, traced):
+        def run(query, key, value, *named):
+            return function(query, key, value, **dict(zip(by, named)), **options, **traced)
+
+        out, pull = jax.vjp(run, query, key, value, *named)
         return out, *pull(d_out)
 
+    named = [options.pop(name) for name in by]
     traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], (jax.Array, np.ndarray))}
-    return both(query, key, value, d_out, traced)
+    return both(query, key, value, d_out, named, traced)
 
 
 def expect(arrays, visible, **kwargs):

@@ -25,8 +25,7 @@ from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
 from brl_jax.attention.core.state import check_state_options
 from brl_jax.attention.local import xla
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import SlidingWindow, SurroundedBlocks
+from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared
 
 # Queries at a time: their scores against the projected tokens are the largest array in memory.

@@ -87,11 +87,9 @@ class NativeSparseCache(NamedTuple):
 
 
 class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `native_sparse_attention` for the mathematics.
-
-    Each of the three branches has separate keys and values. A network with one hidden layer compresses a block, given
-    its tokens and learned positions inside the block (eq. 7); all heads share it. A block's key has the position of its
-    first token.
+    """Each of the three branches has separate keys and values. A network with one hidden layer compresses a block,
+    given its tokens and learned positions inside the block (eq. 7); all heads share it. A block's key has the position
+    of its first token.
     """
 
     mechanism: NativeSparseConfig

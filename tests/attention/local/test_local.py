@@ -144,14 +144,7 @@ def test_position_bias(schedule, name, bias):
     dense, pull_dense = jax.vjp(lambda b: b(positions, positions), bias)
     expected = expect(arrays, oracles.pairs(90, 90, sees), bias=np.asarray(dense)[None])
     expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
-
-    @jax.jit
-    def both(query, key, value, bias, d_out):
-        attend = functools.partial(xla_attention, pattern=pattern)
-        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
-        return out, *pull(d_out)
-
-    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    *got, got_bias = run(*arrays, pattern=pattern, bias=bias, by=("bias",))
     assert_close(got, expected)
     for x, y in zip(jax.tree.leaves(got_bias), jax.tree.leaves(expected_bias)):
         assert oracles.relative_error(x, y) < 1e-4
@@ -175,14 +168,7 @@ def test_array_bias(schedule, name, shape):
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(90)
     bias = jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
-
-    @jax.jit
-    def both(query, key, value, bias, d_out):
-        attend = functools.partial(xla_attention, pattern=pattern, is_causal=True)
-        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
-        return out, *pull(d_out)
-
-    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    *got, got_bias = run(*arrays, pattern=pattern, is_causal=True, bias=bias, by=("bias",))
     expected = expect(arrays, oracles.pairs(90, 90, sees, is_causal=True), bias=bias)
     assert_close(got, expected)
     full = bias.reshape((1,) * (4 - bias.ndim) + shape)
@@ -323,6 +309,11 @@ WINDOW = {"local_window_size": 3}
 def test_bad_input(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         local_attention(*arrays, **options)
+
+
+def test_a_mask_with_a_position_bias_is_refused():
+    with pytest.raises(ValueError, match="mask must be None with a ALiBi"):
+        local_attention(Q, KV, KV, ALiBi(alibi_slopes(4)), jnp.ones((10, 10), bool), **WINDOW)
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,15 @@ from brl_jax.attention.local.patterns import SlidingWindow
 from tests.attention.local.cases import BOTH, PATTERNS, SINKS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
-from tests.support.attention import random_qkv, with_padding
+from tests.support.attention import outputs_and_gradients, random_qkv, with_padding
 
 NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")
 
 
 def run(arrays, sinks, implementation="xla", **options):
     """Output and gradients of query, key, value and sinks."""
-
-    @jax.jit
-    def both(query, key, value, sinks, d_out):
-        def attend(q, k, v, s):
-            return local_attention(q, k, v, sinks=s, implementation=implementation, **options)
-
-        out, pull = jax.vjp(attend, query, key, value, sinks)
-        return out, *pull(d_out)
-
-    return both(*arrays[:3], sinks, arrays[3])
+    options |= {"sinks": sinks, "implementation": implementation, "by": ("sinks",)}
+    return outputs_and_gradients(local_attention, *arrays, **options)
 
 
 def expect(arrays, visible, sinks, cap, **options):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
-from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
 from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS, SINKS, run
@@ -105,17 +104,7 @@ TABLE = np.random.default_rng(3).standard_normal((8, 2)).astype(np.float32)
 
 def run_biased(arrays, bias, **kwargs):
     """Output and gradients of query, key, value and bias on the kernels."""
-
-    @jax.jit
-    def both(query, key, value, d_out, bias, traced):
-        f = lambda q, k, v, b: local_attention(  # noqa: E731
-            q, k, v, b, implementation="pallas_interpret", **kwargs, **traced
-        )
-        out, pull = jax.vjp(f, query, key, value, bias)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
-    *got, grad = both(*arrays, bias, traced)
+    *got, grad = on_kernels(*arrays, bias=bias, by=("bias",), **kwargs)
     return got, jax.tree.leaves(grad)
 
 

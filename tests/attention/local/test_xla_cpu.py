@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from brl_jax import local_attention
-from brl_jax.attention.local.call import PatternCall
-from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
+from brl_jax.attention.local.patterns import Neighbourhood, PatternCall, SlidingWindow
 from brl_jax.attention.local.xla_cpu import WindowTiling
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
 from tests.attention.local.cases import run
