@@ -166,7 +166,7 @@ def _tokenizer_in(option: str, folder: str) -> str:
     raise UserError(f"{option}: {folder} has no tokenizer.json and no tokenizer.model")
 
 
-def _stdlib(tokenizer: str, mechanism: BRLConfig, learning_rate: float, **loop: int) -> LmConfig:
+def _stdlib(tokenizer: str, mechanism: BRLConfig, learning_rate: float, **loop: Any) -> LmConfig:
     """The standard library's sources, for two CPU cores."""
     return LmConfig(
         loop=LmLoopConfig(length=512, eval_every=125, checkpoint_every=125, **loop),
@@ -176,9 +176,9 @@ def _stdlib(tokenizer: str, mechanism: BRLConfig, learning_rate: float, **loop: 
     )
 
 
-def long_loop(steps: int, batch: int, **sizes: int) -> LmLoopConfig:
+def long_loop(steps: int, batch: int, **sizes: Any) -> LmLoopConfig:
     """The loop of a paper's run, whose evaluations read all held-out tokens."""
-    often = {"eval_every": 2_000, "checkpoint_every": 1_000, "eval_tokens": 0}
+    often: dict[str, Any] = {"eval_every": 2_000, "checkpoint_every": 1_000, "eval_tokens": 0}
     return LmLoopConfig(steps=steps, batch=batch, **often | sizes)
 
 
