@@ -27,6 +27,9 @@ from train.engine.step import Objective, classification, outputs, weighted_sums
 from train.tasks.graph_config import PRESETS, GraphRunConfig
 from train.tasks.task import Task
 
+EDGE_LOSS = 1.0
+"""The weight of NodeFormer's loss on edges, the mean over its layers, in training."""
+
 
 class GraphData(NamedTuple):
     """A graph, and what makes the rows of a run of it."""
@@ -56,16 +59,18 @@ def _targets_of_row(config: GraphRunConfig, graph: Graph) -> int:
     return -(-len(graph.splits["train"][0]) // config.loop.batch)
 
 
-def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | None = None) -> Any:
+def apply_to(
+    model: NodeClassifier, params: Any, batch: Arrays, key: Array | None = None, **options: Any
+) -> Any:
     """The logits (B, P, C) of a batch; without dropout if key is None."""
-    options = {name: batch[name] for name in ("places", "edges", "relations") if name in batch}
+    options |= {name: batch[name] for name in ("places", "edges", "relations") if name in batch}
     return outputs(model, params, key, batch["features"], batch["present"], **options)
 
 
 def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
     their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
-    the checkpoint: the loss rises again while they still get better.
+    the checkpoint: the loss rises again while they still get better. In training, a network's loss on edges is added.
 
     Raises:
       ValueError: z_loss without a softmax.
@@ -85,7 +90,8 @@ def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
         return model.init(key, batch["features"], batch["present"], **arguments)["params"]
 
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits, targets = apply_to(model, params, batch, key), batch["targets"]
+        targets = batch["targets"]
+        logits, sown = apply_to(model, params, batch, key, mutable=["losses"])
         if config.multi_label:
             nll = optax.sigmoid_binary_cross_entropy(logits, targets.astype(jnp.float32)).mean(axis=-1)
             answers, true = logits > 0, targets > 0
@@ -93,6 +99,9 @@ def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
             right = 2.0 * (answers & true).astype(jnp.float32).sum(axis=-1) / jnp.maximum(sizes, 1.0)
         else:
             nll, right = classification(logits, targets, key, z_loss)
+        on_edges = jax.tree.leaves(sown)
+        if on_edges and key is not None:
+            nll = nll + EDGE_LOSS * sum(jnp.mean(loss) for loss in on_edges) / len(on_edges)
         return weighted_sums(nll, batch["weights"], memory, **{score: right})
 
     return Objective(init, loss, averages=(score,), best=score, rates=make_rates(config))

@@ -4,7 +4,7 @@ acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (
 20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
 -brl, -local, -full                 transformers over token lists, or over all nodes if there are no links
 -mlp, -gcn, -rgcn, -gat,            what they are compared with
--simple_hgn, -hgt, -han
+-simple_hgn, -hgt, -han, -nodeformer
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ATTENTION: dict[str, Mechanism] = {
     "local": LocalConfig(window=8),
     "full": FullConfig(),
 }
-_MESSAGES: tuple[Network, ...] = ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han")
+_MESSAGES: tuple[Network, ...] = ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodeformer")
 
 _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 """The longest metapath of each graph."""
@@ -134,11 +134,11 @@ def _presets() -> dict[str, GraphRunConfig]:
         found[f"{dataset}-han"] = dataclasses.replace(han, data=data, model=model)
     for dataset in ("20news", "images"):
         found |= {f"{dataset}-{name}": _set(mechanism) for name, mechanism in _SET.items()}
-        for name in ("mlp", "gcn", "gat"):
+        for name in ("mlp", "gcn", "gat", "nodeformer"):
             config = _graph(name)
             data = dataclasses.replace(config.data, nearest=0 if name == "mlp" else 10)
             found[f"{dataset}-{name}"] = dataclasses.replace(config, data=data)
-        for name in (*_SET, "mlp", "gcn", "gat"):
+        for name in (*_SET, "mlp", "gcn", "gat", "nodeformer"):
             config = found[f"{dataset}-{name}"]
             # Of an MLP on 20News half of the features' entries dropped cost four points on the validation nodes.
             model = dataclasses.replace(config.model, input_dropout=0.0)
