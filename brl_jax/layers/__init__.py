@@ -1,8 +1,12 @@
 """Attention mechanisms as Flax Linen modules: projections, norms, positions and caches around the functions."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Dimensions as Dimensions
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.dense.kernelized import KernelizedConfig
@@ -29,7 +33,6 @@ from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.recurrent.retnet import RetNetConfig
 from brl_jax.layers.recurrent.rwkv7 import RWKV7Config
-from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.sorting.reformer import ReformerConfig
@@ -39,47 +42,58 @@ from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRCon
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
 from brl_jax.layers.structured.mlr import MLRConfig
 
-__all__ = [
-    "MECHANISMS",
-    "BRLConfig",
-    "BSBRConfig",
-    "BilinearBTTConfig",
-    "BilinearMLRConfig",
-    "CosformerConfig",
-    "DeltaNetConfig",
-    "DiagConfig",
-    "Dimensions",
-    "FlashConfig",
-    "FlowformerConfig",
-    "FullConfig",
-    "GAUConfig",
-    "GLAConfig",
-    "GatedDeltaNet2Config",
-    "GatedDeltaNetConfig",
-    "GlobalWindowConfig",
-    "HopfieldConfig",
-    "InformerConfig",
-    "KDAConfig",
-    "KernelizedConfig",
-    "LinearConfig",
-    "LinformerConfig",
-    "LocalConfig",
-    "LongShortConfig",
-    "LunaConfig",
-    "MLRConfig",
-    "Mamba2Config",
-    "Mechanism",
-    "NativeSparseConfig",
-    "NormConfig",
-    "NystromformerConfig",
-    "PerformerConfig",
-    "RWKV7Config",
-    "ReformerConfig",
-    "RetNetConfig",
-    "SinkhornConfig",
-    "SkyformerConfig",
-    "SliceformerConfig",
-    "SynthesizerConfig",
-    "TLinFormerConfig",
-    "mechanism_name",
-]
+#: One line here makes a mechanism available to models, scripts and the suite of laws.
+MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
+    {
+        "full": FullConfig,
+        "local": LocalConfig,
+        "brl": BRLConfig,
+        "diag": DiagConfig,
+        "linformer": LinformerConfig,
+        "nystromformer": NystromformerConfig,
+        "kernelized": KernelizedConfig,
+        "synthesizer": SynthesizerConfig,
+        "skyformer": SkyformerConfig,
+        "long_short": LongShortConfig,
+        "informer": InformerConfig,
+        "native_sparse": NativeSparseConfig,
+        "reformer": ReformerConfig,
+        "sinkhorn": SinkhornConfig,
+        "sliceformer": SliceformerConfig,
+        "hopfield": HopfieldConfig,
+        "linear": LinearConfig,
+        "retnet": RetNetConfig,
+        "gla": GLAConfig,
+        "mamba2": Mamba2Config,
+        "deltanet": DeltaNetConfig,
+        "gated_deltanet": GatedDeltaNetConfig,
+        "kda": KDAConfig,
+        "gated_deltanet_2": GatedDeltaNet2Config,
+        "rwkv7": RWKV7Config,
+        "norm": NormConfig,
+        "cosformer": CosformerConfig,
+        "performer": PerformerConfig,
+        "flowformer": FlowformerConfig,
+        "luna": LunaConfig,
+        "gau": GAUConfig,
+        "flash": FlashConfig,
+        "bsbr": BSBRConfig,
+        "tlinformer": TLinFormerConfig,
+        "mlr": MLRConfig,
+        "bilinear_mlr": BilinearMLRConfig,
+        "bilinear_btt": BilinearBTTConfig,
+        "global_window": GlobalWindowConfig,
+    }
+)
+
+
+def mechanism_name(mechanism: Mechanism) -> str:
+    """Returns the name under which a configuration's class is listed.
+
+    Raises:
+      ValueError: the class is not listed.
+    """
+    for name, kind in MECHANISMS.items():
+        if type(mechanism) is kind:
+            return name
+    raise ValueError(f"{type(mechanism).__name__} is not listed in MECHANISMS")

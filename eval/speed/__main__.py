@@ -91,7 +91,7 @@ def _report(
     fitted = report.exponent_table(exponents, options)
     if fitted is not None:
         console.print(fitted)
-    for line in report.note_lines(rows) + report.target_lines(rows, options):
+    for line in report.note_lines(rows):
         console.print(line, highlight=False, soft_wrap=True)
     if path is not None:
         report.write_json(path, rows, options, exponents=exponents)

@@ -26,8 +26,7 @@ from brl_jax.layers import (
     PerformerConfig,
 )
 from brl_jax.models.stack import Stack
-from eval.speed.functions import TORCH, has_torch, torch_device
-from eval.speed.gpu_references import wait_for_torch
+from eval.speed.functions import TORCH, has_torch, torch_device, wait_for_torch
 from eval.speed.measure import Candidate, Case, NoNumber, Program, check_equal, check_finite, compile_program
 from eval.speed.options import SpeedOptions
 

@@ -24,18 +24,16 @@ from brl_jax.attention.recurrent.delta import (
     rwkv7_attention,
 )
 from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES, compression_blocks, native_sparse_attention
+from brl_jax.attention.sorting.native_sparse import compression_blocks, native_sparse_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
-from eval.speed import gpu_references
-from eval.speed.measure import Candidate, Case, NoNumber, compile_program
+from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
 from eval.speed.options import SpeedOptions
 from eval.speed.references import (
     BETA,
     LOG_DECAY,
     Arrays,
     Level,
-    decayed_reference,
     delta_reference,
     linear_reference,
     native_sparse_reference,
@@ -48,15 +46,28 @@ class FunctionCase:
     """An attention function to time.
 
     Attributes:
-      function: from the options to f(query, key, value) -> out.
+      function: (options, query, key, value) -> out.
       reference: (options, arrays, rows, tail) -> float64 out[:, rows], d_query[:, rows], d_key[:, tail:] and
         d_value[:, tail:].
       growth: the power of the length that its time grows with.
     """
 
-    function: Callable[[SpeedOptions], Callable]
+    function: Callable[..., Any]
     reference: Callable[[SpeedOptions, Arrays, np.ndarray, int], tuple[np.ndarray, ...]]
     growth: int
+
+
+def _causal(function: Callable) -> Callable:
+    return lambda options, *arrays: function(*arrays, is_causal=True)
+
+
+def _local(options: SpeedOptions, *arrays: jax.Array) -> Any:
+    pattern = SlidingWindow.of_width(options.window, is_causal=True)
+    return local_attention(*arrays, pattern=pattern, is_causal=True)
+
+
+def _mlr_ranks(options: SpeedOptions) -> tuple[int, ...]:
+    return MLRConfig().level_ranks(options.head_dim)
 
 
 def _mlr_levels(options: SpeedOptions, length: int) -> list[Level]:
@@ -71,70 +82,26 @@ def _mlr_levels(options: SpeedOptions, length: int) -> list[Level]:
     return levels
 
 
-def _local(options: SpeedOptions) -> Callable:
-    pattern = SlidingWindow.of_width(options.window, is_causal=True)
-    return functools.partial(local_attention, pattern=pattern, is_causal=True)
+def _mlr(options: SpeedOptions, *arrays: jax.Array) -> Any:
+    return mlr_attention(*arrays, ranks=_mlr_ranks(options), is_causal=True)
 
 
-def _mlr_ranks(options: SpeedOptions) -> tuple[int, ...]:
-    return MLRConfig().level_ranks(options.head_dim)
-
-
-def _mlr(options: SpeedOptions) -> Callable:
-    return functools.partial(mlr_attention, ranks=_mlr_ranks(options), is_causal=True)
-
-
-def _mlr_dense(options: SpeedOptions) -> Callable:
+def _mlr_dense(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
     """MLR attention by its matrix of scores, level by level, for comparison with its form in rectangles."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        place = jnp.arange(key.shape[1])
-        scores: Any = 0.0
-        for features, scale, holds in _mlr_levels(options, key.shape[1]):
-            level = scale * jnp.einsum("btnh,bsnh->bnts", query[..., features], key[..., features])
-            scores = scores + jnp.where(holds(place[:, None], place[None, :])[None, None], level, 0.0)
-        visible = (place[:, None] >= place[None, :])[None, None]
-        weights = jax.nn.softmax(jnp.where(visible, scores.astype(jnp.float32), -jnp.inf), axis=-1)
-        return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
-
-    return attend
+    place = jnp.arange(key.shape[1])
+    scores: Any = 0.0
+    for features, scale, holds in _mlr_levels(options, key.shape[1]):
+        level = scale * jnp.einsum("btnh,bsnh->bnts", query[..., features], key[..., features])
+        scores = scores + jnp.where(holds(place[:, None], place[None, :])[None, None], level, 0.0)
+    visible = (place[:, None] >= place[None, :])[None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores.astype(jnp.float32), -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
 
 
-def _causal(function: Callable) -> Callable[[SpeedOptions], Callable]:
-    return lambda options: functools.partial(function, is_causal=True)
-
-
-def _native_sparse(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        short_key, short_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
-        gates = jnp.full((*query.shape[:3], 3), 1 / 3, query.dtype)
-        return native_sparse_attention(
-            query, key, value, short_key, short_value, gates, window=options.window
-        )
-
-    return attend
-
-
-def _native_sparse_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    return native_sparse_reference(options, arrays, rows, tail, DEFAULT_SIZES, options.window)
-
-
-def _delta(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        return delta_rule(query, key, value, beta=jnp.full(key.shape[:3], BETA, key.dtype))
-
-    return attend
-
-
-def _gated_delta(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        shape = key.shape[:3]
-        gates = jnp.full(shape, BETA, key.dtype), jnp.full(shape, LOG_DECAY, jnp.float32)
-        return gated_delta_rule(query, key, value, beta=gates[0], log_decay=gates[1])
-
-    return attend
+def _native_sparse(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    short_key, short_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
+    gates = jnp.full((*query.shape[:3], 3), 1 / 3, query.dtype)
+    return native_sparse_attention(query, key, value, short_key, short_value, gates, window=options.window)
 
 
 def _feature_log_decay(options: SpeedOptions) -> np.ndarray:
@@ -142,108 +109,43 @@ def _feature_log_decay(options: SpeedOptions) -> np.ndarray:
     return -np.geomspace(1e-3, 1.0, options.head_dim)
 
 
-def _kimi_delta(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        log_decay = jnp.asarray(_feature_log_decay(options), jnp.float32)[None, None, None]
-        beta = jnp.full(key.shape[:3], BETA, key.dtype)
-        return kimi_delta_rule(query, key, value, beta=beta, log_decay=jnp.broadcast_to(log_decay, key.shape))
+def _erased(options: SpeedOptions) -> np.ndarray:
+    """What a token erases by key feature; it writes the reverse by value feature."""
+    return np.linspace(0.1, 0.9, options.head_dim)
+
+
+def _written(options: SpeedOptions) -> np.ndarray:
+    return _erased(options)[::-1]
+
+
+def _by_feature(numbers: np.ndarray, key: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(numbers, jnp.float32), key.shape)
+
+
+def _of_delta(rule: Callable, log_decay: Callable | None = None) -> Callable:
+    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        gates = {"beta": jnp.full(key.shape[:3], BETA, key.dtype)}
+        if log_decay is not None:
+            gates["log_decay"] = log_decay(options, key)
+        return rule(query, key, value, **gates)
 
     return attend
 
 
-def _gates(options: SpeedOptions) -> tuple[np.ndarray, np.ndarray]:
-    """What a token erases by key feature, and writes by value feature."""
-    rising = np.linspace(0.1, 0.9, options.head_dim)
-    return rising, rising[::-1]
+def _gated_delta_2(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    gates = {"erase": _erased, "write": _written, "log_decay": _feature_log_decay}
+    given: Any = {name: _by_feature(gate(options), key) for name, gate in gates.items()}
+    return gated_delta_rule_2(query, key, value, **given)
 
 
-def _gated_delta_2(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        gates = (*_gates(options), _feature_log_decay(options))
-        erase, write, log_decay = (
-            jnp.broadcast_to(jnp.asarray(x, jnp.float32)[None, None, None], key.shape) for x in gates
-        )
-        return gated_delta_rule_2(query, key, value, erase=erase, write=write, log_decay=log_decay)
-
-    return attend
-
-
-def _gated_reference_2(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    return delta_reference(options, arrays, rows, tail, _feature_log_decay(options), *_gates(options))
-
-
-def _rwkv7(options: SpeedOptions) -> Callable:
+def _rwkv7(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
     """Removes and writes under one key, so that it equals the second gated delta rule with other gates."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        log_decay = jnp.asarray(_feature_log_decay(options), jnp.float32)[None, None, None]
-        wide = key.astype(jnp.float32)
-        written = BETA * wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
-        return rwkv7_attention(
-            query,
-            written.astype(key.dtype),
-            value,
-            removal_key=key,
-            learning_rate=jnp.full_like(key, BETA),
-            log_decay=jnp.broadcast_to(log_decay, key.shape),
-        )
-
-    return attend
-
-
-def _rwkv7_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    log_decay = _feature_log_decay(options)
-    # What it reads has not decayed.
-    return delta_reference(options, arrays, rows, tail, log_decay, erase=BETA * np.exp(-log_decay))
-
-
-def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
-    """Linear attention with a decay of shape (heads, 1) or (heads, features), given for each token or once."""
-
-    def function(options: SpeedOptions) -> Callable:
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-            log = jnp.asarray(log_decay(options), jnp.float32)
-            log = log[:, 0] if log.shape[1] == 1 else log
-            log = jnp.broadcast_to(log[None, None], (*key.shape[:2], *log.shape)) if tokens else log
-            return linear_attention(
-                query, key, value, log_decay=log, is_causal=True, normalize=False, feature_map="identity"
-            )
-
-        return attend
-
-    return FunctionCase(function, _decayed_reference(log_decay), growth=1)
-
-
-def _decayed_reference(log_decay: Callable[[SpeedOptions], np.ndarray]) -> Callable:
-    def reference(
-        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-    ) -> tuple[np.ndarray, ...]:
-        return decayed_reference(options, arrays, rows, tail, log_decay(options))
-
-    return reference
-
-
-def _decayed_scan(options: SpeedOptions) -> Callable:
-    """GLA's recurrence token by token, for comparison with the chunked forms of all decays."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        tokens = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
-        decay = jnp.exp(jnp.asarray(_feature_decays(options), jnp.float32))[None, ..., None]
-
-        def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
-            q, k, v = token
-            state = decay * state + k[..., None] * v[..., None, :]
-            return state, jnp.einsum("bnfh,bnf->bnh", state, q)
-
-        _, batch, heads, size = tokens[1].shape
-        start = jnp.zeros((batch, heads, size, value.shape[-1]))
-        return jax.lax.scan(step, start, tokens)[1].swapaxes(0, 1).astype(options.dtype)
-
-    return attend
+    wide = key.astype(jnp.float32)
+    written = BETA * wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
+    return rwkv7_attention(
+        query, written.astype(key.dtype), value, removal_key=key, learning_rate=jnp.full_like(key, BETA),
+        log_decay=_by_feature(_feature_log_decay(options), key),
+    )  # fmt: skip
 
 
 def _slopes(options: SpeedOptions) -> np.ndarray:
@@ -259,23 +161,52 @@ def _feature_decays(options: SpeedOptions) -> np.ndarray:
     return np.broadcast_to(_feature_log_decay(options), (options.heads, options.head_dim))
 
 
-def _kimi_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    return delta_reference(options, arrays, rows, tail, _feature_log_decay(options))
+def _delta_reference(**gates: Any) -> Callable:
+    """`delta_reference` with gates that are numbers or functions of the options."""
+
+    def reference(
+        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+    ) -> tuple[np.ndarray, ...]:
+        known: dict[str, Any] = {name: x(options) if callable(x) else x for name, x in gates.items()}
+        return delta_reference(options, arrays, rows, tail, **known)
+
+    return reference
 
 
-def _delta_scan(options: SpeedOptions) -> Callable:
-    """The delta rule token by token, for comparison with its chunked form."""
+def _decayed_reference(log_decay: Callable[[SpeedOptions], np.ndarray]) -> Callable:
+    return _delta_reference(log_decay=log_decay, erase=0.0, write=1.0, unit=False)
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+
+def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
+    """Linear attention with a decay of shape (heads, 1) or (heads, features), given for each token or once."""
+
+    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        log = jnp.asarray(log_decay(options), jnp.float32)
+        log = log[:, 0] if log.shape[1] == 1 else log
+        log = jnp.broadcast_to(log[None, None], (*key.shape[:2], *log.shape)) if tokens else log
+        return linear_attention(
+            query, key, value, log_decay=log, is_causal=True, normalize=False, feature_map="identity"
+        )
+
+    return FunctionCase(attend, _decayed_reference(log_decay), growth=1)
+
+
+def _scan(*, delta: bool) -> Callable:
+    """The delta rule, or GLA's recurrence, token by token, for comparison with their chunked forms."""
+
+    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         query, key, value = (x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
-        key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+        if delta:
+            key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+        decay = jnp.exp(jnp.asarray(_feature_decays(options), jnp.float32))[None, ..., None]
 
         def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
             q, k, v = token
-            error = v - jnp.einsum("bnfh,bnf->bnh", state, k)
-            state = state + BETA * k[..., None] * error[..., None, :]
+            if delta:
+                error = v - jnp.einsum("bnfh,bnf->bnh", state, k)
+                state = state + BETA * k[..., None] * error[..., None, :]
+            else:
+                state = decay * state + k[..., None] * v[..., None, :]
             return state, jnp.einsum("bnfh,bnf->bnh", state, q)
 
         _, batch, heads, size = key.shape
@@ -286,40 +217,40 @@ def _delta_scan(options: SpeedOptions) -> Callable:
 
 
 _FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
+_LOCAL_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window))
+_DIAG_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64))
 _MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
+_GATED_2: dict[str, Any] = {"log_decay": _feature_log_decay, "erase": _erased, "write": _written}
+# What RWKV-7 reads has not decayed.
+_RWKV7: dict[str, Any] = {
+    "log_decay": _feature_log_decay,
+    "erase": lambda options: BETA * np.exp(-_feature_log_decay(options)),
+}
+_GATED = _of_delta(gated_delta_rule, lambda options, key: jnp.full(key.shape[:3], LOG_DECAY, jnp.float32))
+_KIMI = _of_delta(kimi_delta_rule, lambda options, key: _by_feature(_feature_log_decay(options), key))
 
 CASES: dict[str, FunctionCase] = {
     "full": FunctionCase(_causal(full_attention), _FULL_REFERENCE, growth=2),
-    "local": FunctionCase(
-        _local, softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window)), growth=1
-    ),
+    "local": FunctionCase(_local, _LOCAL_REFERENCE, growth=1),
     "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
     "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
-    "diag": FunctionCase(
-        _causal(diag_attention),
-        softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)),
-        growth=1,
-    ),
-    "native_sparse": FunctionCase(_native_sparse, _native_sparse_reference, growth=2),
+    "diag": FunctionCase(_causal(diag_attention), _DIAG_REFERENCE, growth=1),
+    "native_sparse": FunctionCase(_native_sparse, native_sparse_reference, growth=2),
     "linear": FunctionCase(_causal(linear_attention), linear_reference, growth=1),
     "retnet": _decayed(_slopes, tokens=False),
     "mamba2": _decayed(_constant_decay),
     "gla": _decayed(_feature_decays),
-    "gla_scan": FunctionCase(_decayed_scan, _decayed_reference(_feature_decays), growth=1),
-    "deltanet": FunctionCase(_delta, delta_reference, growth=1),
-    "gated_deltanet": FunctionCase(
-        _gated_delta, functools.partial(delta_reference, log_decay=LOG_DECAY), growth=1
-    ),
-    "kda": FunctionCase(_kimi_delta, _kimi_reference, growth=1),
-    "gated_deltanet_2": FunctionCase(_gated_delta_2, _gated_reference_2, growth=1),
-    "rwkv7": FunctionCase(_rwkv7, _rwkv7_reference, growth=1),
-    "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
+    "gla_scan": FunctionCase(_scan(delta=False), _decayed_reference(_feature_decays), growth=1),
+    "deltanet": FunctionCase(_of_delta(delta_rule), delta_reference, growth=1),
+    "gated_deltanet": FunctionCase(_GATED, _delta_reference(log_decay=LOG_DECAY), growth=1),
+    "kda": FunctionCase(_KIMI, _delta_reference(log_decay=_feature_log_decay), growth=1),
+    "gated_deltanet_2": FunctionCase(_gated_delta_2, _delta_reference(**_GATED_2), growth=1),
+    "rwkv7": FunctionCase(_rwkv7, _delta_reference(**_RWKV7), growth=1),
+    "deltanet_scan": FunctionCase(_scan(delta=True), delta_reference, growth=1),
 }
-TORCH = "torch full"
-JAX = "jax_nn"
 #: What --references may name.
-REFERENCES = (JAX, *gpu_references.NAMES)
-_LIKE = {JAX: "full", **dict.fromkeys(gpu_references.WINDOWS, "local")}
+REFERENCES = {"jax_nn": FunctionCase(_causal(jax.nn.dot_product_attention), _FULL_REFERENCE, growth=2)}
+TORCH = "torch full"
 
 
 def has_torch(options: SpeedOptions) -> bool:
@@ -346,50 +277,27 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
         return made
 
     made = []
-    for name in filter(options.wants, CASES):
-        case = CASES[name]
-
-        def candidate(case: FunctionCase = case) -> Candidate:
-            return jax_candidate(case.function(options), arrays(), options)
-
+    for name in (*filter(options.wants, CASES), *options.references):
+        case = (CASES | REFERENCES)[name]
+        candidate = functools.partial(jax_candidate, case.function, arrays, options)
         made.append(Case(name, case.growth, functools.partial(make, candidate, case.reference)))
     if has_torch(options):
         made.append(Case(TORCH, 2, lambda: make(lambda: torch_candidate(arrays(), options), _FULL_REFERENCE)))
-    for name in options.references:
-        like = CASES[_LIKE.get(name) or gpu_references.REFERENCES[name].like]
-
-        def other(name: str = name) -> Candidate:
-            if name == JAX:
-                return jax_candidate(_causal(jax.nn.dot_product_attention)(options), arrays(), options)
-            if name in gpu_references.WINDOWS:
-                return _window_by(gpu_references.WINDOWS[name], arrays(), options)
-            return gpu_references.candidate(name, arrays(), options)
-
-        made.append(Case(name, like.growth, functools.partial(make, other, like.reference)))
     return made
 
 
-def _window_by(implementation: str, arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """Our causal window by a named backend; NoNumber if the backend does not support the call."""
-    try:
-        return jax_candidate(
-            functools.partial(_local(options), implementation=implementation), arrays, options
-        )
-    except (NotImplementedError, ValueError) as error:  # cuDNN's requirements are of the arguments
-        raise NoNumber(f"not supported: {error}") from error
-
-
-def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """Compiles a function, forward and with its backward pass."""
-    query, key, value, d_out = (jnp.asarray(x, options.dtype) for x in arrays)
+def jax_candidate(function: Callable, arrays: Callable[[], Arrays], options: SpeedOptions) -> Candidate:
+    """Compiles a function of the options and arrays, forward and with its backward pass."""
+    query, key, value, d_out = (jnp.asarray(x, options.dtype) for x in arrays())
+    attend = functools.partial(function, options)
 
     def both(query, key, value, d_out):
-        out, pull = jax.vjp(function, query, key, value)
+        out, pull = jax.vjp(attend, query, key, value)
         return out, *pull(d_out)
 
     return Candidate(
         {
-            "forward": compile_program(function, query, key, value),
+            "forward": compile_program(attend, query, key, value),
             "forward_backward": compile_program(both, query, key, value, d_out),
         }
     )
@@ -407,7 +315,33 @@ def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
     import torch
 
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    return gpu_references.programs(attend, arrays, options.dtype, torch_device(), heads_first=True)
+
+    def load(x: np.ndarray) -> Any:
+        x = np.ascontiguousarray(x.transpose(0, 2, 1, 3))
+        return torch.from_numpy(x).to(torch_device(), getattr(torch, options.dtype))
+
+    *given, d_out = map(load, arrays)
+    learned = [x.clone().requires_grad_() for x in given]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(*given).transpose(1, 2)
+
+    def both() -> Any:
+        out = attend(*learned)
+        return [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out, learned, d_out))]
+
+    made = {"forward": forward, "forward_backward": both}
+    return Candidate({name: Program(start, None, wait=wait_for_torch) for name, start in made.items()})
+
+
+def wait_for_torch(result: Any) -> Any:
+    """Waits for PyTorch's GPU, whose calls return before they are computed."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return result
 
 
 def to_numpy(x: Any) -> np.ndarray:

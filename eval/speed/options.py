@@ -47,9 +47,7 @@ class SpeedOptions(Checked):
     """Time PyTorch's scaled_dot_product_attention too, if it is installed."""
     references: tuple[str, ...] = ()
     """More rows for the functions: jax_nn (full attention by jax.nn.dot_product_attention, whose matrix of all pairs
-    must fit into a CPU's memory), and for a machine with an NVIDIA GPU cudnn_window and triton_window (ours by that
-    backend), flex_window (PyTorch's FlexAttention), fla_linear, fla_deltanet and fla_gated_deltanet
-    (flash-linear-attention)."""
+    must fit into a CPU's memory)."""
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from eval.speed.options import SpeedOptions
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
@@ -63,9 +64,10 @@ def softmax_reference(
 
 
 def native_sparse_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, sizes: Any, window: int
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
 ) -> tuple[np.ndarray, ...]:
     """The reference of native sparse attention that compresses blocks to their means, with gates of one third."""
+    sizes = DEFAULT_SIZES
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
     length, at = key.shape[1], rows[:, None]
     columns = np.arange(length)
@@ -74,7 +76,7 @@ def native_sparse_reference(
         (columns >= starts[:, None]) & (columns < starts[:, None] + sizes.compressed)
     ) / sizes.compressed
     short_key, short_value = (np.einsum("cs,bsnh->bcnh", inside, x) for x in (key, value))
-    near = (columns <= at) & (at - columns < window)
+    near = (columns <= at) & (at - columns < options.window)
     far = starts + sizes.compressed <= at + 1
     compressed = _SoftmaxRows(query[:, rows], short_key, short_value, far, options.head_dim**-0.5)
     chosen = _chosen_keys(compressed.weights, rows, starts, length, sizes)
@@ -167,18 +169,21 @@ def delta_reference(
     log_decay: Any = 0.0,
     erase: Any = BETA,
     write: Any = BETA,
+    unit: bool = True,
 ) -> tuple[np.ndarray, ...]:
-    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient.
+    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient. Without
+    erasing, it is linear attention with a decaying state.
 
     Args:
-      log_decay: of the state before each token: a number, or one for each key feature.
+      log_decay: of the state before each token: a number, one for each key feature, or (heads, 1 or features).
       erase, write: the gates: a number, or one for each feature of the keys or of the values.
+      unit: whether keys are scaled to length 1.
     """
-    decay = np.broadcast_to(np.exp(log_decay), options.head_dim)[:, None]
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-    size = np.linalg.norm(key, axis=-1, keepdims=True)
+    length, heads, features = key.shape[1:]
+    decay = np.broadcast_to(np.exp(log_decay), (heads, features))[..., None]
+    size = np.linalg.norm(key, axis=-1, keepdims=True) if unit else np.ones((*key.shape[:3], 1))
     key = key / size
-    length = key.shape[1]
     state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
     out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
     sampled = set(rows.tolist())
@@ -200,34 +205,8 @@ def delta_reference(
         d_error = np.einsum("bnfh,bnf->bnh", d_state, k)
         d_unit = np.einsum("bnfh,bnh->bnf", d_state, error)
         d_unit = d_unit - erase * np.einsum("bnfh,bnh->bnf", recalled, d_error)
-        d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
+        along = k * (k * d_unit).sum(-1, keepdims=True) if unit else 0.0
+        d_key[:, t] = (d_unit - along) / size[:, t]
         d_value[:, t] = write * d_error
         d_state = decay * (d_state - (erase * k)[..., None] * d_error[:, :, None])
-    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
-
-
-def decayed_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any
-) -> tuple[np.ndarray, ...]:
-    """The reference of linear attention with a decaying state, by its recurrence and, over the tail, its gradient's.
-
-    Args:
-      log_decay: of the state before each token: (heads, 1) or (heads, features).
-    """
-    decay = np.exp(np.asarray(log_decay, np.float64))[..., None]
-    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-    length, sampled = key.shape[1], set(rows.tolist())
-    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
-    out, d_query = np.zeros_like(value), np.zeros_like(query)
-    for t in range(length):
-        state = decay * state + key[:, t, :, :, None] * value[:, t, :, None]
-        if t in sampled:
-            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
-            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
-    d_state, d_key, d_value = np.zeros_like(state), np.zeros_like(key), np.zeros_like(value)
-    for t in reversed(range(tail, length)):
-        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
-        d_key[:, t] = np.einsum("bnfh,bnh->bnf", d_state, value[:, t])
-        d_value[:, t] = np.einsum("bnfh,bnf->bnh", d_state, key[:, t])
-        d_state = decay * d_state
     return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]

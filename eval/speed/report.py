@@ -1,4 +1,4 @@
-"""What eval.speed reports about its measurements: ratios, fitted exponents, tables, targets, JSON."""
+"""What eval.speed reports about its measurements: ratios, fitted exponents, tables, JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from etils import epath
 from rich.table import Table as RichTable
 
 from eval.harness.table import Table
-from eval.speed.functions import TORCH
 from eval.speed.levels import LEVELS, base_name
 from eval.speed.options import SpeedOptions
 from train.engine.storage import write_whole
@@ -141,59 +140,6 @@ def exponent_table(fitted: Sequence[dict[str, Any]], options: SpeedOptions) -> R
         values = (None if entry[c] is None else f"{round(entry[c], 2) + 0.0:.2f}" for c in columns)
         table.add(entry["level"], entry["name"], *values)
     return table.for_terminal(left=2)
-
-
-class Target(NamedTuple):
-    """The least speed of one row relative to another of its level, at the default options."""
-
-    length: int
-    name: str
-    base: str
-    program: str
-    least: float
-    level: str = "functions"
-
-
-TARGETS = (
-    Target(8192, "local", TORCH, "forward", 6.0),
-    Target(8192, "local", TORCH, "forward_backward", 8.0),
-    Target(32768, "local", TORCH, "forward", 20.0),
-    Target(4096, "mlr", "full", "forward", 1.0),
-    Target(8192, "mlr", "full", "forward", 1.0),
-    Target(4096, "mlr", "mlr_dense", "forward", 3.0),
-    Target(4096, "deltanet", "linear", "forward", 1 / 3),
-    Target(4096, "deltanet", "linear", "forward_backward", 1 / 3),
-    Target(4096, "gated_deltanet", "deltanet", "forward", 1 / 1.3),
-    Target(4096, "gated_deltanet", "deltanet", "forward_backward", 1 / 1.3),
-    Target(4096, "kda", "deltanet", "forward", 1 / 2),
-    Target(4096, "kda", "deltanet", "forward_backward", 1 / 2),
-    Target(4096, "deltanet", "deltanet_scan", "forward", 10.0),
-    Target(4096, "deltanet", "deltanet_scan", "forward_backward", 10.0),
-    *(
-        Target(65536, f"brl w {w} m {m}", TORCH, "forward", 13.0, "encoders")
-        for w in (256, 512)
-        for m in (64, 128)
-    ),
-)
-
-
-def target_lines(rows: Sequence[dict], options: SpeedOptions) -> list[str]:
-    """Whether rows meet their targets, if both sides were measured at that length."""
-    default = SpeedOptions()
-    same = ("window", "heads", "head_dim", "batch", "dtype")
-    if any(getattr(options, n) != getattr(default, n) for n in same):
-        return []
-    times = {(row["level"], row["length"], row["name"]): row for row in rows}
-    lines = []
-    for length, name, base, program, least, level in TARGETS:
-        own, other = (times.get((level, length, n), {}).get(f"{program}_s") for n in (name, base))
-        if own and other:
-            verdict = "met" if other / own >= least else "NOT met"
-            lines.append(
-                f"n = {length}, {PROGRAMS[program]}: {name} is {other / own:.2f} times as fast as {base}; "
-                f"target {least:.2f}: {verdict}"
-            )
-    return lines
 
 
 def note_lines(rows: Sequence[dict]) -> list[str]:

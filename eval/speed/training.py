@@ -25,9 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from brl_jax.layers import BRLConfig, LinformerConfig
+from eval.harness.batches import make_batch
 from eval.speed.measure import (
     Candidate,
     Case,
@@ -40,7 +40,6 @@ from eval.speed.measure import (
 from eval.speed.networks import Network, network, network_names
 from eval.speed.options import SpeedOptions
 from train.cli.summary import num_parameters
-from train.engine.batch import Batch
 from train.engine.mesh import open_mesh, place_batch, training_programs
 from train.engine.step import make_eval_step
 from train.engine.throughput import step_flops
@@ -63,12 +62,9 @@ _DECODERS = {
 DECODERS = tuple(_DECODERS)
 
 
-def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: bool = True) -> Candidate:
-    """Compiles and checks a training step ("train") of a run on a batch and, if asked for, inference ("forward").
-
-    Args:
-      config: of the task, as `task.sized` returns it.
-      batch: what the task's stream yields.
+def candidate(task: Task[Any, Any], config: Any, *, inference: bool = True) -> Candidate:
+    """Compiles and checks a training step ("train") of a run on random numbers and, if asked for, inference
+    ("forward"). The configuration is as `task.sized` returns it.
 
     Facts: "parameters", "flops" of the forward pass's matrix products, and "train_bytes", the memory of the training
     step: its temporary memory and its arguments.
@@ -78,6 +74,7 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     with jax.set_mesh(mesh):
         programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()
+        batch = make_batch(task, config)
         placed = place_batch(mesh, batch, config.loop.batch)
         lowered = programs.step.lower(state, placed)
     compiled = compile_lowered(lowered)
@@ -103,17 +100,6 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     check_finite("training loss", made["train"].run()["loss"], ())
     total = analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
     return Candidate(made, {**facts, "train_bytes": total})
-
-
-def _random_batch(task: Task[Any, Any], config: Any, **highest: int) -> Batch:
-    """A batch of random numbers below `highest`, or else of zeros, in the shapes of a task."""
-    rng = np.random.default_rng(0)
-    shapes = task.batch_shapes(config, config.loop.batch)
-    arrays = {
-        name: rng.integers(0, highest.get(name, 1), like.shape).astype(like.dtype)
-        for name, like in shapes.items()
-    }
-    return Batch(arrays)
 
 
 def classifiers(options: SpeedOptions, length: int) -> list[Case]:
@@ -144,12 +130,8 @@ def _classifier_config(chosen: Network, options: SpeedOptions, length: int) -> l
 
 
 def classifier(config: lra_config.LraConfig, *, inference: bool = True) -> Candidate:
-    """The programs of a classifier, see `candidate`, on random tokens without padding."""
-    config = LRA.sized(config)
-    batch = _random_batch(LRA, config, tokens=config.model.vocab_size, targets=config.model.num_classes)
-    batch["lengths"][...] = batch["tokens"].shape[-1]
-    batch["weights"][...] = 1.0
-    return candidate(LRA, config, batch, inference=inference)
+    """The programs of a classifier, see `candidate`, on tokens without padding."""
+    return candidate(LRA, LRA.sized(config), inference=inference)
 
 
 def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:
@@ -161,7 +143,9 @@ def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:
         linear = model.cross_window is not None and all(
             mechanism.linear_cost for mechanism in (*model.mechanisms, *model.encoder.mechanisms)
         )
-        made.append(Case(name, 1 if linear else 2, functools.partial(_make_copy, config)))
+        made.append(
+            Case(name, 1 if linear else 2, functools.partial(candidate, COPY, config, inference=False))
+        )
     return made
 
 
@@ -177,19 +161,13 @@ def _copy_config(preset: str, options: SpeedOptions, length: int) -> copy_config
     return COPY.sized(dataclasses.replace(config, model=model, data=data, loop=loop))
 
 
-def _make_copy(config: copy_config.CopyConfig) -> Candidate:
-    mesh = open_mesh(config.mesh, config.loop, config.model)
-    batch = next(iter(COPY.training_stream(config, None, mesh)))
-    return candidate(COPY, config, batch, inference=False)
-
-
 def decoders(options: SpeedOptions, length: int) -> list[Case]:
     """The named decoders at one length, on the same inputs."""
     made = []
     for name in filter(options.wants, DECODERS):
         config = decoder_config(name, options, length)
         growth = 1 if config.model.mechanism.linear_cost else 2
-        made.append(Case(name, growth, functools.partial(_make_decoder, config)))
+        made.append(Case(name, growth, functools.partial(candidate, LM, config)))
     return made
 
 
@@ -204,9 +182,3 @@ def decoder_config(name: str, options: SpeedOptions, length: int) -> lm_config.L
     model = dataclasses.replace(preset.model, dropout=0.0, dtype=options.dtype, **sizes)
     loop = dataclasses.replace(preset.loop, batch=options.batch, accumulation=1, length=length)
     return LM.sized(dataclasses.replace(preset, model=model, loop=loop))
-
-
-def _make_decoder(config: lm_config.LmConfig) -> Candidate:
-    shapes = LM.batch_shapes(config, config.loop.batch)
-    batch = _random_batch(LM, config, **dict.fromkeys(shapes, config.model.vocab_size))
-    return candidate(LM, config, batch)

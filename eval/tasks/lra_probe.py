@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,10 +16,9 @@ import numpy as np
 
 from brl_jax.fields import Count, Natural
 from brl_jax.models import Encoder
+from eval.harness.main import Evaluation
 from eval.harness.options import RunOptions
-from eval.harness.output import emit
-from eval.harness.runs import Run, open_run, run_facts
-from train.cli.options import parse_options
+from eval.harness.runs import Run, run_facts
 from train.data.lra.batches import EvalBatches
 from train.data.lra.examples import Examples
 from train.data.lra.tasks import LRA_TASKS
@@ -59,17 +57,8 @@ def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.nda
     return read_features(mean, batches)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures; see the module's text and --help."""
-    options = parse_options(
-        ProbeOptions(),
-        argv,
-        prog="python -m eval.lra_probe",
-        about="Reads a trained encoder by a linear map.",
-    )
-    if not options.workdir:
-        raise UserError("--workdir: expected the folder of a run of train.lra, got none")
-    run = open_run([LRA, LRA_DENOISE, LRA_TRACE], options.workdir, options.checkpoint)
+def measure(run: Run, options: ProbeOptions) -> dict[str, Any]:
+    """The accuracy of the linear map, and facts about the run."""
     data_config = run.config.data
     sizes = LRA_TASKS[data_config.task]
     if sizes.is_pair:
@@ -80,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     linear = fitted(*pooled(run, data.examples["train"], options.examples), sizes.num_classes)
     features, labels = pooled(run, data.examples["test"], 0)
     accuracy = float((linear(features).argmax(-1) == labels).mean())
-    result = {
+    return {
         "task": data_config.task,
         "accuracy": accuracy,
         "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(labels)),
@@ -90,4 +79,12 @@ def main(argv: Sequence[str]) -> None:
         "data": data.source.name,
         **run_facts(run),
     }
-    emit(result, options.json)
+
+
+main = Evaluation(
+    [LRA, LRA_DENOISE, LRA_TRACE],
+    ProbeOptions(),
+    "eval.lra_probe",
+    "Reads a trained encoder by a linear map.",
+    measure,
+).main

@@ -76,7 +76,7 @@ NEW = {
 #: Lines of other files, each with what follows it then.
 CHANGED = {
     "mechanism": {
-        "brl_jax/layers/registry.py": {
+        "brl_jax/layers/__init__.py": {
             "from types import MappingProxyType": "from brl_jax.layers.recurrent.mean import MeanConfig",
             '        "full": FullConfig,': '        "mean": MeanConfig,',
         },

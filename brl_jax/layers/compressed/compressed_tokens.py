@@ -133,7 +133,7 @@ class CompressedStream(nn.Module):
             out = self._read_histories(
                 query, read, before, gamma, bias, history_lengths, axis_name, static, sown
             )
-        out = head_norm(d, name="compress_norm")(out)
+        out = head_norm(d, d.norm, name="compress_norm")(out)
         return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
 
     def _rotate(self, rotate, query, read, before, source_lengths, in_blocks, whole_row):

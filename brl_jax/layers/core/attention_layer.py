@@ -30,15 +30,16 @@ class AttentionLayer(MechanismLayer):
         """Returns queries, keys and values."""
         return project_qkv(self.dimensions, x, positions)
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Float[Array, "B T N H"]:
-        """Computes the attention function.
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+        """Computes the attention function, (B, T, N, H).
 
-        In training it gets the options is_causal, key_value_seq_lengths, implementation and, for mechanisms that pack,
-        segment_ids. The default `step` passes is_causal, query_offset and implementation. Both add `attention_options`.
+        In training it gets the options key_value_seq_lengths and implementation, is_causal for mechanisms with a causal
+        form, and segment_ids for those that pack. The default `step` passes is_causal, query_offset and
+        implementation. Both add `attention_options`.
         """
         raise NotImplementedError
 
-    def attention_options(self) -> dict[str, Any]:
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
         """Returns the mechanism's additional options of `attend`. Called once, inside a compact call."""
         return {}
 
@@ -65,7 +66,7 @@ class AttentionLayer(MechanismLayer):
             is_causal=True,
             query_offset=call.start,
             implementation=self.dimensions.implementation,
-            **self.attention_options(),
+            **self.attention_options(call),
         )
         return attended, cache
 
@@ -77,19 +78,37 @@ class AttentionLayer(MechanismLayer):
             attended, cache = self.step(query, key, value, call)
             return self.output(x, attended), cache
         options: dict[str, Any] = {
-            "is_causal": d.is_causal,
             "key_value_seq_lengths": None if d.is_causal else call.lengths,
             "implementation": d.implementation,
         }
+        if self.mechanism.causal:
+            options["is_causal"] = d.is_causal
         if self.mechanism.packs:
             options["segment_ids"] = call.segment_ids
-        options |= self.attention_options()
+        options |= self.attention_options(call)
 
         def attend(value: Array) -> Array:
             return self.attend(query, key, value, **options)
 
         sow_weights(self, attend, value)
         return self.output(x, attend(value)), None
+
+
+class FunctionStateLayer(AttentionLayer):
+    """An `AttentionLayer` whose cache is the state of its attention function."""
+
+    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, Any]:
+        return self.attend(
+            query,
+            key,
+            value,
+            is_causal=True,
+            state=call.cache,
+            return_state=True,
+            count=call.count,
+            implementation=self.dimensions.implementation,
+            **self.attention_options(call),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +186,7 @@ class SoftmaxLayer(AttentionLayer):
             attended = attended * jax.nn.sigmoid(gate)
         return super().output(x, attended)
 
-    def attention_options(self) -> dict[str, Any]:
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
         mechanism: Any = self.mechanism
         sinks = None
         if mechanism.sinks:

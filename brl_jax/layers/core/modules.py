@@ -149,31 +149,17 @@ def norm(
     return nn.LayerNorm(use_bias=dimensions.use_bias, bias_init=bias_init, **shared)
 
 
-def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
-    """Returns a norm over each head of (..., N, H), with a scale for each head and channel."""
-    shared: dict[str, Any] = {
-        "epsilon": dimensions.norm_epsilon,
-        "dtype": dimensions.dtype,
-        "param_dtype": dimensions.param_dtype,
-        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
-        "reduction_axes": -1,
-        "feature_axes": (-2, -1),
-        "name": name,
-    }
-    if dimensions.norm == "rms":
-        return nn.RMSNorm(**shared)
-    return nn.LayerNorm(use_bias=False, **shared)
-
-
-def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str, heads: str = "heads") -> nn.Module:
-    """Returns a norm over all heads and channels of (..., N, H) together, with a scale for each head and channel.
-    `heads` is the logical name of the axis of heads."""
+def head_norm(
+    dimensions: Dimensions, kind: NormKind, *, name: str, merged: bool = False, heads: str = "heads"
+) -> nn.Module:
+    """Returns a norm over each head of (..., N, H), or over all of them together if `merged`, with a scale for each
+    head and channel. `heads` is the logical name of the axis of heads."""
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
         "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), (heads, "head_dim")),
-        "reduction_axes": (-2, -1),
+        "reduction_axes": (-2, -1) if merged else -1,
         "feature_axes": (-2, -1),
         "name": name,
     }
@@ -270,8 +256,8 @@ def project_qkv(
     key = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="key")(x)
     value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
     if qk_norm == "merged":
-        query = merged_norm(d, d.norm, name="query_norm")(query)
-        key = merged_norm(d, d.norm, name="key_norm", heads="kv_heads")(key)
+        query = head_norm(d, d.norm, name="query_norm", merged=True)(query)
+        key = head_norm(d, d.norm, name="key_norm", merged=True, heads="kv_heads")(key)
     elif qk_norm:
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)

@@ -1,7 +1,7 @@
 """The protocol between attention mechanisms and networks, which never ask which mechanism they run.
 
-A mechanism is two classes: a frozen configuration dataclass derived from `Mechanism`, and the Linen module that its
-`layer` method builds, derived from `MechanismLayer`. The module mixes the tokens of x (B, T, D):
+A mechanism is two classes: a frozen configuration dataclass derived from `Mechanism`, and a Linen module derived from
+`MechanismLayer`, which names its configuration. The module mixes the tokens of x (B, T, D):
 
     y, carry, cache = layer(x, carry=carry, cache=cache, positions=..., lengths=..., segment_ids=..., count=...,
                             deterministic=...)
@@ -17,10 +17,7 @@ A complete mechanism, in which each token sees the mean of the values up to and 
         bidirectional: ClassVar[bool] = False
         linear_cost: ClassVar[bool] = True
 
-        def layer(self, dimensions, **kwargs):
-            return MeanLayer(self, dimensions, **kwargs)
-
-    class MeanLayer(MechanismLayer):
+    class MeanLayer(MechanismLayer, config=MeanConfig):
         def init_cache(self, batch, length):
             d = self.dimensions
             return MeanCache(jnp.zeros((batch, 1, d.num_heads, d.head_dim), d.dtype), jnp.zeros((), jnp.int32))
@@ -36,7 +33,7 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             new = call.num_new(length)
             return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
 
-To list it, add the configuration to `MECHANISMS` (`brl_jax.layers.registry`), a small instance to
+To list it, add the configuration to `MECHANISMS` (`brl_jax/layers/__init__.py`), a small instance to
 `tests/laws/cases.py`, and a NumPy oracle to tests/oracles. The suite of laws tests the rest, guided by the
 capability flags.
 
@@ -199,6 +196,9 @@ class Mechanism(Checked):
 
     # --- Required ---
 
+    module: ClassVar[Any]
+    """The class of the layers, which sets it: `class MeanLayer(MechanismLayer, config=MeanConfig)`."""
+
     def check(self, dimensions: Dimensions) -> None:
         """Raises ValueError if this mechanism does not support a network of these dimensions."""
         if dimensions.is_causal and not self.causal:
@@ -210,7 +210,7 @@ class Mechanism(Checked):
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         """Returns the Linen module of one layer; `kwargs` are `name` and `parent`."""
-        raise NotImplementedError
+        return self.module(self, dimensions, **kwargs)
 
     # --- Optional hooks ---
 
@@ -319,7 +319,12 @@ class CacheOwner(nn.Module):
     """A module with a decoding cache and, optionally, a training memory."""
 
     mechanism: Any
-    dimensions: Any
+    dimensions: Dimensions
+
+    def __init_subclass__(cls, config: type[Mechanism] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if config is not None:
+            config.module = cls
 
     def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty decoding cache for `batch` sequences of up to `length` tokens."""

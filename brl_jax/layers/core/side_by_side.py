@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import CacheOwner, Dimensions, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,6 @@ class SideBySideConfig(Mechanism):
                     "or normalises elsewhere"
                 )
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return SideBySide(self, dimensions, **kwargs)
-
 
 class BothCaches(NamedTuple):
     """Decoding caches or training memories of the two layers."""
@@ -77,11 +74,10 @@ class BothCaches(NamedTuple):
     second: Any
 
 
-class SideBySide(nn.Module):
+class SideBySide(CacheOwner, config=SideBySideConfig):
     """See `brl_jax.layers.core.protocol` for the call."""
 
     mechanism: SideBySideConfig
-    dimensions: Dimensions
 
     def _layer(self, which: str, **kwargs: Any) -> nn.Module:
         # The joint projection has twice as large a fan-in, so each half starts with half the variance.

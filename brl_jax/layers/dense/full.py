@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.fields import Range
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
-from brl_jax.layers.core.protocol import Dimensions, LayerCall
+from brl_jax.layers.core.protocol import LayerCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +26,8 @@ class FullConfig(SoftmaxConfig):
     """Share of the attention weights that training drops (RoBERTa has 0.1). It takes a random number for each pair of
     tokens, and attention is computed twice."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return FullAttention(self, dimensions, **kwargs)
 
-
-class FullAttention(SoftmaxLayer):
+class FullAttention(SoftmaxLayer, config=FullConfig):
     """See `brl_jax.layers.core.protocol` for the call and `full_attention` for the mathematics."""
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
@@ -52,7 +48,7 @@ class FullAttention(SoftmaxLayer):
             "segment_ids": call.segment_ids,
             "implementation": d.implementation,
             "return_residual": True,
-            **self.attention_options(),
+            **self.attention_options(call),
         }
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - rate, shape)

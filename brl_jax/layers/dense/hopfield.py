@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import scale_scores
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +27,8 @@ class HopfieldConfig(Mechanism):
     beta: Positive | None = None
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return HopfieldAttention(self, dimensions, **kwargs)
 
-
-class HopfieldAttention(AttentionLayer):
+class HopfieldAttention(AttentionLayer, config=HopfieldConfig):
     """See `brl_jax.layers.core.protocol` for the call and `hopfield_attention` for the mathematics."""
 
     mechanism: HopfieldConfig

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import distance_scale
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +20,8 @@ class KernelizedConfig(Mechanism):
 
     causal: ClassVar[bool] = False
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return KernelizedAttention(self, dimensions, **kwargs)
 
-
-class KernelizedAttention(AttentionLayer):
+class KernelizedAttention(AttentionLayer, config=KernelizedConfig):
     """See `brl_jax.layers.core.protocol` for the call and `kernelized_attention` for the mathematics."""
 
     mechanism: KernelizedConfig

@@ -16,7 +16,7 @@ from brl_jax.attention.core.state import write_tokens
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 Weights = Literal["random", "dense"]
 
@@ -33,9 +33,6 @@ class SynthesizerConfig(Mechanism):
     """Columns of the two matrices of "random" [k]."""
     max_length: Count = 4096
     """Length of the longest sequence; the parameters have an entry for each of its positions."""
-
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return SynthesizerAttention(self, dimensions, **kwargs)
 
     def check_length(self, length: int) -> None:
         """Raises ValueError if a sequence of `length` tokens is too long."""
@@ -54,11 +51,10 @@ class SynthesizerCache(NamedTuple):
     length: Int[Array, ""]
 
 
-class SynthesizerAttention(MechanismLayer):
+class SynthesizerAttention(MechanismLayer, config=SynthesizerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `synthesizer_attention` for the mathematics."""
 
     mechanism: SynthesizerConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> SynthesizerCache:
         d = self.dimensions

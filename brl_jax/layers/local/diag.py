@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.local.diag import (
@@ -15,9 +14,9 @@ from brl_jax.attention.local.diag import (
     init_diag_state,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import merge_heads, merged_norm
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, NormKind
+from brl_jax.layers.core.attention_layer import FunctionStateLayer
+from brl_jax.layers.core.modules import head_norm, merge_heads
+from brl_jax.layers.core.protocol import Mechanism, NormKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +33,11 @@ class DiagConfig(Mechanism):
     norm: NormKind = "rms"
     """The norm over the merged heads for score "relu": "rms" or "layer"."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return DiagAttention(self, dimensions, **kwargs)
 
-
-class DiagAttention(AttentionLayer):
+class DiagAttention(FunctionStateLayer, config=DiagConfig):
     """See `brl_jax.layers.core.protocol` for the call and `diag_attention` for the mathematics."""
 
     mechanism: DiagConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> DiagState:
         """Returns an empty cache for the keys and values of one block."""
@@ -50,27 +45,12 @@ class DiagAttention(AttentionLayer):
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
         m = self.mechanism
         return diag_attention(query, key, value, block_size=m.block_size, score=m.score, **options)
-
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, DiagState]:
-        m = self.mechanism
-        return diag_attention(
-            query,
-            key,
-            value,
-            block_size=m.block_size,
-            score=m.score,
-            is_causal=True,
-            state=call.cache,
-            count=call.count,
-            implementation=self.dimensions.implementation,
-            return_state=True,
-        )
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d, m = self.dimensions, self.mechanism
         if m.score == "relu":
-            attended = merged_norm(d, m.norm, name="attended_norm")(attended)
+            attended = head_norm(d, m.norm, name="attended_norm", merged=True)(attended)
         return merge_heads(d, attended)

@@ -6,15 +6,14 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.local import far_patterns, patterns
 from brl_jax.attention.local.api import local_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
-from brl_jax.layers.core.caches import WindowCache, slide, window_segments
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
+from brl_jax.layers.core.caches import WindowCache
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 LocalPattern = Literal[
     "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "global_local", "axial",
@@ -126,15 +125,11 @@ class LocalConfig(PatternConfig, SoftmaxConfig):
                 return far_patterns.BlockMask(self.window, rows)
         raise ValueError(f"unknown pattern {self.pattern!r}")
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return LocalAttention(self, dimensions, **kwargs)
 
-
-class LocalAttention(SoftmaxLayer):
+class LocalAttention(SoftmaxLayer, config=LocalConfig):
     """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
 
     mechanism: LocalConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> WindowCache:
         """Returns a cache for the last keys and values that the pattern can reach, at most `length`."""
@@ -151,21 +146,13 @@ class LocalAttention(SoftmaxLayer):
         return local_attention(query, key, value, **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, WindowCache]:
-        batch, length = query.shape[:2]
-        cache, start, count = call.cache, call.start, call.num_new(length)
-        reach = cache.key.shape[1]
-        key, last_keys = slide(cache.key, key, count)
-        value, last_values = slide(cache.value, value, count)
-        attended = local_attention(
+        return call.cache.attend(
             query,
             key,
             value,
+            call.start,
+            call.num_new(query.shape[1]),
             pattern=self.mechanism.make_pattern(True),
-            is_causal=True,
-            segment_ids=window_segments(batch, length, reach, start),
-            query_offset=reach,
-            key_offset=start - reach,
             implementation=self.dimensions.implementation,
-            **self.attention_options(),
+            **self.attention_options(call),
         )
-        return attended, WindowCache(last_keys, last_values, start + count)

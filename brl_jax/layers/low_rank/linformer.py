@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -11,8 +10,9 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import parameter
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,37 +29,24 @@ class LinformerConfig(Mechanism):
     max_length: Count = 4096
     """Length of the longest sequence; the projections have a column for each of its tokens."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return LinformerAttention(self, dimensions, **kwargs)
 
-
-class LinformerAttention(MechanismLayer):
+class LinformerAttention(AttentionLayer, config=LinformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `linformer_attention` for the mathematics."""
 
     mechanism: LinformerConfig
-    dimensions: Dimensions
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, mechanism = self.dimensions, self.mechanism
-        mechanism.check(d)
-        length = x.shape[1]
-        if length > mechanism.max_length:
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        self.mechanism.check(self.dimensions)
+        length, longest = key.shape[1], self.mechanism.max_length
+        if length > longest:
             raise ValueError(
-                f"max_length must be at least the sequence's length {length}, got {mechanism.max_length}: "
+                f"max_length must be at least the sequence's length {length}, got {longest}: "
                 "Linformer has a projection for each position"
             )
-        query, key, value = project_qkv(d, x, call.positions)
-        attend = functools.partial(
-            linformer_attention,
-            query,
-            key,
-            key_projection=self._projection("key_projection"),
-            value_projection=self._projection("value_projection"),
-            key_value_seq_lengths=call.lengths,
-            implementation=d.implementation,
-        )
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+        return linformer_attention(query, key, value, **options)
+
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+        return {name: self._projection(name) for name in ("key_projection", "value_projection")}
 
     def _projection(self, name: str) -> Float[Array, "R L"]:
         d, mechanism = self.dimensions, self.mechanism

@@ -24,7 +24,7 @@ from brl_jax.layers.core.modules import (
     rotary_options,
     sow_weights,
 )
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,11 @@ class LongShortConfig(Mechanism):
     chunk_rank: Count = 1
     """Number of tokens to which a decoder projects each chunk."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return LongShortAttention(self, dimensions, **kwargs)
 
-
-class LongShortAttention(MechanismLayer):
+class LongShortAttention(MechanismLayer, config=LongShortConfig):
     """See `brl_jax.layers.core.protocol` for the call and `long_short_attention` for the mathematics."""
 
     mechanism: LongShortConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> LongShortState:
         d, m = self.dimensions, self.mechanism

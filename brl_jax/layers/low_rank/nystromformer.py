@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.fields import Count, Natural
-from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import parameter
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,33 +37,20 @@ class NystromformerConfig(Mechanism):
             f"conv_size must be odd, or 0 for none, got {self.conv_size}",
         )
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return NystromformerAttention(self, dimensions, **kwargs)
 
-
-class NystromformerAttention(MechanismLayer):
+class NystromformerAttention(AttentionLayer, config=NystromformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `nystromformer_attention` for the mathematics."""
 
     mechanism: NystromformerConfig
-    dimensions: Dimensions
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        self.mechanism.check(self.dimensions)
+        return nystromformer_attention(query, key, value, **options)
+
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
         d, m = self.dimensions, self.mechanism
-        m.check(d)
-        query, key, value = project_qkv(d, x, call.positions)
         kernel = None
         if m.conv_size:
             init = nn.initializers.normal((3 * m.conv_size) ** -0.5)
             kernel = parameter(self, "value_kernel", init, (d.num_heads, m.conv_size), ("heads", None))
-        attend = functools.partial(
-            nystromformer_attention,
-            query,
-            key,
-            num_landmarks=m.num_landmarks,
-            iterations=m.iterations,
-            value_kernel=kernel,
-            key_value_seq_lengths=call.lengths,
-            implementation=d.implementation,
-        )
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+        return {"num_landmarks": m.num_landmarks, "iterations": m.iterations, "value_kernel": kernel}

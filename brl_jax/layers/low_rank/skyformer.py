@@ -6,19 +6,13 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.fields import Count, NonNegative, Seed
-from brl_jax.layers.core.modules import (
-    distance_scale,
-    merge_heads,
-    project_qkv,
-    sampled,
-    sow_weights,
-)
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import distance_scale, sampled
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,32 +32,19 @@ class SkyformerConfig(Mechanism):
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return SkyformerAttention(self, dimensions, **kwargs)
 
-
-class SkyformerAttention(MechanismLayer):
+class SkyformerAttention(AttentionLayer, config=SkyformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `skyformer_attention` for the mathematics."""
 
     mechanism: SkyformerConfig
-    dimensions: Dimensions
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, m = self.dimensions, self.mechanism
-        m.check(d)
-        query, key, value = project_qkv(d, x, call.positions)
-        query, scale = distance_scale(d, query)
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        self.mechanism.check(self.dimensions)
+        query, scale = distance_scale(self.dimensions, query)
+        return skyformer_attention(query, key, value, scale=scale, **options)
+
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+        m = self.mechanism
         draw = functools.partial(skyformer_samples, num_samples=m.num_samples)
-        attend = functools.partial(
-            skyformer_attention,
-            query,
-            key,
-            samples=sampled(self, draw, m.seed, call.deterministic),
-            iterations=m.iterations,
-            ridge=m.ridge,
-            scale=scale,
-            key_value_seq_lengths=call.lengths,
-            implementation=d.implementation,
-        )
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+        samples = sampled(self, draw, m.seed, call.deterministic)
+        return {"samples": samples, "iterations": m.iterations, "ridge": m.ridge}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -25,11 +25,8 @@ class BSBRConfig(Mechanism):
     num_compressed: Count | None = None
     """Size to which each chunk's key-value product is compressed, for each head; None keeps all head_dim^2 entries."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return BSBRAttention(self, dimensions, **kwargs)
 
-
-class BSBRAttention(StateLayer):
+class BSBRAttention(StateLayer, config=BSBRConfig):
     """`bsbr_attention`. Queries and keys inside the chunks are rotated; the retrieval's are not.
 
     A learned strength for each head multiplies what is retrieved. It starts at 1 / chunk_size, which turns the

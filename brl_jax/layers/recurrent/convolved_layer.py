@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.recurrent.delta import init_delta_state
 from brl_jax.attention.recurrent.short_convolution import short_convolution
 from brl_jax.layers.core.caches import StateCache
 from brl_jax.layers.core.modules import parameter
@@ -96,13 +97,18 @@ class Convolutions:
 class ConvolvedLayer(StateLayer):
     """A `StateLayer` with short convolutions over `mechanism.conv_size` tokens.
 
-    A mechanism implements `init_state`, `convolved` and `convolved_attention`, and overrides `output` if it does more
-    than merge the heads.
+    A mechanism implements `convolved_attention`, and overrides `output` if it does more than merge the heads. By
+    default the state is that of the delta rules, and queries, keys and values are convolved.
     """
+
+    def init_state(self, batch: int, length: int) -> Any:
+        return init_delta_state(batch, self.dimensions.num_kv_heads, self.dimensions.head_dim)
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
         """Returns the names of the convolutions, and the shape of a token in each."""
-        raise NotImplementedError
+        d = self.dimensions
+        heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
+        return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions

@@ -6,14 +6,13 @@ import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import merge_heads, project_unrotated
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -42,9 +41,6 @@ class CosformerConfig(Mechanism):
     def for_training(self, length: int) -> CosformerConfig:
         return dataclasses.replace(self, min_length=max(self.min_length, length))
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return CosformerAttention(self, dimensions, **kwargs)
-
 
 class CosformerCache(NamedTuple):
     """The decoding cache of `CosformerAttention`.
@@ -60,7 +56,7 @@ class CosformerCache(NamedTuple):
     max_length: Int[Array, ""]
 
 
-class CosformerAttention(StateLayer):
+class CosformerAttention(StateLayer, config=CosformerConfig):
     """`cosformer_attention`. Its weights already depend on distance, so it uses no rotary positions."""
 
     def init_cache(self, batch: int, length: int) -> CosformerCache:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.recurrent.delta import DeltaState, delta_rule, init_delta_state
+from brl_jax.attention.recurrent.delta import delta_rule
 from brl_jax.fields import Count, Natural
 from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.gated_deltanet import unit
 from brl_jax.layers.recurrent.state_layer import StateAttention
@@ -33,27 +32,16 @@ class DeltaNetConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return DeltaNet(self, dimensions, **kwargs)
 
-
-class DeltaNet(ConvolvedLayer):
+class DeltaNet(ConvolvedLayer, config=DeltaNetConfig):
     """`delta_rule` on SiLU of the convolved projections, as in the paper's section 3.3, followed by a norm of each
     head. Queries and keys are divided by their l2 norms.
 
     It uses no rotary positions, because the recurrence already depends on the order of the tokens.
     """
 
-    def init_state(self, batch: int, length: int) -> DeltaState:
-        d = self.dimensions
-        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
-
     def convolved(self) -> dict[str, tuple[int, ...]]:
-        d = self.dimensions
-        if not self.mechanism.conv_size:
-            return {}
-        heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
-        return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
+        return super().convolved() if self.mechanism.conv_size else {}
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
@@ -74,4 +62,5 @@ class DeltaNet(ConvolvedLayer):
         return StateAttention(function, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return merge_heads(self.dimensions, head_norm(self.dimensions, name="head_norm")(attended))
+        d = self.dimensions
+        return merge_heads(d, head_norm(d, d.norm, name="head_norm")(attended))

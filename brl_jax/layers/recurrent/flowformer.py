@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.flowformer import (
@@ -16,7 +15,7 @@ from brl_jax.attention.recurrent.flowformer import (
 )
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -29,11 +28,8 @@ class FlowformerConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return FlowformerAttention(self, dimensions, **kwargs)
 
-
-class FlowformerAttention(StateLayer):
+class FlowformerAttention(StateLayer, config=FlowformerConfig):
     """`flowformer_attention`. Rotary positions rotate the features, as in linear attention."""
 
     def init_state(self, batch: int, length: int) -> FlowformerState:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -64,11 +63,8 @@ class GatedDeltaNetConfig(Mechanism):
             self.value_dim or d.head_dim,
         )
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GatedDeltaNet(self, dimensions, **kwargs)
 
-
-class GatedDeltaNet(ConvolvedLayer):
+class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
     """`gated_delta_rule` on convolved projections, followed by a gated norm of each head.
 
     For each value head, beta = sigmoid(x W_b), or twice that with negative_eigenvalues, and the log decay is -exp(rate)

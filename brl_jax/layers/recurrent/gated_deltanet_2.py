@@ -7,13 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import gated_delta_rule_2
 from brl_jax.layers.core.modules import dense
-from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.layers.recurrent.kda import KDA, KDAConfig
 
 
@@ -21,11 +19,8 @@ from brl_jax.layers.recurrent.kda import KDA, KDAConfig
 class GatedDeltaNet2Config(KDAConfig):
     """Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791)."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GatedDeltaNet2(self, dimensions, **kwargs)
 
-
-class GatedDeltaNet2(KDA):
+class GatedDeltaNet2(KDA, config=GatedDeltaNet2Config):
     """`KDA` with `gated_delta_rule_2`: beta gives way to erase = sigmoid(x W_b) for each feature of the keys and
     write = sigmoid(x W_w) for each feature of the values."""
 

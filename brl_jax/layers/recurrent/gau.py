@@ -20,7 +20,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.fields import Count, Even
 from brl_jax.layers.core.modules import dense, parameter
-from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
+from brl_jax.layers.core.protocol import Mechanism, Residual
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -42,9 +42,6 @@ class GAUConfig(Mechanism):
     chunk_size: Count = 128
     """Queries processed at a time; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GAUAttention(self, dimensions, **kwargs)
-
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig(GAUConfig):
@@ -58,11 +55,8 @@ class FlashConfig(GAUConfig):
     chunk_size: Count = 256
     """Tokens in a chunk; changes results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return MixedChunkAttention(self, dimensions, **kwargs)
 
-
-class GAUAttention(StateLayer):
+class GAUAttention(StateLayer, config=GAUConfig):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
     Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` with the same
@@ -112,7 +106,7 @@ class GAUAttention(StateLayer):
         return jax.nn.silu(dense(d, self.mechanism.expansion * d.d_model, ("embed", "mlp"), name=name)(x))
 
 
-class MixedChunkAttention(GAUAttention):
+class MixedChunkAttention(GAUAttention, config=FlashConfig):
     """`GAUAttention` with `mixed_chunk_attention`; queries and keys of both parts are maps of the same Z."""
 
     def init_state(self, batch: int, length: int) -> MixedChunkState:

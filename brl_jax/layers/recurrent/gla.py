@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -35,11 +34,8 @@ class GLAConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GLA(self, dimensions, **kwargs)
 
-
-class GLA(StateLayer):
+class GLA(StateLayer, config=GLAConfig):
     """out = (swish(X W_r) * norm(attention(X))) W_O, with a norm of each head (section 4.4).
 
     The decays are sigmoid(x W_1 W_2 + b)^(1/tau) with W_1 of low rank. It uses no rotary positions, because decay and

@@ -7,15 +7,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.recurrent.delta import DeltaState, init_delta_state, kimi_delta_rule
+from brl_jax.attention.recurrent.delta import kimi_delta_rule
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
 from brl_jax.layers.recurrent.gated_deltanet import unit
@@ -39,26 +38,14 @@ class KDAConfig(Mechanism):
     chunk_size: Count = 128
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return KDA(self, dimensions, **kwargs)
 
-
-class KDA(ConvolvedLayer):
+class KDA(ConvolvedLayer, config=KDAConfig):
     """`kimi_delta_rule` on convolved projections, followed by a gated norm of each head (section 4 of the paper).
 
     beta = sigmoid(x W_b) for each key head, and the log decay is -exp(rate) softplus(x W_1 W_2 + step_bias) for each
     feature of its keys. Queries and keys are normalised, and queries divided by sqrt(head_dim). The output gate is
     sigmoid(x W_3 W_4). It uses no rotary positions: the recurrence already depends on the order.
     """
-
-    def convolved(self) -> dict[str, tuple[int, ...]]:
-        d = self.dimensions
-        heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
-        return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
-
-    def init_state(self, batch: int, length: int) -> DeltaState:
-        d = self.dimensions
-        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -30,11 +29,8 @@ class LinearConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return LinearAttention(self, dimensions, **kwargs)
 
-
-class LinearAttention(StateLayer):
+class LinearAttention(StateLayer, config=LinearConfig):
     """`linear_attention`. Rotary positions rotate the features, so that weights depend on distances only."""
 
     def init_state(self, batch: int, length: int) -> LinearState:

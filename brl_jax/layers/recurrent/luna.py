@@ -46,9 +46,6 @@ class LunaConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk of a decoder; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return LunaAttention(self, dimensions, **kwargs)
-
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LunaCarrier(self, dimensions, **kwargs)
 
@@ -78,12 +75,11 @@ class LunaCarrier(CacheOwner):
         return LunaCarrierCache(cache.length + (y.shape[1] if count is None else count))
 
 
-class LunaAttention(MechanismLayer):
+class LunaAttention(MechanismLayer, config=LunaConfig):
     """See `brl_jax.layers.core.protocol` for the call, whose carry is the packed tokens, and `luna_attention` for the
     mathematics. Rotary positions spread the packed tokens evenly over an encoder's sequence."""
 
     mechanism: LunaConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> StateCache:
         d = self.dimensions

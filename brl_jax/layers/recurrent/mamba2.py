@@ -48,11 +48,8 @@ class Mamba2Config(Mechanism):
         if heads % self.num_groups:
             raise ValueError(f"num_groups must divide the {heads} heads of Mamba-2, got {self.num_groups}")
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return Mamba2(self, dimensions, **kwargs)
 
-
-class Mamba2(ConvolvedLayer):
+class Mamba2(ConvolvedLayer, config=Mamba2Config):
     """y = SSD(x, B, C) + D x, then norm(y * swish(z)) W (section 7.1 and figure 6).
 
     x, B and C are projections followed by short convolutions and SiLU. With dt = softplus(...) for each head and token,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_lin
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -32,11 +32,8 @@ class NormConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return NormAttention(self, dimensions, **kwargs)
 
-
-class NormAttention(StateLayer):
+class NormAttention(StateLayer, config=NormConfig):
     """`norm_attention`. Rotary positions rotate the features, as in the authors' code."""
 
     def init_state(self, batch: int, length: int) -> LinearState:

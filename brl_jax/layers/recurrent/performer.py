@@ -6,9 +6,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,7 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.modules import project_qkv
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -47,11 +46,8 @@ class PerformerConfig(Mechanism):
             return max(1, round(head_dim * math.log(head_dim)))
         return self.num_features
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return PerformerAttention(self, dimensions, **kwargs)
 
-
-class PerformerAttention(StateLayer):
+class PerformerAttention(StateLayer, config=PerformerConfig):
     """`performer_attention` on rotated queries and keys."""
 
     def init_state(self, batch: int, length: int) -> PerformerState:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, rotary_options
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -31,11 +30,8 @@ class RetNetConfig(Mechanism):
     chunk_size: Count = 64
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return RetNet(self, dimensions, **kwargs)
 
-
-class RetNet(StateLayer):
+class RetNet(StateLayer, config=RetNetConfig):
     """out = (swish(X W_G) * norm(retention(X))) W_O (eq. 8), with a norm of each head.
 
     The state of key head h decays by 1 - 2^(-5 - h) from token to token, and queries and keys are rotated by their

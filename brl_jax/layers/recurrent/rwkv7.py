@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.recurrent.delta import DeltaState, init_delta_state, rwkv7_attention
+from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, parameter, scale_scores
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.state_layer import StateAttention
 
@@ -37,11 +37,8 @@ class RWKV7Config(Mechanism):
     chunk_size: Count = 128
     """Tokens in a chunk; changes time and memory, not results."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return RWKV7(self, dimensions, **kwargs)
 
-
-class RWKV7(ConvolvedLayer):
+class RWKV7(ConvolvedLayer, config=RWKV7Config):
     """`rwkv7_attention` on tokens mixed with the ones before them (section 4.1 of the paper).
 
     Each projection has its own mixture x_t + mu (x_(t-1) - x_t). With k = x W_k, the log decay is -exp(-1/2)
@@ -55,10 +52,6 @@ class RWKV7(ConvolvedLayer):
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
         return {"shift": (self.dimensions.d_model,)}
-
-    def init_state(self, batch: int, length: int) -> DeltaState:
-        d = self.dimensions
-        return init_delta_state(batch, d.num_kv_heads, d.head_dim)
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions

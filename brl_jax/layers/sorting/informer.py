@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.sorting.informer import (
     InformerState,
@@ -14,8 +13,9 @@ from brl_jax.attention.sorting.informer import (
     init_informer_state,
 )
 from brl_jax.fields import Count, Seed
-from brl_jax.layers.core.modules import merge_heads, project_qkv, sampled, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import FunctionStateLayer
+from brl_jax.layers.core.modules import sampled
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,11 @@ class InformerConfig(Mechanism):
     """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
     in training, each layer draws its samples from that key instead."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return InformerAttention(self, dimensions, **kwargs)
 
-
-class InformerAttention(MechanismLayer):
+class InformerAttention(FunctionStateLayer, config=InformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `informer_attention` for the mathematics."""
 
     mechanism: InformerConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> InformerState:
         d = self.dimensions
@@ -49,24 +45,9 @@ class InformerAttention(MechanismLayer):
             dtype=d.dtype,
         )  # fmt: skip
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, call.positions)
-        rng = sampled(self, lambda key: key, m.seed, call.deterministic)
-        options: dict[str, Any] = {
-            "factor": m.factor,
-            "is_causal": d.is_causal,
-            "implementation": d.implementation,
-        }
-        if call.cache is not None:
-            out, state = informer_attention(
-                query, key, value, rng=rng, state=call.cache, return_state=True, count=call.count, **options
-            )
-            return merge_heads(d, out), state
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+        return informer_attention(query, key, value, **options)
 
-        def attend(value: Array) -> Any:
-            lengths = None if d.is_causal else call.lengths
-            return informer_attention(query, key, value, rng=rng, key_value_seq_lengths=lengths, **options)
-
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+        rng = sampled(self, lambda key: key, self.mechanism.seed, call.deterministic)
+        return {"rng": rng, "factor": self.mechanism.factor}

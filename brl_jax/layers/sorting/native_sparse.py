@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import KeyValueCache
-from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
@@ -28,9 +27,9 @@ from brl_jax.attention.sorting.native_sparse import (
     native_sparse_attention,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.caches import WindowCache, slide, window_segments
+from brl_jax.layers.core.caches import WindowCache, slide
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +64,6 @@ class NativeSparseConfig(Mechanism):
         """The sizes in the form that the function takes."""
         return BlockSizes(self.compressed_size, self.stride, self.selected_size, self.num_selected)
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return NativeSparseAttention(self, dimensions, **kwargs)
-
 
 class NativeSparseCache(NamedTuple):
     """A decoding cache.
@@ -90,7 +86,7 @@ class NativeSparseCache(NamedTuple):
         return self.tokens.length
 
 
-class NativeSparseAttention(MechanismLayer):
+class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
     """See `brl_jax.layers.core.protocol` for the call and `native_sparse_attention` for the mathematics.
 
     Each of the three branches has separate keys and values. A network with one hidden layer compresses a block, given
@@ -99,7 +95,6 @@ class NativeSparseAttention(MechanismLayer):
     """
 
     mechanism: NativeSparseConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> NativeSparseCache:
         d, m = self.dimensions, self.mechanism
@@ -209,22 +204,11 @@ class NativeSparseAttention(MechanismLayer):
             aligned=True,
             implementation=d.implementation,
         )
-        reach = cache.window.key.shape[1]
-        key, last_keys = slide(cache.window.key, window.key, count)
-        value, last_values = slide(cache.window.value, window.value, count)
-        last = local_attention(
-            query,
-            key,
-            value,
-            pattern=SlidingWindow(reach, 0),
-            is_causal=True,
-            segment_ids=window_segments(query.shape[0], length, reach, start),
-            query_offset=reach,
-            key_offset=start - reach,
-            implementation=d.implementation,
+        pattern = SlidingWindow(cache.window.key.shape[1], 0)
+        last, new = cache.window.attend(
+            query, *window, start, count, pattern=pattern, implementation=d.implementation
         )
         out = mix_branches(gates, far, near, last).astype(query.dtype)
-        new = WindowCache(last_keys, last_values, start + count)
         return out, NativeSparseCache(kept, new, Tokens(*recent), compressed)
 
     def _append_blocks(self, compressed: Tokens, raw: Tokens, call: LayerCall, length: int) -> Tokens:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import rotate
@@ -17,7 +16,7 @@ from brl_jax.attention.sorting.reformer import (
 )
 from brl_jax.fields import Count, Even, Seed
 from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +38,13 @@ class ReformerConfig(Mechanism):
     """Seed of the random directions. If the network is called with deterministic=False and has a key "sample" among its
     rngs, as in training, each layer draws its directions from that key instead."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return ReformerAttention(self, dimensions, **kwargs)
 
-
-class ReformerAttention(MechanismLayer):
+class ReformerAttention(MechanismLayer, config=ReformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `reformer_attention` for the mathematics.
 
     Keys have length 1, so muP's factor for wider heads does not apply."""
 
     mechanism: ReformerConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> ReformerState:
         d, m = self.dimensions, self.mechanism

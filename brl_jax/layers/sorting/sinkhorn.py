@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +16,7 @@ from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +35,6 @@ class SinkhornConfig(Mechanism):
     temperature: Positive = 0.75
     """Divides the sorting logits; smaller values come closer to a permutation. If the network is called with
     deterministic=False and has a key "sample" among its rngs, as in training, Gumbel noise is added first."""
-
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return SinkhornAttention(self, dimensions, **kwargs)
 
     def blocks(self, length: int) -> int:
         """Returns how many blocks `length` tokens have.
@@ -72,7 +68,7 @@ class SinkhornCache(NamedTuple):
         return self.past.length
 
 
-class SinkhornAttention(MechanismLayer):
+class SinkhornAttention(MechanismLayer, config=SinkhornConfig):
     """See `brl_jax.layers.core.protocol` for the call and `sinkhorn_attention` for the mathematics.
 
     The sorting logits are relu(W_B relu(W_P s + b_P) + b_B) in float32, where s is the sum of a block's inputs. In a
@@ -80,7 +76,6 @@ class SinkhornAttention(MechanismLayer):
     """
 
     mechanism: SinkhornConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> SinkhornCache:
         d = self.dimensions

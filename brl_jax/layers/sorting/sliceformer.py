@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.sorting.sliceformer import Order, sliceformer_attention
 from brl_jax.layers.core.modules import dense, merge_heads
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +26,13 @@ class SliceformerConfig(Mechanism):
     """"ascending", "descending", "interleaved" (neighbouring channels in opposite orders) or "max_exchange" (swaps the
     first token's value with the largest one)."""
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return SliceformerAttention(self, dimensions, **kwargs)
 
-
-class SliceformerAttention(MechanismLayer):
+class SliceformerAttention(MechanismLayer, config=SliceformerConfig):
     """See `brl_jax.layers.core.protocol` for the call and `sliceformer_attention` for the mathematics.
 
     It sows no "weights": every channel has its own permutation, so heads have no matrix."""
 
     mechanism: SliceformerConfig
-    dimensions: Dimensions
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism

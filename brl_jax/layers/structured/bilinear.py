@@ -67,9 +67,6 @@ class BilinearMLRConfig(Mechanism):
                 f"{dimensions.d_model}"
             )
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return BilinearMLRAttention(self, dimensions, **kwargs)
-
 
 @dataclasses.dataclass(frozen=True)
 class BilinearBTTConfig(Mechanism):
@@ -95,9 +92,6 @@ class BilinearBTTConfig(Mechanism):
             raise ValueError(f"d_model: {error}") from None
         if dimensions.rope_theta is not None and dimensions.d_model % 2:
             raise ValueError(f"d_model must be even for rotary positions, got {dimensions.d_model}")
-
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return BilinearBTTAttention(self, dimensions, **kwargs)
 
 
 class BilinearLayer(AttentionLayer):
@@ -140,11 +134,10 @@ def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> A
     return jnp.concatenate([rotate(x[..., :even], positions, theta), x[..., even:]], axis=-1)
 
 
-class BilinearMLRAttention(BilinearLayer):
+class BilinearMLRAttention(BilinearLayer, config=BilinearMLRConfig):
     """Features as in `bilinear_mlr_attention`."""
 
     mechanism: BilinearMLRConfig
-    dimensions: Dimensions
 
     def key_shape(self) -> tuple[int, int]:
         ranks = self.mechanism.level_ranks(self.dimensions)
@@ -182,11 +175,10 @@ class BilinearMLRAttention(BilinearLayer):
         return query * bilinear_mlr_scales(sides[0][0], scale, query.dtype), key
 
 
-class BilinearBTTAttention(BilinearLayer):
+class BilinearBTTAttention(BilinearLayer, config=BilinearBTTConfig):
     """Features as in `bilinear_btt_attention`: a query is the token itself, and each head has different keys."""
 
     mechanism: BilinearBTTConfig
-    dimensions: Dimensions
 
     def key_shape(self) -> tuple[int, int]:
         return self.dimensions.num_heads, self.dimensions.d_model

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -51,9 +50,6 @@ class GlobalWindowConfig(Mechanism):
         super().check(dimensions)
         check_split(self.parts(dimensions.head_dim), dimensions.head_dim)
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return GlobalWindowAttention(self, dimensions, **kwargs)
-
 
 class GlobalWindowCache(NamedTuple):
     """The two parts' caches.
@@ -71,11 +67,10 @@ class GlobalWindowCache(NamedTuple):
         return self.past.length
 
 
-class GlobalWindowAttention(AttentionLayer):
+class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
     """See `brl_jax.layers.core.protocol` for the call and `global_window_attention` for the mathematics."""
 
     mechanism: GlobalWindowConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> GlobalWindowCache:
         """Returns a cache for `length` tokens: their values and global keys, and a window of the other keys."""

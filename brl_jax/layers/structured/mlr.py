@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.structured.mlr import mlr_attention
@@ -70,15 +69,11 @@ class MLRConfig(Mechanism):
         free = self.context is None and self.block_sizes is None
         return dataclasses.replace(self, context=length) if free else self
 
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return MLRAttention(self, dimensions, **kwargs)
 
-
-class MLRAttention(AttentionLayer):
+class MLRAttention(AttentionLayer, config=MLRConfig):
     """See `brl_jax.layers.core.protocol` for the call and `mlr_attention` for the mathematics."""
 
     mechanism: MLRConfig
-    dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> MLRState:
         """Returns an empty cache for the values of `length` tokens and the keys of one block of each level."""

@@ -23,19 +23,6 @@ pytestmark = pytest.mark.usefixtures("uncached")
 SMALL = "small --num_layers 2 --batch 8 --length 128 --mechanism.block_size 128"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--topology v5e:3x3", "--topology: unknown 'v5e:3x3'; expected one of v4: .*v5e: 1x1, 2x2,"),
-        ("--topology v9:2x2", "--topology: unknown 'v9:2x2'"),
-        ("--tokenizer words", "--tokenizer: expected bytes, bpe:SIZE, bpe-uncased:SIZE or words:max=SIZE"),
-    ],
-)
-def test_bad_input(options, message):
-    with pytest.raises(UserError, match=message):
-        pod_plan.main(options.split())
-
-
 def test_a_libtpu_that_this_jax_does_not_take_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from eval.chips import tpu_compile
-from train.engine.errors import RunError, UserError
+from train.engine.errors import RunError
 
 
 @pytest.mark.usefixtures("uncached")
@@ -50,11 +50,3 @@ def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
 )
 def test_growth_beyond_the_length_is_reported(longest, doubled, words, faster):
     assert tpu_compile.growth(longest, doubled) == (words, faster)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(["--chips", "v3"], "chips must be out of"), (["--lengths", "0"], "at least 1")]
-)
-def test_bad_input(arguments, words):
-    with pytest.raises(UserError, match=words):
-        tpu_compile.main(arguments)

@@ -8,8 +8,6 @@ import pytest
 from eval.speed.__main__ import main
 from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
 from eval.speed.generation_pictures import picture
-from tests.support.command_lines import last_wins
-from train.engine.errors import UserError
 
 SMALL = ["--heads", "2", "--head_dim", "8", "--layers", "4", "--window", "8", "--context", "4"]
 SMALL += ["--vocabulary", "11", "--repeats", "1"]
@@ -67,16 +65,3 @@ def test_lines_through_misses_and_hits():
     assert miss["r_squared"] == pytest.approx(1)
     assert miss["from"] == 8192
     assert not lines(rows[:3])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "12"], "lengths must be multiples of window=8, got"),
-        (["--lengths", "16", "--layers", "6"], "num_layers must be a multiple of 4"),
-        (["--heads", "0"], "heads must be at least 1, got 0"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(UserError, match=message):
-        main(last_wins(["--generation", *SMALL, *arguments]))

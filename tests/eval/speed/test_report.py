@@ -1,4 +1,4 @@
-"""What eval.speed derives from its measurements: exponents, targets, pictures."""
+"""What eval.speed derives from its measurements: exponents, pictures."""
 
 import numpy as np
 import pytest
@@ -65,30 +65,6 @@ def test_ratios_and_tokens_per_second():
     assert row["step_ratio"] == pytest.approx(1 / 4)
     assert row["forward_tokens_per_s"] == pytest.approx(1e6 / 4)
     assert row["step_tokens_per_s"] == pytest.approx(1e5 / 4)
-
-
-def test_target_lines():
-    def row(length, name, forward, both, level="functions"):
-        times = {"forward_s": forward, "forward_backward_s": both}
-        return {"level": level, "name": name, "note": "", "length": length, **times}
-
-    rows = [
-        row(8192, "local", 1.0, 2.0),
-        row(8192, report.TORCH, 7.04, 15.8),
-        row(8192, "local", 9.0, 9.0, level="layers"),
-        row(32768, "local", None, None),
-        row(4096, "deltanet", 1.0, 2.0),
-        row(4096, "linear", 0.5, 0.5),
-    ]
-    lines = report.target_lines(rows, SpeedOptions())
-    assert [line.rpartition("target ")[2] for line in lines] == [
-        "6.00: met",
-        "8.00: NOT met",
-        "0.33: met",
-        "0.33: NOT met",
-    ]
-    assert "local is 7.04 times as fast as torch full" in lines[0]
-    assert report.target_lines(rows, SpeedOptions(window=128)) == []
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from eval.studies.coordinates import main
-from train.engine.errors import UserError
 
 TINY = "--widths 16 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
 
@@ -25,17 +24,3 @@ def test_command(tmp_path, capsys):
     assert standard["slope"]["logits"] > 0.35
     assert max(ours["slope"].values()) < 0.2
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--mechanism ful", "mechanism must be one of full"),
-        ("--widths 64 32", "widths must be two or more, from the narrowest on"),
-        ("--steps 0", "steps must be at least 1, got 0"),
-        ("--widths 6 10 --num_heads 4", "--widths: 6 will not do: d_model must be a multiple"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(UserError, match=message):
-        main(options.split())

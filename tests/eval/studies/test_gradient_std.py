@@ -54,8 +54,6 @@ def test_command(tmp_path, capsys):
     assert "grad_rsd" not in (tmp_path / "plain" / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match="plain was trained without --log_gradient_std True"):
         main(["--workdir", f"{tmp_path}/plain"])
-    with pytest.raises(UserError, match="no run there"):
-        main(["--workdir", f"{tmp_path}/nothing"])
     with (tmp_path / "logged" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "grad_r')  # cut off by a crash
     main(["--workdir", f"{tmp_path}/logged"])

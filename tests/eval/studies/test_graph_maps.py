@@ -10,7 +10,7 @@ import eval.studies.graph_maps
 import train.graph
 from brl_jax.layers import BRLConfig, LocalConfig
 from brl_jax.models.graph import GraphConfig, NodeClassifier
-from eval.studies.graph_maps import GraphMapsOptions, across_classes, set_maps
+from eval.studies.graph_maps import across_classes, set_maps
 from tests.support.parameters import drawn
 from tests.train.data.test_graphs import write_graph
 from tests.train.test_graph import TINY
@@ -62,14 +62,6 @@ def test_weights_across_classes():
     weights = np.array([[1.0, 2.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]])
     assert across_classes(weights, np.array([0, 0, 1])) == 4 / 8
     assert across_classes(np.zeros((3, 3)), np.array([0, 0, 1])) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"nodes": 3}, "nodes must be"), ({"workdir": ()}, "workdir must")]
-)
-def test_impossible_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphMapsOptions(**options)
 
 
 def trained(tmp_path, preset, data):

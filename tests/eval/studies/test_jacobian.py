@@ -14,7 +14,6 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.studies.jacobian import by_distance, main, sensitivities, stack_io
 from eval.tasks.reach import window_reach
 from train.data.recall import RecallDataConfig, draw_rows
-from train.engine.errors import UserError
 from train.recall import main as train
 from train.tasks.recall import recall_objective
 
@@ -93,5 +92,3 @@ def test_command(tmp_path, capsys):
     result = json.loads(line)
     assert result["reach"] == result["farthest"] == 14
     assert picture.stat().st_size > 10_000
-    with pytest.raises(UserError, match=r"config\.json"):
-        main(["--workdir", str(tmp_path / "none")])

@@ -7,7 +7,6 @@ import pytest
 
 import eval.studies.learning_rates
 from eval.studies.learning_rates import RateOptions, draw, losses, main, measure
-from train.engine.errors import UserError
 
 TINY = "--widths 16 32 --num_heads 2 --num_layers 1 --steps 4 --batch 2 --length 16 --rates 0.001 0.01"
 
@@ -46,8 +45,3 @@ def test_no_rate_is_best_where_none_has_a_finite_loss(monkeypatch):
     assert result["best"] == [0.001, None]
     rings = [line for line in draw([result]).axes[0].lines if line.get_fillstyle() == "none"]
     assert len(rings) == 1
-
-
-def test_bad_options():
-    with pytest.raises(UserError, match="rates must be above 0, got"):
-        main(["--rates", "0.01", "-1"])

@@ -4,30 +4,13 @@ import numpy as np
 import pytest
 
 from eval.harness.output import Measured
-from eval.studies import compute, gradient_std, graph_maps, jacobian, locality, tlinformer_operations
+from eval.studies import compute, gradient_std, jacobian, tlinformer_operations
 from eval.studies.coordinates import WidthOptions, text_batch
 
 
 def test_places_end_with_the_last_token():
     found = jacobian.spaced_places(np.array([16, 3]), 4)
     assert found.tolist() == [[3, 7, 11, 15], [0, 0, 1, 2]]
-
-
-def test_the_area_under_a_score():
-    # From (0, 0) through (0.5, 0.8) and (0.75, 1), then constant to 1: 0.2 + 0.225 + 0.25.
-    assert locality.area([0.75, 0.5], [1.0, 0.8]) == pytest.approx(0.675)
-
-
-def test_attention_that_is_spread_evenly_over_the_past():
-    # Two tokens: the first sees itself, the second both; a window of one token covers 1 and 1/2.
-    assert locality.uniform_score(2, [0.5, 1.0]).tolist() == [0.75, 1.0]
-
-
-def test_the_share_across_classes():
-    weights = np.array([[1.0, 2.0], [3.0, 4.0]])
-    assert graph_maps.across_classes(weights, np.array([0, 1])) == 0.5
-    assert graph_maps.across_classes(weights, np.array([1, 1])) == 0.0
-    assert graph_maps.across_classes(np.zeros((2, 2)), np.array([0, 1])) == 0.0
 
 
 def test_the_deviation_after_a_step(monkeypatch):

@@ -5,12 +5,10 @@ import json
 import numpy as np
 import pytest
 
-import eval.tasks.context
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.tasks.context import Boundaries, _by_distance, boundaries, last_distances, summarise
 from tests.support.parameters import drawn
-from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
@@ -129,17 +127,3 @@ def test_runs_side_by_side(tmp_path, capsys):
         assert sum(region["targets"] for region in result["regions"].values()) == result["targets"]
     eval.tasks.context.main([*both, "--ngram", "2"])
     assert "| brl (brl) | cleared |" in capsys.readouterr().out
-
-
-def test_bad_options(tmp_path):
-    with pytest.raises(UserError, match="--workdir: no run there"):
-        eval.tasks.context.main(["--workdir", str(tmp_path)])
-    with pytest.raises(UserError, match="--tokens must be at least 2"):
-        eval.tasks.context.main(["--tokens", "1"])
-    with pytest.raises(UserError, match="--ngram must be at least 1"):
-        eval.tasks.context.main(["--ngram", "0"])
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"--picture: expected a \.png file in a folder that can be written to"
-    ):
-        eval.tasks.context.main(["--picture", f"{tmp_path}/file/picture.png"])

@@ -18,35 +18,6 @@ def test_runs_share_the_shortest_reach_the_longest_history_and_the_shortest_bloc
     assert context.common_boundaries(own, chosen) == (0, 5, 4)
 
 
-def test_the_distance_to_the_last_occurrence():
-    #                 target: 2  1  1  2  1
-    stream = np.array([1, 2, 1, 1, 2, 1])
-    assert context.last_distances(stream, 1).tolist() == [-1, 1, 0, 2, 1]
-    assert context.last_distances(stream, 2).tolist() == [-1, -1, -1, 2, 2]
-    assert context.last_distances(stream[:2], 3).tolist() == [-1]
-
-
-def test_losses_by_region_and_position():
-    tokens = np.array([[1, 2, 1, 1]])
-    read = {
-        "tokens": tokens,
-        "targets": np.array([[2, 1, 1, 2]]),
-        "weights": np.array([[1.0, 1.0, 1.0, 0.0]]),
-        "carried": np.array([[1.0, 2.0, 6.0, 100.0]]),
-        "cleared": np.array([[3.0, 4.0, 8.0, 100.0]]),
-    }
-    found = context.summarise(read, length=4, borders=Boundaries(0, 1, 2), ngram=1)
-    assert (found["targets"], found["carried"], found["cleared"]) == (3, 3.0, 5.0)
-    # Distances -1, 1, 0, 2; the last target has no weight.
-    region = found["regions"]
-    assert region["new"] == {"targets": 1, "carried": 1.0, "cleared": 3.0}
-    assert region["within reach"] == {"targets": 1, "carried": 6.0, "cleared": 8.0}
-    assert region["history"] == {"targets": 1, "carried": 2.0, "cleared": 4.0}
-    assert region["beyond"] == {"targets": 0, "carried": None, "cleared": None}
-    by_position = [(part["first"], part["targets"], part["carried"]) for part in found["by_position"]]
-    assert by_position == [(0, 2, 3.5), (1, 1, 2.0)]
-
-
 def test_targets_begin_after_the_first_token(monkeypatch):
     """`generate` returns BEGIN and its continuation."""
     symbols = 5

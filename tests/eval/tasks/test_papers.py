@@ -3,14 +3,12 @@
 import dataclasses
 import json
 
-import pytest
 from etils import epath
 
 from eval.tasks import papers
 from eval.tasks.paper_tables import TABLES
 from eval.tasks.paper_tables.table import PaperTable
 from train.engine.config_file import write_json
-from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS
 
@@ -67,11 +65,6 @@ def test_costs_equal_the_loops_count():
     assert parameters == table + layers + norms
     pairs = 2 * 2 * 32 * 16
     assert operations == 10 * 8 * 16 * 3 * 2 * (table + layers + pairs)
-
-
-def test_an_unknown_table():
-    with pytest.raises(UserError, match="TABLE: expected one of brl-3, "):
-        papers.main(["table-9"])
 
 
 def test_the_list(capsys):
