@@ -191,7 +191,7 @@ class MessagePassing(nn.Module):
                 y, loss = NodeFormerLayer(d, name=name)(x, present, edges, deterministic)
                 x = jax.nn.relu(norm(d, name=f"norm_{layer}")(x + y))
                 if not self.is_initializing():
-                    self.sow("losses", name, loss)
+                    self.sow("losses", f"edges_{layer}", loss)
             else:
                 is_hgn = c.network == "simple_hgn"
                 attend = GATLayer(

@@ -20,6 +20,7 @@ from brl_jax.models.graph_layers import (
     add_loops,
 )
 from tests.support.parameters import drawn
+from train.tasks.graph import EDGE_LOSS, apply_to, graph_objective
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
@@ -310,6 +311,33 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
     np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+
+
+def test_each_layer_of_nodeformer_leaves_its_loss_on_edges():
+    """The task adds their mean to the loss of training, and to no other."""
+    config = GraphConfig(
+        **{**TINY, "num_layers": 2}, network="nodeformer", kinds=(0,) * NODES, num_features=WIDTH
+    )
+    edges, relations = random_graph(padding=2)
+    x = np.random.default_rng(14).standard_normal((1, NODES, WIDTH)).astype(np.float32)
+    batch = {
+        "features": x, "present": np.ones((1, NODES), np.int32), "places": np.arange(4, dtype=np.int32)[None],
+        "edges": edges[None], "relations": relations[None], "targets": np.zeros((1, 4), np.int32),
+        "weights": np.ones((1, 4), np.float32),
+    }  # fmt: skip
+    model = NodeClassifier(config)
+    objective = graph_objective(model)
+    params = drawn(objective.init)
+    key = jax.random.key(2)
+    logits, sown = apply_to(model, params, batch, key, mutable=["losses"])
+    losses = jax.tree.leaves(sown["losses"])
+    assert [loss.shape for loss in losses] == [(1,), (1,)]
+    of_classes = -jax.nn.log_softmax(logits)[..., 0].mean()
+    total, weight, *_ = objective.loss(params, None, batch, key)
+    np.testing.assert_allclose(total / weight, of_classes + EDGE_LOSS * np.mean(losses), rtol=1e-5)
+    logits = apply_to(model, params, batch)
+    total, weight, *_ = objective.loss(params, None, batch, None)
+    np.testing.assert_allclose(total / weight, -jax.nn.log_softmax(logits)[..., 0].mean(), rtol=1e-5)
 
 
 def test_tokens_that_exist_come_first():
