@@ -360,8 +360,8 @@ class NodeFormerLayer(nn.Module):
       deterministic: False adds noise and draws new features, with the random stream "dropout".
 
     Returns:
-      The outputs, and the loss on edges: minus the mean over the nodes of the mean logarithm of the weights, without
-      noise, of the edges that a node receives.
+      The outputs, and the loss on edges: minus the mean over the edges of the logarithm of their weights, without
+      noise, over the number of edges of the receiver, as in the authors' release.
     """
 
     dimensions: Dimensions
@@ -409,4 +409,6 @@ class NodeFormerLayer(nn.Module):
         dots = jnp.sum(read.at[receivers].get(mode="clip") * kept[senders], axis=-1)
         of_all = jnp.einsum("nhf,hf->nh", read, kept.sum(axis=0)).at[receivers].get(mode="clip")
         logs = jnp.mean(jnp.log(dots + _TINY) - jnp.log(of_all + _TINY), axis=-1) / own
-        return y, -jnp.sum(jnp.where(receivers < nodes, logs, 0.0)) / present.sum(dtype=jnp.float32)
+        exists = receivers < nodes
+        count = jnp.maximum(exists.sum(dtype=jnp.float32), 1.0)
+        return y, -jnp.sum(jnp.where(exists, logs, 0.0)) / count

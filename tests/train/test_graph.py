@@ -93,7 +93,7 @@ def test_vectors_of_nodes_need_the_whole_graph():
     ("network", "learns"),
     [
         (name, name != "mlp")
-        for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodeformer", "full", "brl")
+        for name in ("mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "full", "brl")
     ],
 )
 def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
