@@ -189,7 +189,7 @@ class MessagePassing(nn.Module):
                 x = HANLayer(d, c.num_relations, name=name)(x, edges, relations)
             elif c.network == "nodeformer":
                 y, loss = NodeFormerLayer(d, name=name)(x, present, edges, deterministic)
-                x = jax.nn.relu(norm(d, name=f"norm_{layer}")(x + y))
+                x = norm(d, name=f"norm_{layer}")(x + y)
                 if not self.is_initializing():
                     self.sow("losses", f"edges_{layer}", loss)
             else:

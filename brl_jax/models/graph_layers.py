@@ -40,8 +40,8 @@ def sum_at(values: Float[Array, "E *D"], receivers: Int[Array, "E"], nodes: int)
     return jax.ops.segment_sum(exact, receivers, num_segments=nodes).astype(values.dtype)
 
 
-# Added to sums of features that could underflow.
-_TINY = 1e-30
+# Added to NodeFormer's features, the largest of which is 1, as in its authors' release.
+_MIN_FEATURE = 1e-6
 
 EDGES_OF_BLOCK = 8192
 """Edges per block on a CPU: with 64 numbers each, their messages take two megabytes and stay in its caches."""
@@ -385,9 +385,10 @@ class NodeFormerLayer(nn.Module):
             x = x.astype(jnp.float32) * (self.temperature * shape[1] ** 0.5) ** -0.5
             return jnp.einsum("nhd,fd->nhf", x, directions) - jnp.sum(x**2, axis=-1, keepdims=True) / 2
 
-        read, kept = log_features(query), jnp.where(present[:, None, None], log_features(key), -jnp.inf)
-        read = jnp.exp(read - lax.stop_gradient(read.max(axis=-1, keepdims=True)))
-        kept = jnp.exp(kept - lax.stop_gradient(kept.max(axis=(0, 2), keepdims=True)))
+        read, kept = log_features(query), log_features(key)
+        read = jnp.exp(read - lax.stop_gradient(read.max(axis=-1, keepdims=True))) + _MIN_FEATURE
+        kept = jnp.exp(kept - lax.stop_gradient(kept.max(axis=(0, 2), keepdims=True))) + _MIN_FEATURE
+        kept = jnp.where(present[:, None, None], kept, 0.0)
         noise = jnp.ones((nodes, d.num_heads, 1), jnp.float32)
         if not deterministic:
             noise_shape = (nodes, d.num_heads, self.samples)
@@ -395,7 +396,7 @@ class NodeFormerLayer(nn.Module):
             noise = jnp.exp((drawn - drawn.max(axis=0, keepdims=True)) / self.temperature)
         total = jnp.einsum("nhf,nhs->hsf", kept, noise)
         sums = jnp.einsum("nhf,nhs,nhd->hsfd", kept, noise, value.astype(jnp.float32))
-        share = 1.0 / (jnp.einsum("nhf,hsf->nhs", read, total) + _TINY)
+        share = 1.0 / jnp.einsum("nhf,hsf->nhs", read, total)
         attended = jnp.einsum("nhf,hsfd,nhs->nhd", read, sums, share) / noise.shape[2]
 
         senders, receivers = edges[:, 0], edges[:, 1]
@@ -408,7 +409,6 @@ class NodeFormerLayer(nn.Module):
 
         dots = jnp.sum(read.at[receivers].get(mode="clip") * kept[senders], axis=-1)
         of_all = jnp.einsum("nhf,hf->nh", read, kept.sum(axis=0)).at[receivers].get(mode="clip")
-        logs = jnp.mean(jnp.log(dots + _TINY) - jnp.log(of_all + _TINY), axis=-1) / own
-        exists = receivers < nodes
-        count = jnp.maximum(exists.sum(dtype=jnp.float32), 1.0)
-        return y, -jnp.sum(jnp.where(exists, logs, 0.0)) / count
+        exists = (receivers < nodes)[:, None]
+        logs = jnp.mean(jnp.log(jnp.where(exists, dots / of_all, 1.0)), axis=-1) / own
+        return y, -jnp.sum(logs) / jnp.maximum(exists.sum(dtype=jnp.float32), 1.0)

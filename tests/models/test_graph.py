@@ -131,7 +131,9 @@ def dense_nodeformer(x, edges, w, directions, temperature):
         strength = 1 / (1 + np.exp(-w["edge_bias"][h]))
         heads.append(weights @ value + strength * (a / np.sqrt(degree[:, None] * degree[None])) @ value)
         logs.append((a * np.log(weights)).sum(1) / degree)
-    return np.concatenate(heads, axis=1) @ w["out"] + w["out_bias"], -np.sum(np.mean(logs, axis=0)) / len(edges)
+    return np.concatenate(heads, axis=1) @ w["out"] + w["out_bias"], -np.sum(np.mean(logs, axis=0)) / len(
+        edges
+    )
 
 
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
