@@ -385,10 +385,10 @@ class NodeFormerLayer(nn.Module):
             x = x.astype(jnp.float32) * (self.temperature * shape[1] ** 0.5) ** -0.5
             return jnp.einsum("nhd,fd->nhf", x, directions) - jnp.sum(x**2, axis=-1, keepdims=True) / 2
 
-        read, kept = log_features(query), log_features(key)
-        read = jnp.exp(read - lax.stop_gradient(read.max(axis=-1, keepdims=True))) + _MIN_FEATURE
-        kept = jnp.exp(kept - lax.stop_gradient(kept.max(axis=(0, 2), keepdims=True))) + _MIN_FEATURE
-        kept = jnp.where(present[:, None, None], kept, 0.0)
+        there = present[:, None, None]
+        read, kept = log_features(query), jnp.where(there, log_features(key), -jnp.inf)
+        read = jnp.exp(read - read.max(axis=-1, keepdims=True)) + _MIN_FEATURE
+        kept = jnp.exp(kept - kept.max(axis=(0, 2), keepdims=True)) + jnp.where(there, _MIN_FEATURE, 0.0)
         noise = jnp.ones((nodes, d.num_heads, 1), jnp.float32)
         if not deterministic:
             noise_shape = (nodes, d.num_heads, self.samples)

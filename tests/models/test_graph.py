@@ -115,9 +115,10 @@ def dense_nodeformer(x, edges, w, directions, temperature):
     arXiv:2009.14794."""
     size = x.shape[1] // TINY["num_heads"]
 
-    def features(rows):
+    def features(rows, axis):
         rows = rows / np.sqrt(temperature * np.sqrt(size))
-        return np.exp(rows @ directions.T - (rows**2).sum(-1, keepdims=True) / 2)
+        found = np.exp(rows @ directions.T - (rows**2).sum(-1, keepdims=True) / 2)
+        return found / found.max(axis, keepdims=True) + 1e-6
 
     a = np.zeros((NODES, NODES))
     for sender, receiver in edges:
@@ -126,7 +127,7 @@ def dense_nodeformer(x, edges, w, directions, temperature):
     heads, logs = [], []
     for h in range(TINY["num_heads"]):
         query, key, value = (x @ w[name][:, h] + w[name + "_bias"][h] for name in ("query", "key", "value"))
-        weights = features(query) @ features(key).T
+        weights = features(query, 1) @ features(key, (0, 1)).T
         weights /= weights.sum(1, keepdims=True)
         strength = 1 / (1 + np.exp(-w["edge_bias"][h]))
         heads.append(weights @ value + strength * (a / np.sqrt(degree[:, None] * degree[None])) @ value)
