@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from brl_jax.attention.core.arguments import is_int
 from brl_jax.attention.core.checks import require
 from brl_jax.decoding import (
     PREFILL,
@@ -21,7 +22,6 @@ from brl_jax.decoding import (
     check_sampled,
     check_stop_tokens,
     is_greedy,
-    is_int,
     prefill,
 )
 from brl_jax.fields import Count, Fraction, NonNegative, declared

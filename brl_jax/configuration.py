@@ -13,7 +13,7 @@ from brl_jax.layers import MECHANISMS, Mechanism
 T = TypeVar("T")
 
 
-def configuration(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+def configuration(kind: type[T], values: Any, path: str = "") -> T:
     """Returns the configuration with these values; missing fields keep their defaults.
 
     Args:
@@ -25,10 +25,6 @@ def configuration(kind: type[T], values: Mapping[str, Any], path: str = "") -> T
     Raises:
       ValueError: a field or mechanism is unknown to this version, or a value is out of range.
     """
-    return _configuration(kind, values, path)
-
-
-def _configuration(kind: Any, values: Any, path: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{path or 'the file'} must be an object, got {values!r}")
     values = dict(values)
@@ -36,8 +32,8 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
         name = values.pop("name", None)
         if name not in MECHANISMS:
             raise ValueError(f"{path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
-        kind = MECHANISMS[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+        kind = MECHANISMS[name]  # type: ignore[assignment]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind, include_extras=True)
     unknown = [name for name in values if name not in fields]
     if unknown:
@@ -46,7 +42,7 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
     for name, value in values.items():
         part = part_of(hints[name])
         if part is not None and not (value is None and type(None) in typing.get_args(hints[name])):
-            values[name] = _configuration(part, value, _join(path, name))
+            values[name] = configuration(part, value, _join(path, name))
         elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
             values[name] = tuple(value)
         else:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from brl_jax.attention.core.arguments import is_int
 from brl_jax.attention.core.checks import require
 from brl_jax.fields import Count, Fraction, NonNegative, declared
 from brl_jax.sampling import sample
@@ -83,24 +84,12 @@ def generate(
 
 
 def generate_drafted(
-    model: nn.Module,
-    variables: Any,
-    draft: Draft,
-    prompts: Any,
-    max_new_tokens: Any,
-    lengths: Any = None,
-    rng: Any = None,
-    temperature: Any = 1.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    stop_tokens: Any = (),
+    model: nn.Module, variables: Any, draft: Draft, *asked: Any, **options: Any
 ) -> tuple[Int[Array, "B P+L"], Int[Array, ""]]:
     """Returns what `generate` with a draft does, and how many calls of the model it took after the prompts."""
     check_model(draft.model, draft.variables)
     check_draft(model, draft)
-    prefix, settings, choice = _prepare(
-        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
-    )
+    prefix, settings, choice = _prepare(model, variables, *asked, **options)
     tokens, calls = speculate(model, draft, variables, prefix, settings, PREFILL, **choice)
     return jnp.concatenate([prefix, tokens], axis=1), calls
 
@@ -234,12 +223,12 @@ def _prepare(
     variables: Any,
     prompts: Any,
     max_new_tokens: Any,
-    lengths: Any,
-    rng: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    stop_tokens: Any,
+    lengths: Any = None,
+    rng: Any = None,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    stop_tokens: Any = (),
 ) -> tuple[Int[Array, "B P"], _Settings, dict[str, Any]]:
     """Checks the arguments, and returns the prompts up to the end of the shortest, the settings and the choice."""
     check_model(model, variables)
@@ -261,11 +250,6 @@ def _prepare(
     )
     choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
     return prompts[:, :common], settings, choice
-
-
-def is_int(value: Any) -> bool:
-    """Whether a value is a Python or NumPy integer other than a bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_model(model: Any, variables: Any) -> None:

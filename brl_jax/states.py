@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,15 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.diag import DiagState, diag_attention, init_diag_state
-from brl_jax.attention.local.generation import LocalState, init_local_state
+from brl_jax.attention.local.diag import diag_attention, init_diag_state
+from brl_jax.attention.local.generation import init_local_state
 from brl_jax.attention.low_rank.long_short import (
-    LongShortState,
     init_long_short_state,
     long_short_attention,
 )
-from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
-from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
+from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import (
-    DeltaState,
     delta_rule,
     gated_delta_rule,
     gated_delta_rule_2,
@@ -36,26 +34,24 @@ from brl_jax.attention.recurrent.delta import (
     rwkv7_attention,
 )
 from brl_jax.attention.recurrent.flowformer import (
-    FlowformerState,
     flowformer_attention,
     init_flowformer_state,
 )
-from brl_jax.attention.recurrent.gau import GAUState, gau_attention, init_gau_state
+from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
-from brl_jax.attention.recurrent.luna import LunaState, init_luna_state, luna_attention
+from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
 from brl_jax.attention.recurrent.mixed_chunk import (
-    MixedChunkState,
     init_mixed_chunk_state,
     mixed_chunk_attention,
 )
 from brl_jax.attention.recurrent.norm_attention import norm_attention
-from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
+from brl_jax.attention.recurrent.performer import init_performer_state, performer_attention
 from brl_jax.attention.recurrent.summary import Summary, summarize_delta, summarize_sums
 from brl_jax.attention.structured.mlr import mlr_attention
-from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
+from brl_jax.attention.structured.mlr_generation import init_mlr_state
 from brl_jax.fields import argument_checks
 
-State = TypeVar("State")
+State = Any
 Name = Literal[
     "local",
     "diag",
@@ -79,8 +75,8 @@ Name = Literal[
 
 
 @dataclasses.dataclass(frozen=True)
-class StateFunctions(Generic[State]):
-    """The functions of one mechanism, pure and without parameters; see `state_functions`. State is a NamedTuple."""
+class StateFunctions:
+    """The functions of one mechanism, pure and without parameters; see `state_functions`. States are NamedTuples."""
 
     _name: str
     _init: Callable[..., State]
@@ -195,35 +191,7 @@ class StateFunctions(Generic[State]):
         return summarize_sums(self._init, extend, key, value, log_decay)
 
 
-@overload
-def state_functions(name: Literal["local"], **settings: Any) -> StateFunctions[LocalState]: ...
-@overload
-def state_functions(name: Literal["diag"], **settings: Any) -> StateFunctions[DiagState]: ...
-@overload
-def state_functions(name: Literal["linear", "norm"], **settings: Any) -> StateFunctions[LinearState]: ...
-@overload
-def state_functions(name: Literal["cosformer"], **settings: Any) -> StateFunctions[CosformerState]: ...
-@overload
-def state_functions(name: Literal["performer"], **settings: Any) -> StateFunctions[PerformerState]: ...
-@overload
-def state_functions(
-    name: Literal["deltanet", "gated_deltanet", "kda", "gated_deltanet_2", "rwkv7"], **settings: Any
-) -> StateFunctions[DeltaState]: ...
-@overload
-def state_functions(name: Literal["flowformer"], **settings: Any) -> StateFunctions[FlowformerState]: ...
-@overload
-def state_functions(name: Literal["luna"], **settings: Any) -> StateFunctions[LunaState]: ...
-@overload
-def state_functions(name: Literal["gau"], **settings: Any) -> StateFunctions[GAUState]: ...
-@overload
-def state_functions(name: Literal["flash"], **settings: Any) -> StateFunctions[MixedChunkState]: ...
-@overload
-def state_functions(name: Literal["bsbr"], **settings: Any) -> StateFunctions[BSBRState]: ...
-@overload
-def state_functions(name: Literal["mlr"], **settings: Any) -> StateFunctions[MLRState]: ...
-@overload
-def state_functions(name: Literal["long_short"], **settings: Any) -> StateFunctions[LongShortState]: ...
-def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
+def state_functions(name: Name, **settings: Any) -> StateFunctions:
     """Returns `init`, `extend` and `step` of a mechanism's causal attention, for decoding in any code base.
 
     (B, T, N, H), (B, T, K, H) x 2, a state -> (B, T, N, H), the state after these tokens::

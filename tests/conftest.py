@@ -8,6 +8,7 @@ another is writing.
 Tracing makes millions of objects and little garbage, so frequent garbage collection wastes about a tenth of the
 time."""
 
+import functools
 import gc
 import os
 from pathlib import Path
@@ -99,6 +100,12 @@ def devices():
     process = Devices()
     yield process
     process.close()
+
+
+@pytest.fixture
+def result(devices, request):
+    """What these devices compute for a part of the test's module."""
+    return functools.partial(devices.ask, request.module.__name__)
 
 
 @pytest.fixture

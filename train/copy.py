@@ -8,20 +8,14 @@ resumes the run where it stopped, bit for bit. `python -m eval.copy --workdir DI
 other lengths too.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.copy import COPY
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([COPY], argv, name="train.copy")
-
+main = functools.partial(train_main, [COPY], name="train.copy")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.copy"))

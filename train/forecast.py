@@ -11,20 +11,14 @@ metrics.jsonl and checkpoints/; the same command again resumes the run where it 
 --workdir DIR` measures it on the test split, with naive forecasts for comparison.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.forecast import FORECAST_TASKS
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main(FORECAST_TASKS, argv, name="train.forecast")
-
+main = functools.partial(train_main, FORECAST_TASKS, name="train.forecast")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.forecast"))

@@ -6,20 +6,14 @@ tfds or hf. Every tenth training example is held out to choose the checkpoint; G
 `python -m eval.glue --workdir DIR`. The same command again resumes the run where it stopped, bit for bit.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.glue import GLUE
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([GLUE], argv, name="train.glue")
-
+main = functools.partial(train_main, [GLUE], name="train.glue")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.glue"))

@@ -6,20 +6,14 @@ format of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, labe
 --workdir DIR` measures the run on the test nodes. The same command again resumes the run where it stopped, bit for bit.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.graph import GRAPH
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([GRAPH], argv, name="train.graph")
-
+main = functools.partial(train_main, [GRAPH], name="train.graph")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.graph"))

@@ -6,20 +6,14 @@ the run where it stopped (Ctrl-C and SIGTERM save first), bit for bit as if it h
 sample of what the model has learnt.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.lm import LM
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([LM], argv, name="train.lm")
-
+main = functools.partial(train_main, [LM], name="train.lm")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.lm"))

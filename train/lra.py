@@ -8,10 +8,8 @@ it stopped, bit for bit as if it had not stopped. `python -m eval.lra --workdir 
 `--pretrained RUN` starts from the weights of such a run.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
@@ -19,11 +17,7 @@ from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_trace import LRA_TRACE
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([LRA, LRA_DENOISE, LRA_TRACE], argv, name="train.lra")
-
+main = functools.partial(train_main, [LRA, LRA_DENOISE, LRA_TRACE], name="train.lra")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.lra"))

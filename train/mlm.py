@@ -7,20 +7,14 @@ metrics.jsonl and checkpoints/; the same command again resumes the run where it 
 eval.mlm --workdir DIR` measures it.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.mlm import MLM
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([MLM], argv, name="train.mlm")
-
+main = functools.partial(train_main, [MLM], name="train.mlm")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.mlm"))

@@ -6,20 +6,14 @@ are drawn for each step. The run's folder holds config.json, metrics.jsonl and c
 resumes the run where it stopped, bit for bit. `python -m eval.recall --workdir DIR` measures it at other lengths too.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.recall import RECALL
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([RECALL], argv, name="train.recall")
-
+main = functools.partial(train_main, [RECALL], name="train.recall")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.recall"))

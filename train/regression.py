@@ -7,20 +7,14 @@ holds config.json, metrics.jsonl and checkpoints/; the same command again resume
 `python -m eval.regression --workdir DIR` compares it with least squares.
 """
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.regression import REGRESSION
 
-
-def main(argv: Sequence[str]) -> None:
-    """Trains; see the module's text and --help."""
-    train_main([REGRESSION], argv, name="train.regression")
-
+main = functools.partial(train_main, [REGRESSION], name="train.regression")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.regression"))

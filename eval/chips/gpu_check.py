@@ -165,14 +165,13 @@ def checks(dtype: str) -> Iterator[dict]:
 
 def interpreted() -> Iterator[dict]:
     """The checks without a GPU, of small sizes: the kernels in float32 and float16, the rest through XLA in float32."""
-    size = {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20, "batch": 2}
     changes: dict[str, dict] = {"compress_blocks": {"kv_heads": None}, "selected": {"batch": 1}}
     for dtype in ("float32", "float16"):
         for name in (*RECURRENT, *KERNELS):
             if name != "native_sparse":  # whose kernel is `selected`
-                yield _task("check", name, size | changes.get(name, {}), "triton", dtype=dtype)
+                yield _task("check", name, _SMALL | changes.get(name, {}), "triton", dtype=dtype)
     for name in (*RECURRENT, *OTHERS, "native_sparse"):
-        yield _task("check", name, size | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
+        yield _task("check", name, _SMALL | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
 
 def tasks(options: argparse.Namespace) -> list[dict]:
@@ -231,10 +230,9 @@ class Process:
         environment.pop("TRITON_INTERPRET", None)
         if options.interpret:
             environment |= {"TRITON_INTERPRET": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        line = [sys.executable, "-m", "eval.chips.gpu_worker"]
+        line = [sys.executable, "-m", f"eval.chips.gpu_{'peers' if peer else 'worker'}"]
         if peer:
             environment.pop("PYTHONPATH", None)
-            line = [sys.executable, str(ROOT / "eval" / "chips" / "gpu_peers.py")]
         elif (folder := wheel_assemblers()) is not None:  # an older one on PATH refuses a newer Triton's code
             environment["PATH"] = f"{folder}{os.pathsep}{environment.get('PATH', '')}"
         self.task: dict | None = None

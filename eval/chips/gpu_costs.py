@@ -3,15 +3,14 @@
 Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
 backward pass, for an A100, an H100 and a B200. For each program the table shows how many kernels it launches, the ratio
 of the bytes that these read and write to the least possible (every argument and result once), and the registers,
-spilled bytes and shared memory of our own kernels. If the kernels do not support an operation on a GPU, XLA compiles
-it. A second table has the launches and the temporary memory, at two lengths, of the mechanisms that compute all chunks
-at once and of BRL's layers. A third has the matrix products that XLA tunes in a training step of a two-layer decoder,
-and the processor's seconds before that step, the assembler's included. Needs `pip install '.[gpu]'` (the CUDA plugin
-brings its assembler), but no driver and no device.
+spilled bytes and shared memory of our own kernels. A second table has the launches and the temporary memory, at two
+lengths, of the mechanisms that compute all chunks at once and of BRL's layers. A third has the matrix products that XLA
+tunes in a training step of a two-layer decoder, and the processor's seconds before that step, the assembler's included.
+Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but no driver and no device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
-(through XLA: 1.5 times the launches) or exceeds the limits in `MOST` or `TEMPORARY`, or if a mechanism exceeds the
-limits in `eval.chips.gpu_mechanisms`, or BRL's training step the limit in `eval.chips.gpu_training`.
+or exceeds the limits in `MOST` or `TEMPORARY`, or if a mechanism exceeds the limits in `eval.chips.gpu_mechanisms`, or
+BRL's training step the limit in `eval.chips.gpu_training`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ import jax.numpy as jnp
 from etils import epath
 from jax.experimental import topologies
 
-import brl_jax
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips import gpu_mechanisms, gpu_training
-from eval.chips.program_costs import computations, trips
+from eval.chips.program_costs import array_bytes, computations, trips
 from eval.chips.ptxas import find_assembler
+from eval.harness.options import check_names
 from eval.harness.output import json_path
 from eval.harness.table import Table
 from train.cli.options import parse_options
@@ -94,20 +92,6 @@ TARGETS = {
 }
 
 
-OPERATIONS = (
-    "local",
-    "compress",
-    "propagate",
-    "selected",
-    "squared_relu",
-    "sum",
-    "sum_decay",
-    "sum_feature_decay",
-    "delta",
-    "delta_decay",
-    "delta_feature_decay",
-)
-
 #: The most launches of our kernels for an operation, forward and with the backward pass, and the most bytes of its
 #: forward pass over the least possible. compress merges the results of its blocks, so its bytes depend on the length.
 MOST = {
@@ -123,6 +107,7 @@ MOST = {
     "delta_decay": (3, 9, 3.0),
     "delta_feature_decay": (3, 9, 3.0),
 }
+OPERATIONS = tuple(MOST)
 #: The most temporary bytes of a recurrence for each number of its queries, forward and with the backward pass: 150 and
 #: 300 MiB for 16,384 tokens of 8 heads of 128.
 TEMPORARY = {"forward": 9.375, "forward + backward": 18.75}
@@ -132,7 +117,7 @@ TEMPORARY = {"forward": 9.375, "forward + backward": 18.75}
 class CostOptions(Checked):
     """What to compile."""
 
-    targets: tuple[str, ...] = ("a100", "h100", "b200")
+    targets: tuple[str, ...] = tuple(TARGETS)
     """Out of a100, h100, b200."""
     operations: tuple[str, ...] = OPERATIONS
     """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
@@ -156,45 +141,12 @@ class CostOptions(Checked):
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "targets": TARGETS,
-            "operations": OPERATIONS,
-            "mechanisms": gpu_mechanisms.NAMES,
-            "training": gpu_training.NAMES,
-        }
-        for name, known in choices.items():
-            for given in getattr(self, name):
-                if given not in known:
-                    raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
+        names = {"mechanisms": gpu_mechanisms.NAMES, "training": gpu_training.NAMES}
+        check_names(self, targets=TARGETS, operations=OPERATIONS, **names)
 
 
-def unserved(options: CostOptions) -> dict[str, str]:
-    """Why the kernels do not support some of the operations on the target GPU."""
-    from pallas_kernels import triton
-
-    many, few = (
-        jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
-        for length in (options.length, options.compressed)
-    )
-    reasons = {
-        "local": triton.local_unsupported(many, many, many),
-        "compress": triton.compress_unsupported(few, many),
-        "propagate": triton.propagate_unsupported(many, few, few),
-        "selected": triton.selected_unsupported(many, _grouped(many)),
-        "squared_relu": triton.squared_relu_unsupported(many, many, many),
-        **dict.fromkeys(_RECURRENCES, triton.recurrence_unsupported(many, many, many)),
-    }
-    return {name: why for name, why in reasons.items() if why is not None and name in options.operations}
-
-
-def programs(
-    options: CostOptions, length: int, through_xla: Iterable[str] = ()
-) -> Iterator[tuple[str, str, Callable, tuple]]:
-    """(operation, pass, function, arguments) of each program for sequences of this length.
-
-    through_xla: the operations that the kernels do not support. Gated attention units are then left to the mechanism
-    `gau`.
-    """
+def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Callable, tuple]]:
+    """(operation, pass, function, arguments) of each program for sequences of this length."""
     from pallas_kernels import triton
 
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
@@ -236,26 +188,8 @@ def programs(
         shapes_of = {"key_sum": sums, "log_decay": log}
         numbers = [shapes_of.get(each, number) for each in extra]
         functions[name] = (functools.partial(_recur, extra), (many, many, many, state, *numbers))
-    xla: dict[str, Callable] = {
-        "selected": lambda q, k, v, starts, _: selected_attention(
-            q, k, v, starts, size=64, scale=scale, implementation="xla"
-        ),
-        "local": functools.partial(
-            brl_jax.local_attention, pattern=window, is_causal=True, implementation="xla"
-        ),
-        "compress": lambda q, k, c, v, g: brl_jax.compress(
-            q, k, c, v, gamma=g, scale=scale, implementation="xla"
-        ),
-        "propagate": lambda q, k, v, s: brl_jax.propagate(
-            q, k, v, strength=s, scale=scale, implementation="xla"
-        ),
-    }
     for name in options.operations:
-        kernel, shapes = functions[name]
-        chosen = xla.get(name) if name in through_xla else kernel
-        if chosen is None:
-            continue
-        for passes, function, arguments in both_passes(chosen, shapes):
+        for passes, function, arguments in both_passes(*functions[name]):
             yield name, passes, function, arguments
 
 
@@ -316,7 +250,6 @@ class Cost:
       temporary: bytes of temporary memory.
       queries: how many numbers the queries hold: tokens times heads times features.
       kernels: ours.
-      through_xla: why the kernels do not support it, so that XLA runs it; empty if they do.
     """
 
     target: str
@@ -328,22 +261,28 @@ class Cost:
     temporary: int
     queries: int
     kernels: tuple[Kernel, ...]
-    through_xla: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        kernels = "; ".join(
+            f"{k.name} {k.registers} registers, {k.spilled} B spilled, {k.shared / 1024:.0f} KiB shared"
+            for k in self.kernels
+        )
+        numbers = f"{self.traffic:.2f}", f"{self.temporary / 2**20:.1f}"
+        return [self.target, self.operation, self.passes, str(self.launches), *numbers, kernels]
 
     @property
     def problems(self) -> list[str]:
         where = f"{self.target}: {self.operation}, {self.passes}"
         found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
         found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
-        # XLA reduces longer rows in more steps, and in `selected` the transposed lists too; a loop over them would be
-        # twice as long.
-        partly_xla = bool(self.through_xla) or self.operation == "selected"
-        if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if partly_xla else 1):
+        # XLA reduces the longer transposed lists of `selected` in more steps; a loop over them would be twice as long.
+        growth = gpu_mechanisms.GROWTH if self.operation == "selected" else 1
+        if self.doubled_launches > self.launches * growth:
             found.append(
                 f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens"
             )
-        if self.through_xla:
-            return found
         forward, backward, traffic = MOST[self.operation]
         most = forward if self.passes == "forward" else backward
         if self.launches > most:
@@ -360,18 +299,8 @@ class Cost:
 
 # Operations of a compiled program that launch nothing.
 _FREE = frozenset(
-    [
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "opt-barrier",
-        "add-dependency",
-    ]
+    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier add-dependency".split()  # noqa: SIM905
 )
-_BITS = {"pred": 8, "s4": 4, "u4": 4}
 
 
 def launches(hlo: str) -> tuple[int, int]:
@@ -397,24 +326,11 @@ def launches(hlo: str) -> tuple[int, int]:
                 count, size = count + inner[0], size + inner[1]
                 continue
             operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
-            moved = _bytes(shape) + sum(_bytes(shapes.get(o, "")) for o in dict.fromkeys(operands))
+            moved = array_bytes(shape) + sum(array_bytes(shapes.get(o, "")) for o in dict.fromkeys(operands))
             count, size = count + times, size + times * moved
         return count, size
 
     return walk(entry, 1)
-
-
-def _bytes(shape: str) -> int:
-    total = 0
-    for kind, dims in re.findall(r"(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]", shape):
-        bits = _BITS.get(kind) or int(
-            re.sub(r"\D", "", kind.replace("f8", "f8 ").split()[0] if "f8" in kind else kind)
-        )
-        size = 1
-        for n in filter(None, dims.split(",")):
-            size *= int(n)
-        total += size * bits // 8
-    return total
 
 
 def assembler() -> str:
@@ -471,11 +387,8 @@ def aim_at(target: str) -> None:
 
 def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
     """The costs of the options' programs on the target that was aimed at. Triton's bridge leaves its code in `dump`."""
-    refused = unserved(options)
-    doubled = [case[2:] for case in programs(options, 2 * options.length, refused)]
-    for number, (operation, passes, function, arguments) in enumerate(
-        programs(options, options.length, refused)
-    ):
+    both = zip(programs(options, options.length), programs(options, 2 * options.length), strict=True)
+    for (operation, passes, function, arguments), (*_, longer, doubled) in both:
         before = set(dump.rglob("*.ptx"))
         compiled = _compile(function, arguments, target)
         own = sorted(set(dump.rglob("*.ptx")) - before)
@@ -483,10 +396,10 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
         count, moved = launches(compiled.as_text())
         memory = compiled.memory_analysis()
         least = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        twice, _ = launches(_compile(*doubled[number], target).as_text())
+        twice, _ = launches(_compile(longer, doubled, target).as_text())
         yield Cost(
             target, operation, passes, count, twice, moved / max(least, 1), memory.temp_size_in_bytes,
-            options.length * options.heads * options.head_dim, kernels, refused.get(operation, ""),
+            options.length * options.heads * options.head_dim, kernels,
         )  # fmt: skip
 
 
@@ -505,7 +418,6 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
             temporary = memory[0], memory[1]
             passes = both[0][0]
             cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
-            print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
             found = gpu_mechanisms.problems(name, passes, counts, temporary)
             yield [target, name, passes, *cells], [f"{target}: {problem}" for problem in found]
 
@@ -516,16 +428,11 @@ def measure_training(options: CostOptions, target: str) -> Iterator[tuple[list[s
     for name in options.training:
         lower = functools.partial(_lower, name=target)
         products, lowering, compiling = gpu_training.measure(name, lower)
-        print(f"{target}: {name}, training step", file=sys.stderr, flush=True)
         first = first or products
         most = gpu_training.MOST * first
-        found = (
-            [f"{target}: {name}: {products} tuned products, more than {most:.0f}"] if products > most else []
-        )
-        yield (
-            [target, name, str(products), f"{products / first:.1f}", f"{lowering:.1f}", f"{compiling:.1f}"],
-            found,
-        )
+        found = f"{target}: {name}: {products} tuned products, more than {most:.0f}"
+        numbers = (f"{number:.1f}" for number in (products / first, lowering, compiling))
+        yield [target, name, str(products), *numbers], [found] if products > most else []
 
 
 def main(argv: Sequence[str]) -> None:
@@ -538,52 +445,46 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
     jax.config.update("jax_platforms", "cpu")  # the plugin compiles without looking for a driver
     os.environ["PATH"] = f"{Path(assembler()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    table = Table("target", "operation", "pass", "launches", "bytes / least", "temporary MiB", "our kernels")
-    costs = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_TRITON_DUMP_DIR"] = folder
-        for target in options.targets:
-            aim_at(target)
-            for cost in measure(options, target, Path(folder)):
-                print(f"{target}: {cost.operation}, {cost.passes}", file=sys.stderr, flush=True)
-                kernels = "; ".join(
-                    f"{k.name} {k.registers} registers, {k.spilled} B spilled, {k.shared / 1024:.0f} KiB shared"
-                    for k in cost.kernels
-                )
-                if cost.through_xla:
-                    kernels = f"none, XLA runs it: {cost.through_xla}"
-                temporary = f"{cost.temporary / 2**20:.1f}"
-                table.add(
-                    target,
-                    cost.operation,
-                    cost.passes,
-                    cost.launches,
-                    f"{cost.traffic:.2f}",
-                    temporary,
-                    kernels,
-                )
-                costs.append(cost)
-    table.show()
-    problems = [problem for cost in costs for problem in cost.problems]
     short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
     columns = (f"launches, {short}", f"launches, {long}", f"temporary MiB, {short}", f"temporary MiB, {long}")
-    chunked = Table("target", "mechanism", "pass", *columns, title="all chunks at once")
-    for target in options.targets:
-        aim_at(target)
-        for row, found in measure_mechanisms(options, target):
-            chunked.add(*row)
-            problems += found
-    chunked.show()
     seconds = ("to trace and lower, s", "to compile, s")
-    steps = Table(
-        "target", "network", "tuned products", "of the first row", *seconds, title="a training step"
-    )
-    for target in options.targets:
-        aim_at(target)
-        for row, found in measure_training(options, target):
-            steps.add(*row)
-            problems += found
-    steps.show()
+    costs: list[Cost] = []
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAX_TRITON_DUMP_DIR"] = folder
+
+        def measure_operations(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
+            for cost in measure(options, target, Path(folder)):
+                costs.append(cost)
+                yield cost.cells, cost.problems
+
+        for table, rows in (
+            (
+                Table(
+                    "target", "operation", "pass", "launches", "bytes / least", "temporary MiB", "our kernels"
+                ),
+                measure_operations,
+            ),
+            (Table("target", "mechanism", "pass", *columns, title="all chunks at once"), measure_mechanisms),
+            (
+                Table(
+                    "target",
+                    "network",
+                    "tuned products",
+                    "of the first row",
+                    *seconds,
+                    title="a training step",
+                ),
+                measure_training,
+            ),
+        ):
+            for target in options.targets:
+                aim_at(target)
+                for row, found in rows(options, target):
+                    print(", ".join(row[:3]), file=sys.stderr, flush=True)
+                    table.add(*row)
+                    problems += found
+            table.show()
     if path is not None:
         write_whole(epath.Path(path), json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
     if problems:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import brl_jax
 from brl_jax.layers import BRLConfig, Dimensions
+from eval.chips import gpu_operations
 
 #: The most launches of a pass over the longer of the lengths.
 MOST = {"forward": 60, "forward + backward": 150}
@@ -22,18 +23,9 @@ LENGTHS = (4096, 16384)
 #: a tree over chunks; in a loop they would take four times the launches.
 GROWTH = 1.5
 NAMES = (
-    "linear",
-    "norm",
-    "cosformer",
-    "performer",
-    "deltanet",
-    "gau",
-    "flash",
-    "bsbr",
-    "diag",
-    "brl-encoder",
+    "linear", "norm", "cosformer", "performer", "deltanet", "gau", "flash", "bsbr", "diag", "brl-encoder",
     "brl-decoder",
-)
+)  # fmt: skip
 
 
 def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -41,30 +33,32 @@ def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable
     layer."""
     if name.startswith("brl-"):
         return _brl_layer(length, heads, head_dim, is_causal=name == "brl-decoder")
-    heads = 1 if name == "gau" else heads
-    tokens = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((1, length, 1 if name == "gau" else heads, head_dim), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((1, head_dim), jnp.float32)
-    more: dict[str, tuple[Any, ...]] = {
-        "gau": (vector, vector),
-        "deltanet": (jax.ShapeDtypeStruct((1, length, heads), jnp.float32),),
-        "performer": (jax.ShapeDtypeStruct((2 * head_dim, head_dim), jnp.float32),),
-        "flash": (tokens, tokens),
-        "bsbr": (tokens, tokens),
-    }
-    functions: dict[str, Callable[..., Any]] = {
-        "linear": lambda q, k, v: brl_jax.linear_attention(q, k, v, is_causal=True),
-        "norm": lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True),
-        "cosformer": lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=length, is_causal=True),
-        "performer": lambda q, k, v, w: brl_jax.performer_attention(q, k, v, projection=w, is_causal=True),
-        "deltanet": lambda q, k, v, beta: brl_jax.delta_rule(q, k, v, beta=beta),
-        "gau": lambda q, k, v, left, right: brl_jax.gau_attention(
-            q, k, v, bias=brl_jax.RotaryBias(left, right), is_causal=True
+    features = jax.ShapeDtypeStruct((2 * head_dim, head_dim), jnp.float32)
+    functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "cosformer": (lambda *qkv: brl_jax.cosformer_attention(*qkv, max_length=length, is_causal=True), ()),
+        "performer": (
+            lambda q, k, v, w: brl_jax.performer_attention(q, k, v, projection=w, is_causal=True),
+            (features,),
         ),
-        "flash": lambda q, k, v, lq, lk: brl_jax.mixed_chunk_attention(q, k, lq, lk, v, is_causal=True),
-        "bsbr": lambda q, k, v, rq, rk: brl_jax.bsbr_attention(q, k, v, rq, rk, is_causal=True),
-        "diag": lambda q, k, v: brl_jax.diag_attention(q, k, v, is_causal=True),
+        "gau": (
+            lambda q, k, v, *sides: brl_jax.gau_attention(
+                q, k, v, bias=brl_jax.RotaryBias(*sides), is_causal=True
+            ),
+            (vector, vector),
+        ),
     }
-    return functions[name], (tokens, tokens, tokens, *more.get(name, ()))
+    if name in functions:
+        function, more = functions[name]
+        return function, (tokens, tokens, tokens, *more)
+    operation, size = (
+        {"deltanet": "delta"}.get(name, name),
+        gpu_operations.Size(length, heads, head_dim=head_dim),
+    )
+    arrays = gpu_operations.arrays(operation, size, jnp.bfloat16)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    return gpu_operations.OPERATIONS[operation].call(size, None), shapes
 
 
 def _brl_layer(

@@ -37,23 +37,37 @@ class Size(NamedTuple):
         return self.head_dim**-0.5
 
 
-Call = Callable[[Size, Implementation | None], Callable[..., Any]]
-
-
 class Operation(NamedTuple):
     """One operation.
 
     Attributes:
-      arguments: the kinds of its arrays, as `draw` names them.
-      call: (size, implementation) -> f(*arrays).
+      function: the library's.
+      arrays: the names of its arrays, each followed by a colon and the kind that `draw` knows, unless it is the name.
       oracle: (size, *float64 arrays) -> the float64 result.
+      options: size -> the function's further arguments.
       products: size -> operations of the forward pass's matrix products, where they are worth a figure.
     """
 
-    arguments: str
-    call: Call
+    function: Callable[..., Any]
+    arrays: str
     oracle: Callable[..., np.ndarray]
+    options: Callable[[Size], dict[str, Any]] = lambda z: {"is_causal": True}
     products: Callable[[Size], float] | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of the arrays."""
+        return [each.rpartition(":")[2] for each in self.arrays.split()]
+
+    def call(self, size: Size, implementation: Implementation | None) -> Callable[..., Any]:
+        """The function of the arrays."""
+        names = [each.partition(":")[0] for each in self.arrays.split()]
+        options = self.options(size)
+
+        def call(*arrays: Any) -> Any:
+            return self.function(**dict(zip(names, arrays)), **options, implementation=implementation)
+
+        return call
 
 
 # --- Inputs ---
@@ -175,13 +189,11 @@ def _compress(z: Size, query, key, contrast, value, gamma, score="softmax") -> n
 def _compress_blocks(z: Size, query, key, contrast, value, gamma) -> np.ndarray:
     step, history = z.n // 4, z.n // 2
     parts = [slice(block * step, block * step + history) for block in range(3)]
-    return np.stack(
-        [
-            _compress(z, query[:, b], key[:, at], contrast[:, at], value[:, at], gamma)
-            for b, at in enumerate(parts)
-        ],
-        1,
+    read = (
+        _compress(z, query[:, b], key[:, at], contrast[:, at], value[:, at], gamma)
+        for b, at in enumerate(parts)
     )
+    return np.stack([*read], 1)
 
 
 def _propagate(z: Size, query, key, value, strength, score="softmax") -> np.ndarray:
@@ -252,7 +264,7 @@ def _flash(z: Size, query, key, linear_query, linear_key, value) -> np.ndarray:
 
 
 def _bsbr(z: Size, query, key, value, far_query, far_key) -> np.ndarray:
-    near = _attend(lambda z, i, j: i // 64 == j // 64)(z, query, key, value)
+    near = _OWN_BLOCK(z, query, key, value)
     first = np.arange(0, z.n, 64)
     last = np.minimum(first + 64, z.n) - 1
     logits = _pairs(far_query[:, first], far_key[:, last]) * z.scale
@@ -294,102 +306,7 @@ def _native_sparse(z: Size, query, key, value, short_key, short_value, gates) ->
     return sum(gates[..., n, None] * part for n, part in enumerate(parts))
 
 
-# --- The library's calls ---
-
-
-def _of(name: str, **options: Any) -> Call:
-    return lambda z, implementation: functools.partial(
-        getattr(brl_jax, name), implementation=implementation, **options
-    )
-
-
-def _of_delta(name: str) -> Call:
-    def make(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-        def call(query: Any, key: Any, value: Any, *gates: Any) -> Any:
-            named = dict(zip(("beta", "log_decay"), gates))
-            return getattr(brl_jax, name)(query, key, value, **named, implementation=implementation)
-
-        return call
-
-    return make
-
-
-def _of_local(**options: Any) -> Call:
-    def make(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-        def call(query: Any, key: Any, value: Any, segments: Any = None, sinks: Any = None) -> Any:
-            return brl_jax.local_attention(
-                query, key, value, pattern=brl_jax.SlidingWindow.of_width(z.window, True), is_causal=True,
-                segment_ids=segments, sinks=sinks, implementation=implementation, **options,
-            )  # fmt: skip
-
-        return call
-
-    return make
-
-
-def _of_compress(score: Score = "softmax") -> Call:
-    return lambda z, i: (
-        lambda q, k, c, v, g: brl_jax.compress(
-            q, k, c, v, gamma=g, scale=z.scale, score=score, implementation=i
-        )
-    )
-
-
-def _of_blocks(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return lambda q, k, c, v, g: brl_jax.compress_blocks(
-        q,
-        k,
-        c,
-        v,
-        gamma=g,
-        scale=z.scale,
-        block_size=z.n // 4,
-        history_size=z.n // 2,
-        implementation=implementation,
-    )
-
-
-def _of_propagate(score: Score = "softmax") -> Call:
-    return lambda z, i: (
-        lambda q, k, v, s: brl_jax.propagate(
-            q, k, v, strength=s, scale=z.scale, score=score, implementation=i
-        )
-    )
-
-
-def _decayed(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return lambda q, k, v, log: brl_jax.linear_attention(
-        q,
-        k,
-        v,
-        log_decay=log,
-        is_causal=True,
-        normalize=False,
-        feature_map="identity",
-        implementation=implementation,
-    )
-
-
-def _packed(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return lambda q, k, v, ids: brl_jax.linear_attention(
-        q, k, v, segment_ids=ids, is_causal=True, implementation=implementation
-    )
-
-
-def _of_selected(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return functools.partial(
-        selected_attention, size=64, scale=z.scale, aligned=True, implementation=implementation
-    )
-
-
-def _of_native_sparse(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return functools.partial(brl_jax.native_sparse_attention, window=z.window, implementation=implementation)
-
-
-def _of_mlr(z: Size, implementation: Implementation | None) -> Callable[..., Any]:
-    return functools.partial(
-        brl_jax.mlr_attention, ranks=_ranks(z), is_causal=True, implementation=implementation
-    )
+# --- Operations ---
 
 
 def _delta(z: Size, query, key, value, beta, log_decay=0.0) -> np.ndarray:
@@ -400,57 +317,102 @@ def _full(z: Size) -> float:
     return 2.0 * z.n**2 * z.heads * z.head_dim
 
 
-_LOCAL, _WINDOWED = "query key key", lambda z: 4.0 * z.n * z.window * z.heads * z.head_dim
-_HISTORY, _FEW = "few query query query head", lambda z: 8.0 * z.n * z.few * z.heads * z.head_dim
+def _windowed(z: Size) -> float:
+    return 4.0 * z.n * z.window * z.heads * z.head_dim
+
+
+def _of_few(z: Size) -> float:
+    return 8.0 * z.n * z.few * z.heads * z.head_dim
+
+
+def _local(kinds: str = "", **options: Any) -> Operation:
+    def every(z: Size) -> dict[str, Any]:
+        return {"pattern": brl_jax.SlidingWindow.of_width(z.window, True), "is_causal": True, **options}
+
+    oracle = _attend(_window, options.get("logits_soft_cap"))
+    return Operation(brl_jax.local_attention, f"{_QKV} {kinds}", oracle, every, _windowed)
+
+
+def _compression(score: Score = "softmax") -> Operation:
+    arrays = "query:few key:query contrast_key:query value:query gamma:head"
+    oracle = functools.partial(_compress, score=score)
+    return Operation(brl_jax.compress, arrays, oracle, lambda z: {"scale": z.scale, "score": score}, _of_few)
+
+
+def _propagation(score: Score = "softmax") -> Operation:
+    products = (lambda z: _of_few(z) / 2) if score == "softmax" else None
+    oracle = functools.partial(_propagate, score=score)
+    arrays = "query key:few value:few strength:head"
+    return Operation(
+        brl_jax.propagate, arrays, oracle, lambda z: {"scale": z.scale, "score": score}, products
+    )
+
+
+def _decayed(kind: str) -> Operation:
+    options = {"is_causal": True, "normalize": False, "feature_map": "identity"}
+    return Operation(brl_jax.linear_attention, f"{_QKV} log_decay:{kind}", _recurrence, lambda z: options)
+
+
+def _of_delta(function: Callable[..., Any], gates: str) -> Operation:
+    return Operation(function, f"{_QKV} {gates}", _delta, lambda z: {})
+
+
+_QKV = "query key value:key"
 _EVERY = _attend(lambda z, i, j: j <= i)
+_OWN_BLOCK = _attend(lambda z, i, j: i // 64 == j // 64)
 OPERATIONS = {
-    "local": Operation(_LOCAL, _of_local(), _attend(_window), _WINDOWED),
-    "local_packed": Operation(f"{_LOCAL} segments", _of_local(), _attend(_window), _WINDOWED),
-    "local_sinks": Operation(f"{_LOCAL} segments head", _of_local(), _attend(_window), _WINDOWED),
-    "local_capped": Operation(_LOCAL, _of_local(logits_soft_cap=2.0), _attend(_window, 2.0), _WINDOWED),
-    "compress": Operation(_HISTORY, _of_compress(), _compress, _FEW),
-    "compress_relu2": Operation(_HISTORY, _of_compress("relu2"), functools.partial(_compress, score="relu2"), _FEW),
-    "compress_laplace": Operation(
-        _HISTORY, _of_compress("laplace"), functools.partial(_compress, score="laplace"), _FEW
+    "local": _local(),
+    "local_packed": _local("segment_ids:segments"),
+    "local_sinks": _local("segment_ids:segments sinks:head"),
+    "local_capped": _local(logits_soft_cap=2.0),
+    "compress": _compression(),
+    "compress_relu2": _compression("relu2"),
+    "compress_laplace": _compression("laplace"),
+    "compress_blocks": Operation(
+        brl_jax.compress_blocks, "query:blocks key:query contrast_key:query value:query gamma:head", _compress_blocks,
+        lambda z: {"scale": z.scale, "block_size": z.n // 4, "history_size": z.n // 2},
     ),
-    "compress_blocks": Operation("blocks query query query head", _of_blocks, _compress_blocks),
-    "propagate": Operation("query few few head", _of_propagate(), _propagate, lambda z: _FEW(z) / 2),
-    "propagate_relu2": Operation(
-        "query few few head", _of_propagate("relu2"), functools.partial(_propagate, score="relu2")
+    "propagate": _propagation(),
+    "propagate_relu2": _propagation("relu2"),
+    "propagate_laplace": _propagation("laplace"),
+    "selected": Operation(
+        selected_attention, f"{_QKV} starts", _selected,
+        lambda z: {"size": 64, "scale": z.scale, "aligned": True}, lambda z: 2.0 * _windowed(z),
     ),
-    "propagate_laplace": Operation(
-        "query few few head", _of_propagate("laplace"), functools.partial(_propagate, score="laplace")
+    "native_sparse": Operation(
+        brl_jax.native_sparse_attention, f"{_QKV} compressed_key:means compressed_value:means gates", _native_sparse,
+        lambda z: {"window": z.window},
     ),
-    "selected": Operation("query key key starts", _of_selected, _selected, lambda z: 2.0 * _WINDOWED(z)),
-    "native_sparse": Operation("query key key means means gates", _of_native_sparse, _native_sparse),
-    "gau": Operation(_LOCAL, _of("gau_attention", is_causal=True), _gau, _full),
-    "linear": Operation(_LOCAL, _of("linear_attention", is_causal=True), _linear),
-    "linear_packed": Operation(f"{_LOCAL} segments", _packed, _linear),
-    "norm": Operation(_LOCAL, _of("norm_attention", is_causal=True), _norm),
-    "retention": Operation(f"{_LOCAL} slope", _decayed, _recurrence),
-    "scalar_decay": Operation(f"{_LOCAL} decay", _decayed, _recurrence),
-    "gla": Operation(f"{_LOCAL} decays", _decayed, _recurrence),
-    "delta": Operation(f"{_LOCAL} beta", _of_delta("delta_rule"), _delta),
-    "gated_delta": Operation(f"{_LOCAL} beta decay", _of_delta("gated_delta_rule"), _delta),
-    "kda": Operation(f"{_LOCAL} beta decays", _of_delta("kimi_delta_rule"), _delta),
-    "flow": Operation(_LOCAL, _of("flowformer_attention", is_causal=True), _flow),
+    "gau": Operation(brl_jax.gau_attention, _QKV, _gau, products=_full),
+    "linear": Operation(brl_jax.linear_attention, _QKV, _linear),
+    "linear_packed": Operation(brl_jax.linear_attention, f"{_QKV} segment_ids:segments", _linear),
+    "norm": Operation(brl_jax.norm_attention, _QKV, _norm),
+    "retention": _decayed("slope"),
+    "scalar_decay": _decayed("decay"),
+    "gla": _decayed("decays"),
+    "delta": _of_delta(brl_jax.delta_rule, "beta"),
+    "gated_delta": _of_delta(brl_jax.gated_delta_rule, "beta log_decay:decay"),
+    "kda": _of_delta(brl_jax.kimi_delta_rule, "beta log_decay:decays"),
+    "flow": Operation(brl_jax.flowformer_attention, _QKV, _flow),
     "diag": Operation(
-        _LOCAL, _of("diag_attention", is_causal=True), _attend(lambda z, i, j: i // 64 == j // 64),
-        lambda z: _WINDOWED(z._replace(window=64)),
+        brl_jax.diag_attention, _QKV, _OWN_BLOCK, products=lambda z: _windowed(z._replace(window=64))
     ),
-    "hopfield": Operation(_LOCAL, _of("hopfield_attention", is_causal=True), _EVERY, _full),
-    "full": Operation(_LOCAL, _of("full_attention", is_causal=True), _EVERY, _full),
-    "bsbr": Operation("query key key query key", _of("bsbr_attention", is_causal=True), _bsbr),
-    "flash": Operation("query key query key key", _of("mixed_chunk_attention", is_causal=True), _flash),
-    "mlr": Operation(_LOCAL, _of_mlr, _mlr, _full),
+    "hopfield": Operation(brl_jax.hopfield_attention, _QKV, _EVERY, products=_full),
+    "full": Operation(brl_jax.full_attention, _QKV, _EVERY, products=_full),
+    "bsbr": Operation(brl_jax.bsbr_attention, f"{_QKV} retrieval_query:query retrieval_key:key", _bsbr),
+    "flash": Operation(
+        brl_jax.mixed_chunk_attention, "query key linear_query:query linear_key:key value:key", _flash
+    ),
+    "mlr": Operation(
+        brl_jax.mlr_attention, _QKV, _mlr, lambda z: {"ranks": _ranks(z), "is_causal": True}, _full
+    ),
 }  # fmt: skip
 
 
 def arrays(name: str, size: Size, dtype: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """The arguments of one call."""
-    return tuple(
-        draw(kind, size, dtype, 16 * seed + n) for n, kind in enumerate(OPERATIONS[name].arguments.split())
-    )
+    kinds = OPERATIONS[name].kinds
+    return tuple(draw(kind, size, dtype, 16 * seed + n) for n, kind in enumerate(kinds))
 
 
 def cotangent_of(function: Callable[..., Any], arguments: tuple, dtype: Any, seed: int) -> np.ndarray:

@@ -1,20 +1,19 @@
-"""PyTorch's FlexAttention and flash-linear-attention in a process of `eval.gpu_check`, which imports nothing of ours.
+"""PyTorch's FlexAttention and flash-linear-attention in a process of `eval.gpu_check`, without JAX.
 
-It is run as a file, without PYTHONPATH: PyTorch's compiler wants the Triton that PyTorch came with.
+It runs without PYTHONPATH: PyTorch's compiler wants the Triton that PyTorch came with.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from eval.chips.gpu_worker import Worker, serve
 
 #: flash-linear-attention's functions: module, name, and which of beta, a log-decay by head or by feature they take.
 FLA = {
@@ -80,7 +79,7 @@ def seconds_a_call(torch: Any, run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def measure(task: dict, turn: Callable[[Callable[[], Any]], Any]) -> dict:
+def measure(task: dict, worker: Worker) -> Iterator[dict]:
     """The times of one function, forward and with its gradients."""
     import torch
 
@@ -104,40 +103,9 @@ def measure(task: dict, turn: Callable[[Callable[[], Any]], Any]) -> dict:
     for run in (forward, both):  # compile before the turn at the GPU
         run()
     torch.cuda.synchronize()
-    seconds = [turn(functools.partial(seconds_a_call, torch, run)) for run in (forward, both)]
-    return {"ms": seconds[0] * 1e3, "ms_both": seconds[1] * 1e3, "by": f"torch {torch.__version__}"}
-
-
-def main() -> None:
-    """Serves the parent; see `eval.chips.gpu_worker`."""
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def send(message: dict) -> None:
-        lines.write(json.dumps(message) + "\n")
-        lines.flush()
-
-    def turn(timed: Callable[[], Any]) -> Any:
-        send({"event": "ready"})
-        if sys.stdin.readline().strip() != "go":
-            sys.exit(0)
-        try:
-            return timed()
-        finally:
-            send({"event": "timed"})
-
-    send({"event": "hello"})
-    for line in iter(sys.stdin.readline, ""):
-        task = json.loads(line)
-        try:
-            row = measure(task, turn)
-        except ImportError as error:
-            row = {"note": f"not available: {' '.join(str(error).split())[:160]}"}
-        except Exception as error:
-            row = {"note": f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-        send({"event": "row", "row": {**task, **row}})
-        send({"event": "done"})
+    seconds = [worker.turn(functools.partial(seconds_a_call, torch, run)) for run in (forward, both)]
+    yield {"ms": seconds[0] * 1e3, "ms_both": seconds[1] * 1e3, "by": f"torch {torch.__version__}"}
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: {"event": "hello"}, measure)

@@ -214,7 +214,7 @@ def check(task: dict, worker: Worker) -> Iterator[dict]:
     out, *gradients = jax.device_get(run(cotangent, *arrays))
     errors = {"out": relative_error(out, right)}
     g = np.asarray(cotangent, np.float64)
-    names = operation.arguments.split()
+    names = operation.kinds
     for position, gradient in zip(floats, gradients):
         errors[f"d{position}_{names[position]}"] = gradient_error(oracle, wide, position, g, gradient)
     worst = max(errors.values())
@@ -419,7 +419,7 @@ def hello() -> dict:
 KINDS = {"check": check, "speed": speed, "ceiling": ceiling, "training": training, "tune": tune}
 
 
-def main() -> None:
+def serve(greet: Callable[[], dict], run: Callable[[dict, Worker], Iterator[dict]]) -> None:
     """Serves the parent until it closes the pipe, or ends."""
     with contextlib.suppress(AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(
@@ -433,23 +433,31 @@ def main() -> None:
         lines.write(json.dumps(message) + "\n")
         lines.flush()
 
-    greeting = hello()
+    greeting = greet()
     send(greeting)
     if greeting["event"] == "refused":
         return
-    worker = Worker(send, greeting["capability"] == "interpreted")
+    worker = Worker(send, greeting.get("capability") == "interpreted")
     for line in iter(sys.stdin.readline, ""):
         task = json.loads(line)
         try:
-            for row in KINDS[task["kind"]](task, worker):
+            for row in run(task, worker):
                 send({"event": "row", "row": {**task, **row}})
         except Exception as error:
             refused = isinstance(error, (NotImplementedError, ValueError))
             unavailable = refused and task.get("implementation") in ("triton", "cudnn")
+            unavailable = unavailable or isinstance(error, ImportError)
             note = f"{'not available' if unavailable else 'FAILED'}: {_line(error)}"
-            send({"event": "row", "row": {**task, "note": note, "wrong": not unavailable}})
-            _require_device()
+            wrong = not unavailable and task["kind"] != "peer"
+            send({"event": "row", "row": {**task, "note": note, "wrong": wrong}})
+            if "jax" in sys.modules:
+                _require_device()
         send({"event": "done"})
+
+
+def main() -> None:
+    """Checks and times our own kernels."""
+    serve(hello, lambda task, worker: KINDS[task["kind"]](task, worker))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Checked, Steps
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
 from eval.harness.batches import make_batch
+from eval.harness.options import check_names
 from eval.harness.table import Table
 from train.cli.options import parse, parse_options
 from train.engine.errors import RunError, one_line
@@ -95,15 +97,8 @@ class CheckOptions(Checked):
     """Steps of each."""
 
     def __post_init__(self):
-        if self.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
-        for name, given, known in (
-            ("mechanisms", self.mechanisms, candidates(TASKS[self.task])),
-            ("meshes", self.meshes, (*_MESHES, _TWO)),
-        ):
-            for word in given:
-                if word not in known:
-                    raise ValueError(f"{name} must be out of {', '.join(known)}, got {word!r}")
+        check_choice("task", self.task, tuple(TASKS))
+        check_names(self, mechanisms=candidates(TASKS[self.task]), meshes=(*_MESHES, _TWO))
 
 
 def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:

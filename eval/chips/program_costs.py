@@ -8,19 +8,8 @@ import math
 import re
 from typing import Any
 
-_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-    "c64": 8,
-}
+# Of types whose names do not end with them; 8-bit floats are the rest.
+_BITS = {"bf16": 16}
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -96,10 +85,22 @@ def trips(line: str, condition: Any) -> int:
     return max(limits, default=1)
 
 
-def _result_bytes(shapes: str, what: str, start: bool) -> float:
+def array_bytes(shapes: str) -> int:
+    """The bytes of all arrays in the text of a type, such as (f32[2,3], bf16[4])."""
+    return int(sum(_each_bytes(shapes)))
+
+
+def _each_bytes(shapes: str) -> list[float]:
+    found = re.findall(r"\b(pred|bf16|f8\w*|[fsuc](\d+))\[([\d,]*)\]", shapes)
     sizes = []
-    for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-        sizes.append(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n))
+    for kind, number, dims in found:
+        bits = _BITS.get(kind, int(number or 8))
+        sizes.append(bits / 8 * math.prod(int(n) for n in dims.split(",") if n))
+    return sizes
+
+
+def _result_bytes(shapes: str, what: str, start: bool) -> float:
+    sizes = _each_bytes(shapes)
     if start and what != "all-reduce":
         # (operands, results, sometimes counters): the numbers of results and operands are equal.
         return sizes[1] if what == "collective-permute" else sum(sizes[len(sizes) // 2 :])

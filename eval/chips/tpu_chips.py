@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -62,13 +61,6 @@ SMALLEST_TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "7x": "tpu7x:2x2x1",
 }
-
-
-def check_chips(chips: Iterable[str]) -> None:
-    """Raises ValueError if the option `chips` names a chip that is not in `SMALLEST_TOPOLOGIES`."""
-    for chip in chips:
-        if chip not in SMALLEST_TOPOLOGIES:
-            raise ValueError(f"chips must be out of {', '.join(SMALLEST_TOPOLOGIES)}, got {chip}")
 
 
 def prepare_compiler() -> None:

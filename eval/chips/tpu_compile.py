@@ -26,7 +26,8 @@ from rich.console import Console
 
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.stages import stages
-from eval.chips.tpu_chips import check_chips, described_devices, prepare_compiler
+from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
+from eval.harness.options import check_names
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
@@ -62,7 +63,7 @@ class CompileOptions(Checked):
     """Head dimensions."""
 
     def __post_init__(self) -> None:
-        check_chips(self.chips)
+        check_names(self, chips=SMALLEST_TOPOLOGIES)
 
 
 def _blocks(length: int, window: int, chip: str) -> Callable:

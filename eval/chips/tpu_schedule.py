@@ -46,15 +46,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import FullArrays, attend_in_blocks
 from brl_jax.attention.local import tpu as local_tpu
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.kernels import Walked, walk_on_tpu
 from brl_jax.attention.recurrent.linear import linear_attention
@@ -62,7 +60,8 @@ from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
-from eval.chips.tpu_chips import check_chips, described_devices, prepare_compiler
+from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
+from eval.harness.options import check_names
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.cli.options import parse_options
@@ -70,6 +69,7 @@ from train.engine.errors import RunError
 
 #: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
 _SPLASH_LENGTH = 4096
+_PASSES = ("forward", "forward + backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +102,7 @@ class ScheduleOptions(Checked):
     """Splash attention is compiled at every pair of these block sizes; empty: no splash attention."""
 
     def __post_init__(self) -> None:
-        check_chips(self.chips)
-        for name in self.biases:
-            check_choice("biases", name, tuple(_BIASES))
-        for name in self.recurrences:
-            check_choice("recurrences", name, tuple(_RECURRENCES))
+        check_names(self, chips=SMALLEST_TOPOLOGIES, biases=_BIASES, recurrences=_RECURRENCES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,43 +120,62 @@ class ScheduleCase:
     """How often its own loops run, if the instructions around kernels count too."""
 
 
+def _flat(function: Callable, *shapes: tuple[int, ...]) -> Callable:
+    """The function of arrays of these shapes, as one of arrays with heads side by side, as projections give them."""
+
+    def call(*arrays):
+        given = [x.reshape(to) for x, to in zip(arrays, shapes)]
+        return function(*given, *arrays[len(shapes) :]).reshape(arrays[0].shape)
+
+    return call
+
+
+def _passes(function: Callable, arguments: tuple, backward: bool) -> tuple[Callable, tuple]:
+    """The function or, with its gradients by floating-point arrays, the function of its arguments and a cotangent like
+    the first."""
+    if not backward:
+        return function, arguments
+    learned = [i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def both(*given):
+        *arrays, grad = given
+
+        def of_some(*some):
+            return function(*(dict(enumerate(arrays)) | dict(zip(learned, some))).values())
+
+        out, pull = jax.vjp(of_some, *(arrays[i] for i in learned))
+        return out, *pull(grad)
+
+    return both, (*arguments, arguments[0])
+
+
+def _heads(options: ScheduleOptions) -> tuple[int, ...]:
+    return (1, options.length, options.heads, options.head_dim)
+
+
 def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
-    full = (1, options.length, options.heads, options.head_dim)
+    full = _heads(options)
     attend = functools.partial(tpu.window_attention, left=window - 1, right=0, chip=chip)
+    if backward:
+        return _passes(_flat(attend, full, full, full), (shape,) * 3, True)
 
-    def forward(query, key, value):
-        out, log_sum = attend(*(x.reshape(full) for x in (query, key, value)), return_log_sum_exp=True)
-        return out.reshape(query.shape), log_sum
+    def forward(*arrays):
+        out, log_sum = attend(*(x.reshape(full) for x in arrays), return_log_sum_exp=True)
+        return out.reshape(shape.shape), log_sum
 
-    def both(query, key, value, grad):
-        out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)))
-        return [x.reshape(query.shape) for x in (out, *pull(grad.reshape(full)))]
-
-    return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
+    return forward, (shape,) * 3
 
 
 def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
-    full = (1, options.length, options.heads, options.head_dim)
-
     # A causal call's kernel has two bodies. All pairs off the diagonal take the one without a mask, which is the same
     # as in a call that is not causal.
-    def attend(query, key, value):
-        out = full_tpu.attend(
+    def attend(query, key, value) -> Any:
+        return full_tpu.attend(
             FullArrays(query, key, value), scale=options.head_dim**-0.5, is_causal=False, offset=0, cap=None,
             return_residual=False, interpret=False,
         )[0]  # fmt: skip
-        assert isinstance(out, jax.Array)
-        return out
 
-    def forward(*arrays):
-        return attend(*(x.reshape(full) for x in arrays)).reshape(arrays[0].shape)
-
-    def both(*arrays):
-        *operands, grad = (x.reshape(full) for x in arrays)
-        out, pull = jax.vjp(attend, *operands)
-        return [x.reshape(shape.shape) for x in (out, *pull(grad))]
-
-    return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
+    return _passes(_flat(attend, *[_heads(options)] * 3), (shape,) * 3, backward)
 
 
 #: Shapes of the numbers of a bias, given the heads, and the bias.
@@ -174,7 +189,6 @@ def _biased(
     options: ScheduleOptions, chip: str | None, shape, *, window: int, bias: str, backward: bool, pallas: bool
 ):
     """A window or, if it is as long as the rows, full attention."""
-    full = (1, options.length, options.heads, options.head_dim)
     numbers_shape, make = _BIASES[bias]
     mesh = jax.sharding.Mesh(np.asarray(list(shape.sharding.device_set)), ("device",)).abstract_mesh
     window_call = PatternCall(
@@ -209,17 +223,8 @@ def _biased(
             return full_tpu.attend(x, is_causal=False, offset=0, interpret=False, **static)[0]
         return attend_in_blocks(x, is_causal=True, **static)
 
-    def forward(query, key, value, numbers):
-        out = attend(query.reshape(full), key.reshape(full), value.reshape(full), numbers)
-        return out.reshape(query.shape)
-
-    def both(query, key, value, grad, numbers):
-        out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)), numbers)
-        *grads, of_numbers = pull(grad.reshape(full))
-        return [x.reshape(grad.shape) for x in (out, *grads)], of_numbers
-
     numbers = jax.ShapeDtypeStruct(numbers_shape(options.heads), jnp.float32, sharding=shape.sharding)
-    return (both, (*(shape,) * 4, numbers)) if backward else (forward, (*(shape,) * 3, numbers))
+    return _passes(_flat(attend, *[_heads(options)] * 3), (*(shape,) * 3, numbers), backward)
 
 
 def _splash(
@@ -262,8 +267,7 @@ def _splash(
 def _compressed(
     options: ScheduleOptions, chip: str | None, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
 ):
-    long = (1, options.length, options.heads, options.head_dim)
-    short = (1, tokens, options.heads, options.head_dim)
+    long, short = _heads(options), (1, tokens, options.heads, options.head_dim)
     scale = options.head_dim**-0.5
     factor = jnp.ones((options.heads,), jnp.float32)
 
@@ -283,27 +287,14 @@ def _compressed(
         call = functools.partial(tpu.propagate, strength=factor, chip=chip) if pallas else attend
         shapes = (long, short, short)
 
-    def run(*arrays):
-        given = [x.reshape(to) for x, to in zip(arrays, shapes)]
-        out: Any
-        if not backward:
-            out = call(*given)
-            return out.reshape(arrays[0].shape)
-        out, pull = jax.vjp(call, *given)
-        grads = pull(arrays[-1].reshape(shapes[0]))
-        return [x.reshape(like.shape) for x, like in zip((out, *grads), (arrays[0], *arrays))]
-
-    flat = [
-        jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), shape.dtype, sharding=shape.sharding)
-        for s in (*shapes, *([shapes[0]] if backward else []))
-    ]
-    return run, tuple(flat)
+    flat = [jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), shape.dtype, sharding=shape.sharding) for s in shapes]
+    return _passes(_flat(call, *shapes), tuple(flat), backward)
 
 
 def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool, pallas: bool) -> Any:
     sizes, heads = DEFAULT_SIZES, options.heads
     kv_heads = -(-heads // 4)
-    full, starts = (1, options.length, heads, options.head_dim), (1, options.length, kv_heads, sizes.blocks)
+    full, starts = _heads(options), (1, options.length, kv_heads, sizes.blocks)
     short = (*full[:2], kv_heads, options.head_dim)
     scale = options.head_dim**-0.5
 
@@ -326,16 +317,9 @@ def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool
             **all_blocks(options.length, options.length, False, 0),
         )  # fmt: skip
 
-    def forward(query, key, value, starts):
-        return attend(query.reshape(full), key, value, starts).reshape(query.shape)
-
-    def both(query, key, value, starts, grad):
-        out, pull = jax.vjp(functools.partial(attend, starts=starts), query.reshape(full), key, value)
-        return [x.reshape(x.shape[1], -1) for x in (out, *pull(grad.reshape(full)))]
-
     narrow = jax.ShapeDtypeStruct(short, shape.dtype, sharding=shape.sharding)
     arguments = (shape, narrow, narrow, jax.ShapeDtypeStruct(starts, jnp.int32, sharding=shape.sharding))
-    return (both, (*arguments, shape)) if backward else (forward, arguments)
+    return _passes(_flat(attend, full), arguments, backward)
 
 
 def _linear(query, key, value, numbers, log_decay=None):
@@ -371,13 +355,12 @@ _CHUNK = 64
 def _recurrence(
     options: ScheduleOptions, chip: str | None, shape, *, name: str, backward: bool, pallas: bool
 ):
-    full = (1, options.length, options.heads, options.head_dim)
+    full = _heads(options)
     by_feature = name in ("gla", "kda")
     numbers = jax.ShapeDtypeStruct(full if by_feature else full[:3], jnp.float32, sharding=shape.sharding)
     state = jnp.zeros((1, options.heads, options.head_dim, options.head_dim))
 
     def attend(query, key, value, numbers):
-        query, key, value = (x.reshape(full) for x in (query, key, value))
         if not pallas:
             return _RECURRENCES[name](query, key, value, numbers)
         walked = Walked(query, key, value, state)
@@ -387,15 +370,7 @@ def _recurrence(
             walked = walked._replace(beta=numbers[..., 0] if by_feature else numbers)
         return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
 
-    def forward(query, key, value, numbers):
-        return attend(query, key, value, numbers).reshape(query.shape)
-
-    def both(query, key, value, numbers, grad):
-        out, pull = jax.vjp(attend, query, key, value, numbers)
-        return out.reshape(grad.shape), *pull(grad.reshape(full))
-
-    arguments = (shape, shape, shape, numbers)
-    return (both, (*arguments, shape)) if backward else (forward, arguments)
+    return _passes(_flat(attend, full, full, full), (shape, shape, shape, numbers), backward)
 
 
 def _products(
@@ -413,7 +388,7 @@ def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
     if options.full:
         windows.append((options.length, "full causal", _full))
     for (window, name, ours), backward in itertools.product(windows, (False, True)):
-        kind = f"{name} " + ("forward + backward" if backward else "forward")
+        kind = f"{name} {_PASSES[backward]}"
         products = functools.partial(_products, options, window, tiled=ours is not _full, backward=backward)
         yield ScheduleCase(kind, "ours", functools.partial(ours, backward=backward), products=products)
         sizes = [size for size in options.splash_blocks if options.length % size == 0]
@@ -422,30 +397,23 @@ def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
         ):
             build = functools.partial(_splash, window=window, blocks=blocks, mode=mode)
             yield ScheduleCase(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks, window)
-    for (window, name, _), bias, backward in itertools.product(windows, options.biases, (False, True)):
-        kind = f"{name}, {bias}, " + ("forward + backward" if backward else "forward")
-        for label, pallas in (("ours", True), ("XLA", False)):
-            build = functools.partial(_biased, window=window, bias=bias, backward=backward, pallas=pallas)
-            yield ScheduleCase(
-                kind, label, build, trips=None if pallas else -(-options.length // QUERY_BLOCK)
-            )
-    for tokens, name, backward in itertools.product(
-        options.compressed, ("compress", "propagate"), (False, True)
-    ):
-        kind = f"{name} m={tokens} " + ("forward + backward" if backward else "forward")
-        for label, pallas in (("ours", True), ("jax.numpy", False)):
-            build = functools.partial(_compressed, kind=name, tokens=tokens, backward=backward, pallas=pallas)
-            yield ScheduleCase(kind, label, build)
-    for backward in (False, True) if options.chosen else ():
-        kind = "chosen blocks " + ("forward + backward" if backward else "forward")
-        for label, pallas in (("ours", True), ("XLA", False)):
-            build = functools.partial(_chosen, backward=backward, pallas=pallas)
-            yield ScheduleCase(kind, label, build, trips=None if pallas else -(-options.length // 64))
-    for name, backward in itertools.product(options.recurrences, (False, True)):
-        kind = f"{name} " + ("forward + backward" if backward else "forward")
-        for label, pallas in (("ours", True), ("XLA", False)):
-            build = functools.partial(_recurrence, name=name, backward=backward, pallas=pallas)
-            yield ScheduleCase(kind, label, build, trips=-(-options.length // _CHUNK))
+    # (what, build, the other form, how often our form's own loops run, and the other's)
+    pairs: list[tuple[str, Callable, str, int | None, int | None]] = []
+    for (window, name, _), bias in itertools.product(windows, options.biases):
+        build = functools.partial(_biased, window=window, bias=bias)
+        pairs.append((f"{name}, {bias},", build, "XLA", None, -(-options.length // QUERY_BLOCK)))
+    for tokens, name in itertools.product(options.compressed, ("compress", "propagate")):
+        build = functools.partial(_compressed, kind=name, tokens=tokens)
+        pairs.append((f"{name} m={tokens}", build, "jax.numpy", None, None))
+    if options.chosen:
+        pairs.append(("chosen blocks", _chosen, "XLA", None, -(-options.length // 64)))
+    chunks = -(-options.length // _CHUNK)
+    for name in options.recurrences:
+        pairs.append((name, functools.partial(_recurrence, name=name), "XLA", chunks, chunks))
+    for (name, build, other, ours_trips, trips), backward in itertools.product(pairs, (False, True)):
+        kind, build = f"{name} {_PASSES[backward]}", functools.partial(build, backward=backward)
+        yield ScheduleCase(kind, "ours", functools.partial(build, pallas=True), trips=ours_trips)
+        yield ScheduleCase(kind, other, functools.partial(build, pallas=False), trips=trips)
 
 
 def pallas_calls(jaxpr) -> Iterator[Any]:

@@ -23,8 +23,6 @@ class VersionsOptions(Checked):
 
     ran: str = ""
     """What was run in this environment."""
-    header: bool = True
-    """Print the table's header too."""
 
 
 def installed(package: str) -> str | None:
@@ -41,5 +39,4 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(VersionsOptions(), argv, prog="python -m eval.versions", about=about)
     table = Table("Python", *PACKAGES, "what was run")
     table.add(platform.python_version(), *map(installed, PACKAGES), options.ran)
-    lines = str(table).splitlines()
-    print("\n".join(lines if options.header else lines[2:]))
+    print(table)

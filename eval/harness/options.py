@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from brl_jax.fields import Checked, Count, Natural
+
+
+def check_names(options: Any, **known: Iterable[str]) -> None:
+    """Raises ValueError if an option has a word that is not among the known ones."""
+    for option, names in known.items():
+        for word in getattr(options, option):
+            if word not in names:
+                raise ValueError(f"{option} must be out of {', '.join(names)}, got {word}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tables that commands print: Markdown for pages, columns of a terminal for people, JSON for programs."""
+"""The tables that commands print: Markdown for pages, columns of a terminal for people."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ class Table:
         lines = [self.title, ""] if self.title else []
         lines += [f"| {' | '.join(self.columns)} |", "|---" * len(self.columns) + "|"]
         return "\n".join(lines + [f"| {' | '.join(row)} |" for row in self.rows])
-
-    def to_json(self) -> list[dict[str, str]]:
-        """The rows as objects."""
-        return [dict(zip(self.columns, row)) for row in self.rows]
 
     def show(self) -> None:
         """Prints the table: in columns on a terminal, else as Markdown."""

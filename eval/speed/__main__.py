@@ -1,15 +1,11 @@
 """Times attention side by side: python -m eval.speed.
 
---levels chooses what to time (`eval.speed.levels`): bare attention functions, one transformer layer of each listed
-mechanism, and whole networks (`eval.speed.encoders`, `eval.speed.training`). Every candidate is checked before it is
-timed: functions against a float64 reference on a sample of rows, layers for finite results and for decoding that gives
-what the forward pass gives. A wrong result gets no number. `eval.speed.measure` says how the rest is timed: forward,
-forward with backward, and a decoding step.
+Every candidate is checked before it is timed: functions against a float64 reference on a sample of rows, layers for
+finite results and for decoding that gives what the forward pass gives. A wrong result gets no number.
 
-The tables show the fastest round, how many times as fast it is as the base (PyTorch's full causal attention for
-functions, or this package's if PyTorch is not installed; a layer of full attention for layers), tokens per second, the
-temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints, writes and draws
-what was measured so far.
+The tables show the fastest round and how many times as fast it is as the base (PyTorch's full causal attention for
+functions, or this package's if PyTorch is not installed; a layer of full attention for layers). Ctrl-C or SIGTERM
+prints, writes and draws what was measured so far.
 
 With --generation the command times a whole network that generates (`eval.speed.generation`), and with --tracing what
 calls cost before they run (`eval.speed.tracing`).

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -38,6 +37,7 @@ from eval.harness.table import Table
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, Program, check_memory, compile_lowered, measure
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
+from eval.studies.tlinformer_operations import straight_line
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 
@@ -325,15 +325,14 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
         ]
         if len(points) < 3:
             continue
-        n, t = np.asarray(points, np.float64).T
-        slope, intercept = np.polyfit(n, t, 1)
-        rest, whole = np.square(t - intercept - slope * n).sum(), np.square(t - t.mean()).sum()
+        lengths, times = zip(*points)
+        line = straight_line(lengths, times)
         found[what] = {
-            "intercept_ms": float(intercept),
-            "ms_per_1000_tokens": float(1e3 * slope),
-            "r_squared": float(1 - rest / whole) if whole else 1.0,
-            "from": int(n.min()),
-            "to": int(n.max()),
+            "intercept_ms": line["at_0"],
+            "ms_per_1000_tokens": 1e3 * line["slope"],
+            "r_squared": line["r_squared"],
+            "from": min(lengths),
+            "to": max(lengths),
         }
     return found
 

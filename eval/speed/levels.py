@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from brl_jax.layers import MECHANISMS
+from eval.harness.options import check_names
 from eval.speed import encoders, functions, layers, training
 from eval.speed.measure import Case
 from eval.speed.networks import network_names
@@ -71,11 +72,7 @@ class CheckedOptions(SpeedOptions):
     def __post_init__(self):
         super().__post_init__()
         known = tuple(dict.fromkeys(name for level in LEVELS.values() for name in level.names))
-        choices = {"levels": tuple(LEVELS), "mechanisms": known, "references": functions.REFERENCES}
-        for option, names in choices.items():
-            for name in getattr(self, option):
-                if name not in names:
-                    raise ValueError(f"{option} must be out of {', '.join(names)}, got {name}")
+        check_names(self, levels=LEVELS, mechanisms=known, references=functions.REFERENCES)
         if not self.levels:
             raise ValueError(f"levels must be some of {', '.join(LEVELS)}, got none")
         first = LEVELS[self.levels[0]]

@@ -167,7 +167,6 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
     qkv, history = (tokens,) * 3, (few, tokens, tokens, tokens)
     blocks = array(o.length // o.window, 16, o.heads, o.head_dim)
     local = functools.partial(bj.local_attention, local_window_size=(o.window - 1, 0), is_causal=True)
-    causal: dict[str, Any] = {"is_causal": True}
     columns = jnp.zeros((o.length, 64)) + 1 / o.length
     sizes, sorted_blocks = bj.BlockSizes(), -(-o.length // 64)
     ranks = (o.head_dim // 2, o.head_dim // 4, o.head_dim // 4)
@@ -176,103 +175,82 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
         short_k, short_v = (bj.compression_blocks(x, sizes).mean(2) for x in (k, v))
         return bj.native_sparse_attention(q, k, v, short_k, short_v, q[..., :3], sizes=sizes, window=o.window)
 
+    def call(function: Callable[..., Any], arrays: tuple[Any, ...] = qkv, **options: Any) -> Any:
+        return functools.partial(function, **options), arrays
+
+    def causal(function: Callable[..., Any], arrays: tuple[Any, ...] = qkv, **options: Any) -> Any:
+        return call(function, arrays, is_causal=True, **options)
+
+    order = array(sorted_blocks, o.heads, sorted_blocks)
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        BASE: (functools.partial(jax.nn.dot_product_attention, **causal), qkv),
+        BASE: causal(jax.nn.dot_product_attention),
         "local_attention": (local, qkv),
-        "local_attention, Strided": (
-            functools.partial(bj.local_attention, pattern=bj.Strided(32), **causal),
-            qkv,
+        "local_attention, Strided": causal(bj.local_attention, pattern=bj.Strided(32)),
+        "local_attention, ALiBi": call(lambda *qkv: local(*qkv, bias=bj.ALiBi(bj.alibi_slopes(o.heads)))),
+        "full_attention": causal(bj.full_attention),
+        "compress": call(bj.compress, history, gamma=0.1),
+        "compress_blocks": call(
+            bj.compress_blocks,
+            (blocks, *history[1:]),
+            gamma=0.1,
+            block_size=o.window,
+            history_size=o.window // 4,
         ),
-        "local_attention, ALiBi": (
-            lambda q, k, v: local(q, k, v, bias=bj.ALiBi(bj.alibi_slopes(o.heads))),
-            qkv,
+        "propagate": call(bj.propagate, (tokens, few, few), strength=0.5),
+        "linear_attention": causal(bj.linear_attention),
+        "norm_attention": causal(bj.norm_attention),
+        "cosformer_attention": causal(bj.cosformer_attention, max_length=o.length),
+        "delta_rule": call(lambda q, k, v, b: bj.delta_rule(q, k, v, beta=b), (*qkv, rate)),
+        "gated_delta_rule": call(
+            lambda q, k, v, b, d: bj.gated_delta_rule(q, k, v, beta=b, log_decay=-d), (*qkv, rate, rate)
         ),
-        "full_attention": (functools.partial(bj.full_attention, **causal), qkv),
-        "compress": (functools.partial(bj.compress, gamma=0.1), history),
-        "compress_blocks": (
-            functools.partial(bj.compress_blocks, gamma=0.1, block_size=o.window, history_size=o.window // 4),
-            (blocks, tokens, tokens, tokens),
+        "kimi_delta_rule": call(
+            lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, beta=b, log_decay=-k), (*qkv, rate)
         ),
-        "propagate": (functools.partial(bj.propagate, strength=0.5), (tokens, few, few)),
-        "linear_attention": (functools.partial(bj.linear_attention, **causal), qkv),
-        "norm_attention": (functools.partial(bj.norm_attention, **causal), qkv),
-        "cosformer_attention": (
-            functools.partial(bj.cosformer_attention, max_length=o.length, **causal),
-            qkv,
+        "gated_delta_rule_2": call(
+            lambda q, k, v: bj.gated_delta_rule_2(q, k, v, erase=k, write=v, log_decay=-k)
         ),
-        "delta_rule": (lambda q, k, v, b: bj.delta_rule(q, k, v, beta=b), (*qkv, rate)),
-        "gated_delta_rule": (
-            lambda q, k, v, b, d: bj.gated_delta_rule(q, k, v, beta=b, log_decay=-d),
-            (*qkv, rate, rate),
+        "rwkv7_attention": call(
+            lambda q, k, v: bj.rwkv7_attention(q, k, v, removal_key=v, learning_rate=k, log_decay=-k)
         ),
-        "kimi_delta_rule": (
-            lambda q, k, v, b: bj.kimi_delta_rule(q, k, v, beta=b, log_decay=-k),
-            (*qkv, rate),
+        "gau_attention": causal(bj.gau_attention),
+        "mixed_chunk_attention": causal(lambda q, k, v, **o: bj.mixed_chunk_attention(q, k, q, k, v, **o)),
+        "bsbr_attention": causal(lambda q, k, v, **o: bj.bsbr_attention(q, k, v, q, k, **o)),
+        "flowformer_attention": causal(bj.flowformer_attention),
+        "diag_attention": causal(bj.diag_attention),
+        "mlr_attention": causal(bj.mlr_attention, ranks=ranks),
+        "hopfield_attention": causal(bj.hopfield_attention),
+        "linformer_attention": call(
+            lambda *qkv: bj.linformer_attention(*qkv, key_projection=columns.T, value_projection=columns.T)
         ),
-        "gated_delta_rule_2": (
-            lambda q, k, v: bj.gated_delta_rule_2(q, k, v, erase=k, write=v, log_decay=-k),
-            qkv,
+        "nystromformer_attention": call(bj.nystromformer_attention),
+        "kernelized_attention": call(bj.kernelized_attention),
+        "native_sparse_attention": call(native_sparse),
+        "informer_attention": call(lambda *qkv: bj.informer_attention(*qkv, rng=jax.random.key(0))),
+        "reformer_attention": causal(
+            lambda q, k, v, **options: bj.reformer_attention(q, v, jnp.ones((2, o.head_dim, 8)), **options)
         ),
-        "rwkv7_attention": (
-            lambda q, k, v: bj.rwkv7_attention(q, k, v, removal_key=v, learning_rate=k, log_decay=-k),
-            qkv,
+        "sinkhorn_attention": causal(bj.sinkhorn_attention, (*qkv, order), block_size=64),
+        "performer_attention": causal(
+            lambda *qkv, **options: bj.performer_attention(
+                *qkv, projection=jnp.ones((o.head_dim, o.head_dim)), **options
+            )
         ),
-        "gau_attention": (functools.partial(bj.gau_attention, **causal), qkv),
-        "mixed_chunk_attention": (
-            lambda q, k, v: bj.mixed_chunk_attention(q, k, q, k, v, **causal),
-            qkv,
+        "long_short_attention": causal(
+            lambda q, k, v, **options: bj.long_short_attention(q, k, v, k[..., :8], **options),
+            window=o.window,
         ),
-        "bsbr_attention": (lambda q, k, v: bj.bsbr_attention(q, k, v, q, k, **causal), qkv),
-        "flowformer_attention": (functools.partial(bj.flowformer_attention, **causal), qkv),
-        "diag_attention": (functools.partial(bj.diag_attention, **causal), qkv),
-        "mlr_attention": (functools.partial(bj.mlr_attention, ranks=ranks, **causal), qkv),
-        "hopfield_attention": (functools.partial(bj.hopfield_attention, **causal), qkv),
-        "linformer_attention": (
-            lambda q, k, v: bj.linformer_attention(
-                q, k, v, key_projection=columns.T, value_projection=columns.T
-            ),
-            qkv,
+        "luna_attention": call(
+            lambda q, k, v: bj.luna_attention(q, k, v, jnp.ones((16, o.heads, o.head_dim)))
         ),
-        "nystromformer_attention": (bj.nystromformer_attention, qkv),
-        "kernelized_attention": (bj.kernelized_attention, qkv),
-        "native_sparse_attention": (native_sparse, qkv),
-        "informer_attention": (lambda q, k, v: bj.informer_attention(q, k, v, rng=_key()), qkv),
-        "reformer_attention": (
-            lambda q, k, v: bj.reformer_attention(q, v, jnp.ones((2, o.head_dim, 8)), **causal),
-            qkv,
+        "skyformer_attention": call(
+            lambda *qkv: bj.skyformer_attention(*qkv, samples=jnp.linspace(0.0, 0.9, 32))
         ),
-        "sinkhorn_attention": (
-            functools.partial(bj.sinkhorn_attention, block_size=64, **causal),
-            (*qkv, array(sorted_blocks, o.heads, sorted_blocks)),
+        "global_window_attention": causal(
+            bj.global_window_attention, ranks=(o.head_dim // 2,) * 2, window=o.window
         ),
-        "performer_attention": (
-            lambda q, k, v: bj.performer_attention(
-                q, k, v, projection=jnp.ones((o.head_dim, o.head_dim)), **causal
-            ),
-            qkv,
-        ),
-        "long_short_attention": (
-            lambda q, k, v: bj.long_short_attention(q, k, v, k[..., :8], window=o.window, **causal),
-            qkv,
-        ),
-        "luna_attention": (
-            lambda q, k, v: bj.luna_attention(q, k, v, jnp.ones((16, o.heads, o.head_dim))),
-            qkv,
-        ),
-        "skyformer_attention": (
-            lambda q, k, v: bj.skyformer_attention(q, k, v, samples=jnp.linspace(0.0, 0.9, 32)),
-            qkv,
-        ),
-        "global_window_attention": (
-            functools.partial(
-                bj.global_window_attention, ranks=(o.head_dim // 2,) * 2, window=o.window, **causal
-            ),
-            qkv,
-        ),
-        "synthesizer_attention": (
-            lambda v: bj.synthesizer_attention(
-                v, jnp.ones((o.length, o.heads, 8)), jnp.ones((o.length, o.heads, 8))
-            ),
+        "synthesizer_attention": call(
+            lambda v: bj.synthesizer_attention(v, *(jnp.ones((o.length, o.heads, 8)) for _ in range(2))),
             (tokens,),
         ),
     }
@@ -293,7 +271,3 @@ def _programs(o: TracingOptions) -> dict[str, tuple[Callable[..., Any], tuple]]:
         (variables, token, cache),
     )
     return programs
-
-
-def _key() -> jax.Array:
-    return jax.random.key(0)

@@ -1,17 +1,11 @@
 """Whole networks, inference and a training step: classifiers, encoder-decoders and decoders in the papers' settings.
 
-Classifiers (TransNormer, arXiv:2210.10340, table 7): two layers with a classifier on the mean of their outputs, for
-every mechanism that has a bidirectional form, on bytes without padding. The paper has --heads 2 --head_dim 32 and
---lengths 1024 2048 3072 4096 5120.
-
-Encoder-decoders (BRL-Attention, OpenReview Vpyg3fqXbl, figure 5): one layer of encoder and eight of decoder that copy,
-as in the presets `figure5-NAME` of `train.copy`, on sources of exactly the sequence length; the training step alone.
-The paper has --heads 8 --head_dim 64 --batch 16.
-
-Decoders (BRL-Attention, tables 6 and 7): six layers of full, local and BRL attention, as in the presets
-`wikitext103-full`, `-local`, `-brl-paper-128` and `-brl` of `train.lm`, on rows of exactly the sequence length.
-"brl-paper" has one block of this length and as long a history, as section A.2 says, and "brl" is our own form. The
-paper has --heads 8 --head_dim 64 --lengths 128 256 512 1024 2048 3072 4096.
+Classifiers (TransNormer, arXiv:2210.10340, table 7) have every mechanism that has a bidirectional form. The paper has
+--heads 2 --head_dim 32 --lengths 1024 2048 3072 4096 5120. Encoder-decoders (BRL-Attention, OpenReview Vpyg3fqXbl,
+figure 5) are the presets `figure5-NAME` of `train.copy`; the paper has --heads 8 --head_dim 64 --batch 16. Decoders
+(BRL-Attention, tables 6 and 7) are presets `wikitext103-NAME` of `train.lm`: "brl-paper" has one block of the row's
+length and as long a history, as section A.2 says, and "brl" is our own form. The paper has --heads 8 --head_dim 64
+--lengths 128 256 512 1024 2048 3072 4096.
 
 The training steps of train.lra, train.copy and train.lm are forward and backward pass and the optimiser. Inference is
 the loss without gradients.
@@ -43,15 +37,15 @@ from train.cli.summary import num_parameters
 from train.engine.mesh import open_mesh, place_batch, training_programs
 from train.engine.step import make_eval_step
 from train.engine.throughput import step_flops
-from train.tasks import copy_config, lm_config, lra_config
-from train.tasks.copy import COPY
+from train.tasks import lm_config, lra_config
+from train.tasks.copy import COPY, CopyConfig
 from train.tasks.lm import LM
 from train.tasks.lra import LRA
 from train.tasks.task import Task
 
 _FIGURE_5 = "figure5-"
 ENCODER_DECODERS = tuple(
-    preset.removeprefix(_FIGURE_5) for preset in copy_config.PRESETS if preset.startswith(_FIGURE_5)
+    preset.removeprefix(_FIGURE_5) for preset in COPY.presets if preset.startswith(_FIGURE_5)
 )
 _DECODERS = {
     "full": "wikitext103-full",
@@ -149,8 +143,8 @@ def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:
     return made
 
 
-def _copy_config(preset: str, options: SpeedOptions, length: int) -> copy_config.CopyConfig:
-    config = copy_config.PRESETS[preset]
+def _copy_config(preset: str, options: SpeedOptions, length: int) -> CopyConfig:
+    config = COPY.presets[preset]
     encoder = config.model.encoder_mechanism
     if isinstance(encoder, LinformerConfig):
         encoder = dataclasses.replace(encoder, max_length=length)

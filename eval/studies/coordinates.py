@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Count, Length, Positive, Rows, Steps, Width
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
@@ -67,8 +68,7 @@ class WidthOptions(OutputOptions):
     """A .png file to draw."""
 
     def __post_init__(self):
-        if self.mechanism not in MECHANISMS:
-            raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {self.mechanism!r}")
+        check_choice("mechanism", self.mechanism, tuple(MECHANISMS))
         if len(self.widths) < 2 or list(self.widths) != sorted(set(self.widths)):
             raise ValueError(f"widths must be two or more, from the narrowest on, got {self.widths}")
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
@@ -93,8 +94,7 @@ class MapsOptions(Checked):
     """File to draw the maps in (PNG)."""
 
     def __post_init__(self):
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+        check_choice("family", self.family, tuple(FAMILIES))
         if not 16 <= self.length <= 256:
             raise ValueError(f"length must be from 16 to 256, got {self.length}")
 

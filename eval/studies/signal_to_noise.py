@@ -38,7 +38,8 @@ from eval.harness.pictures import panels
 from eval.harness.runs import open_run, run_names
 from eval.studies.locality import layer_weights
 from eval.studies.regularizer import require_brl, sown_maps
-from train.data.recall import HeldOutRecall, Kind
+from train.data.drawn import HeldOutDrawn
+from train.data.recall import Kind
 from train.engine.errors import UserError
 from train.tasks.recall import RECALL
 
@@ -153,7 +154,7 @@ def measure_run(options: SignalToNoiseOptions, workdir: str) -> Measured:
     require_brl(run)
     # The rows with the most records.
     case = max(run.config.data.cases, key=lambda case: case.pairs)
-    held_out = HeldOutRecall(run.config.data, split=options.split, cases=[case], batch=options.sequences)
+    held_out = HeldOutDrawn(run.config.data, split=options.split, cases=[case], batch=options.sequences)
     rows = {name: np.asarray(array) for name, array in next(iter(held_out)).arrays.items()}
     # Rows without weight fill a batch that is larger than the split.
     real = rows["weights"].any(axis=1)

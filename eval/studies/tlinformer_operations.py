@@ -128,7 +128,8 @@ def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, f
     slope, start = np.polyfit(np.asarray(tokens, float), np.asarray(values, float), 1)
     rest = np.asarray(values) - (slope * np.asarray(tokens) + start)
     spread = np.sum((np.asarray(values) - np.mean(values)) ** 2)
-    return {"slope": float(slope), "at_0": float(start), "r_squared": float(1 - np.sum(rest**2) / spread)}
+    share = 1 - np.sum(rest**2) / spread if spread else 1.0
+    return {"slope": float(slope), "at_0": float(start), "r_squared": float(share)}
 
 
 def measure(options: OperationsOptions) -> Iterator[Measured]:

@@ -33,8 +33,7 @@ from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Batch
 from train.engine.errors import UserError, one_line
-from train.tasks.copy import COPY
-from train.tasks.copy_config import CopyConfig
+from train.tasks.copy import COPY, CopyConfig
 
 _MEASURES = {"token_accuracy": "tokens", "sequence_accuracy": "whole targets"}
 
@@ -119,8 +118,11 @@ def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
     longest = config.data.longest
     lengths = options.length or (*config.data.length, 2 * longest, 4 * longest)
     data = COPY.load(config, ("test",))
-    cases = measure_batches(run, COPY.held_out(config, data, "test", lengths=sorted(set(lengths))))
-    return {"settings": run_settings(config), "trained": longest, "cases": cases, **run_facts(run)}
+    if data is None:  # every source has exactly its length
+        exact = dataclasses.replace(config.data, length=tuple(sorted(set(lengths))), min_length=max(lengths))
+        config = dataclasses.replace(config, data=exact)
+    cases = measure_batches(run, COPY.held_out(config, data, "test"))
+    return {"settings": run_settings(run.config), "trained": longest, "cases": cases, **run_facts(run)}
 
 
 def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
-from eval.tasks.lra_figures import AVERAGES, PAPERS, PRESETS
+from eval.tasks.lra_figures import PAPERS
 from train.cli.summary import mechanism_names
 from train.data.lra import LRA_TASKS
 from train.tasks.lra import LRA
@@ -128,15 +128,15 @@ def markdown(results: Sequence[Result]) -> str:
     data = sorted({f"{r['task']}: {r['data']}, {r['examples']} {r['split']} examples" for r in results})
     parts = [str(table), "", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
-        averages = AVERAGES[paper]
+        averages = {model: row.average for model, row in figures.items() if row.average is not None}
         columns = (*LRA_TASKS, *(["average"] if averages else []), "train.lra lra-TASK-")
         table = Table("model", *columns, title=f"{paper}:")
-        for model, numbers in figures.items():
-            cells = [numbers.get(task) for task in LRA_TASKS] + ([averages.get(model)] if averages else [])
+        for model, given in figures.items():
+            cells = [given.accuracies.get(task) for task in LRA_TASKS] + ([given.average] if averages else [])
             printed = (None if number is None else f"{number:.2f}" for number in cells)
-            table.add(model, *printed, PRESETS[paper][model])
+            table.add(model, *printed, given.preset)
         parts += ["", str(table)]
-        notes = [average_note(model, figures[model], averages[model]) for model in averages]
+        notes = [average_note(model, figures[model].accuracies, averages[model]) for model in averages]
         parts += [f"- {note}" for note in notes if note is not None]
     return "\n".join(parts)
 
@@ -167,7 +167,7 @@ def draw(results: Sequence[Result]) -> Figure:
     columns, rows = min(3, len(tasks)), math.ceil(len(tasks) / 3)
     figure, axs = panels(rows, columns, (max(9.0, 4.2 * columns), 3.8 * rows + 2.0), grid="y")
     papers = ("Transformer (our-imp)", "BRL-Former (m = 256)", "TransNormer T2")
-    figures = {model: row for table in PAPERS.values() for model, row in table.items()}
+    figures = {model: row.accuracies for table in PAPERS.values() for model, row in table.items()}
     styles = line_styles(list(ours) + [f"paper: {model}" for model in papers])
     for panel, task in zip(axs.ravel(), tasks):
         for x, (model, row) in enumerate(ours.items()):

@@ -10,10 +10,10 @@ import pytest
 import brl_jax
 from tests.support.attention import close, random_qkv
 
-SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
-LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)
-PROJECTION = jnp.asarray(np.random.default_rng(1).standard_normal((3, 12)), jnp.float32)
-ROTATIONS = brl_jax.reformer_rotations(jax.random.key(0), 8, num_rounds=2, num_buckets=4)
+SAMPLES = np.asarray([0.1, 0.9, 0.3, 0.95], np.float32)
+LOGITS = np.random.default_rng(0).standard_normal((2, 3, 2, 3)).astype(np.float32)
+PROJECTION = np.random.default_rng(1).standard_normal((3, 12)).astype(np.float32)
+ROTATIONS = np.random.default_rng(2).standard_normal((2, 8, 2)).astype(np.float32)
 # Functions of query, key and value; here 10 tokens with 4 heads and 2 key heads.
 CALLS = {
     "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),

@@ -195,12 +195,6 @@ def test_bad_input():
     for name, settings, error, message in (
         ("local", {"local_window_sise": 4}, TypeError, "did you mean 'local_window_size'?"),
         ("local", {}, TypeError, r"state_functions\('local'\) needs local_window_size"),
-        (
-            "linear",
-            {"feature_map": "rlu"},
-            ValueError,
-            "feature_map must be one of .*, got 'rlu'; did you mean 'relu'",
-        ),
         ("norm", {"epsilon": -1.0}, ValueError, "epsilon must be at least 0, got -1.0"),
         ("linear", {"return_state": True}, TypeError, "got 'return_state'"),
         ("mamba2", {}, ValueError, "got 'mamba2'; use 'linear' with normalize=False, .* log_decay"),

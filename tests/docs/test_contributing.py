@@ -27,17 +27,14 @@ from brl_jax.layers.core.protocol import Mechanism, MechanismLayer
 """
 _PARITY = '''"""Trains the new task."""
 
+import functools
 import sys
 
 from train.cli.command import command
 from train.cli.main import train_main
 from train.tasks.parity import PARITY
 
-
-def main(argv):
-    """Trains."""
-    train_main([PARITY], argv, name="train.parity")
-
+main = functools.partial(train_main, [PARITY], name="train.parity")
 
 if __name__ == "__main__":
     sys.exit(command(main, "train.parity"))
@@ -89,7 +86,7 @@ def mean_mix(u, p, m, d):
 """,
         },
         "tests/laws/cases.py": {
-            "VARIANTS: dict[str, dict[str, Case]] = {": '    "mean": {"": Case(MECHANISMS["mean"]())},',
+            "VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {": '    "mean": {"": _case()},',
         },
     },
     "backend": {
@@ -193,7 +190,7 @@ def test_these_files_are_enough(kind, tmp_path):
             text = text.replace(f"{line}\n", f"{line}\n{more}\n")
         (tmp_path / path).write_text(text)
     for split in ("train", "valid", "test"):
-        (tmp_path / f"{split}.txt").write_text(split * 100)
+        (tmp_path / f"{split}.txt").write_text("".join(f"{split} {i}, " for i in range(400)))
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAMS[kind])],
         cwd=tmp_path,

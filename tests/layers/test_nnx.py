@@ -11,7 +11,7 @@ from brl_jax import DecoderConfig, DecoderLM, Dimensions, LocalConfig, generate
 from tests.laws.cases import CASES
 from tests.marks import slow_unless
 
-TOKENS = jnp.arange(20, dtype=jnp.int32).reshape(2, 10) % 11
+TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10) % 11
 
 
 @pytest.mark.parametrize("name", slow_unless(("local-sliding", "brl-layer"), ("local-sliding",)))

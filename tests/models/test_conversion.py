@@ -25,7 +25,7 @@ from tests.support.parameters import drawn
 
 TEACHER = DecoderConfig(num_layers=4, d_model=32, num_heads=4, d_ff=48, vocab_size=61, mechanism=FullConfig())
 BRL = BRLConfig(window=8, num_compressed=4, block_size=8, history_size=16)
-TOKENS = jax.random.randint(jax.random.key(7), (3, 24), 0, 61)
+TOKENS = jnp.asarray(np.random.default_rng(7).integers(0, 61, (3, 24)), jnp.int32)
 
 
 def fresh(config, seed):

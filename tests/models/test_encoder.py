@@ -33,7 +33,7 @@ BIDIRECTIONAL = {
     for name in MECHANISMS
 }
 BIDIRECTIONAL = {name: m for name, m in BIDIRECTIONAL.items() if m.bidirectional}
-TOKENS = jax.random.randint(jax.random.key(0), (2, 14), 0, 11)
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 11, (2, 14)), jnp.int32)
 LENGTHS = jnp.array([9, 14])
 
 
@@ -207,20 +207,9 @@ def test_without_compressed_tokens_brl_is_local_attention():
         BRLConfig(num_compressed=-1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"positions": "relative"},
-            "positions must be one of 'rope', 'learned', 'sinusoidal', 'none', got 'relative'",
-        ),
-        ({"max_length": 0}, "max_length must be at least 1, got 0"),
-        ({"d_model": 12}, "rotary positions need an even head_dim"),
-    ],
-)
-def test_bad_configurations(changes, message):
-    with pytest.raises(ValueError, match=message):
-        EncoderConfig(**(SIZE | changes))
+def test_rotated_heads_are_even():
+    with pytest.raises(ValueError, match="rotary positions need an even head_dim"):
+        EncoderConfig(**SIZE | {"d_model": 12})
 
 
 @pytest.mark.parametrize(

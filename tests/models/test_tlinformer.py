@@ -157,9 +157,6 @@ def test_dropout_is_fresh_and_reaches_every_window(variables):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TLinFormerConfig(window=0), "window must be at least 1, got 0"),
-        (lambda: TLinFormerConfig(context=0), "context must be at least 1 or 'auto', got 0"),
-        (lambda: TLinFormerConfig(hidden=-1), "hidden must be at least 0, got -1"),
         (lambda: config(num_layers=4), "num_layers must be a multiple of 3, the layers of a block .*, got 4"),
         (lambda: config(late_mechanism=LocalConfig()), "late_mechanism must be None with TLinFormerConfig"),
         (

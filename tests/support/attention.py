@@ -1,6 +1,5 @@
 """Inputs for attention functions, and comparisons with the float64 references."""
 
-import functools
 import re
 
 import jax
@@ -20,17 +19,21 @@ def random_qkv(
     return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
 
 
-def outputs_and_gradients(function, query, key, value, d_out, **options):
-    """The output and the gradients of query, key and value, in one compiled function that traces arrays among the
-    options."""
+def outputs_and_gradients(function, query, key, value, d_out, *, by=(), **options):
+    """The output and the gradients of query, key, value and the options that `by` names, in one compiled function that
+    traces these and other arrays among the options."""
 
     @jax.jit
-    def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(functools.partial(function, **options, **traced), query, key, value)
+    def both(query, key, value, d_out, named, traced):
+        def run(query, key, value, *named):
+            return function(query, key, value, **dict(zip(by, named)), **options, **traced)
+
+        out, pull = jax.vjp(run, query, key, value, *named)
         return out, *pull(d_out)
 
+    named = [options.pop(name) for name in by]
     traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], (jax.Array, np.ndarray))}
-    return both(query, key, value, d_out, traced)
+    return both(query, key, value, d_out, named, traced)
 
 
 def expect(arrays, visible, **kwargs):
@@ -38,6 +41,29 @@ def expect(arrays, visible, **kwargs):
     out, _ = oracles.softmax_attention(query, key, value, visible, **kwargs)
     gradients = oracles.softmax_attention_gradients(query, key, value, visible, d_out, **kwargs)
     return out, *gradients
+
+
+def with_padding(arrays, query_lengths, key_lengths):
+    """The arrays with NaN beyond the lengths, the lengths as options, and which pairs exist, (B, 1, T, S)."""
+    lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
+    rows, columns = (np.arange(x.shape[1]) < np.asarray(n)[:, None] for x, n in zip(arrays, lengths.values()))
+    poisoned = [
+        jnp.where(inside[:, :, None, None], x, jnp.nan)
+        for x, inside in zip(arrays, (rows, columns, columns, rows))
+    ]
+    lengths = {name: jnp.asarray(n) for name, n in lengths.items()}
+    return poisoned, lengths, rows[:, None, :, None] & columns[:, None, None, :]
+
+
+def check_causal(attend, arrays, places, sees=lambda t: True):
+    """Whatever happens from token t on leaves every earlier output bitwise unchanged; token t's changes if it sees
+    any."""
+    attend, arrays = jax.jit(attend), arrays[:3]
+    before = np.asarray(attend(*arrays))
+    for t in places:
+        after = np.asarray(attend(*(x.at[:, t:].add(3.0) for x in arrays)))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any() == sees(t)
 
 
 def assert_close(got, expected, tolerance=1e-4):

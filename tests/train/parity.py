@@ -4,11 +4,10 @@ tests.train.parity [OPTIONS]; `evaluation.main` measures it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from typing import Annotated
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.layers import FullConfig
@@ -21,10 +20,9 @@ from train.data.repeated import RepeatedBatches
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mesh import host_rows
 from train.engine.optimizer import OptimizerConfig
 from train.tasks.lra import lra_objective
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +67,14 @@ class HeldOut:
         self.batch, self._batch = batch, draw(bits, [1, len(split)], rows, batch)
 
     def __iter__(self):
-        yield Batch(self._batch, reset=np.bool_(False))
+        yield Batch(self._batch)
 
 
 class ParityTask(Task[ParityConfig, None]):
     """Classifies vectors drawn on demand."""
 
     name, about, default_preset = "parity", "Trains a classifier of bits.", "parity"
-    config_class = ParityConfig
+    config_class, network = ParityConfig, Classifier
     presets = {  # noqa: RUF012
         "parity": ParityConfig(
             LoopConfig(steps=6, batch=8, eval_every=3, checkpoint_every=3, tensorboard=False),
@@ -91,43 +89,33 @@ class ParityTask(Task[ParityConfig, None]):
             config, model=dataclasses.replace(config.model, max_length=config.data.bits)
         )
 
-    def model(self, config):
-        return Classifier(config.model)
-
     def objective(self, model, config):
         return lra_objective(model, config.z_loss)
 
     def batch_shapes(self, config, rows):
-        batch = draw(config.data.bits, 0, np.arange(rows), rows)
-        return {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in batch.items()}
+        each = (rows,)
+        return shapes(
+            {"tokens": (rows, config.data.bits), "lengths": each, "targets": each}, {"weights": each}
+        )
 
     def load(self, config, splits):
         return None
 
-    def training_stream(self, config, data, mesh):
-        bits, batch, seed = config.data.bits, config.loop.batch, config.loop.seed
-        rows = host_rows(mesh, batch)
-
+    def training_batches(self, config, data, *, batch, seed, rows):
         def make(index, step):
-            return Batch(draw(bits, [0, seed, index], rows, batch), reset=np.bool_(False))
+            return Batch(draw(config.data.bits, [0, seed, index], rows, batch))
 
         return RepeatedBatches(make, 1, {"batch": batch, "seed": seed})
 
-    def held_out(self, config, data, split, mesh=None):
-        rows = config.loop.microbatch
-        return HeldOut(
-            config.data.bits, rows, split, np.arange(rows) if mesh is None else host_rows(mesh, rows)
-        )
+    def held_out_batches(self, config, data, split, *, batch, rows):
+        return HeldOut(config.data.bits, batch, split, rows)
 
 
 PARITY = ParityTask()
 evaluation = Evaluation([PARITY], EvalOptions(), name="tests.train.parity", about="Measures it.")
 
 
-def main(argv):
-    """Trains."""
-    train_main([PARITY], argv, name="tests.train.parity")
-
+main = functools.partial(train_main, [PARITY], name="tests.train.parity")
 
 if __name__ == "__main__":
     sys.exit(command(main, "tests.train.parity"))

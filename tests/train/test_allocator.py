@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from train.cli.allocator import keep_freed_memory
+from train.cli.command import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 libc = ctypes.CDLL(None)

@@ -1,5 +1,6 @@
 """Copying: pairs checked against their definition, files of texts, and the commands as a user runs them."""
 
+import dataclasses
 import gzip
 import json
 
@@ -16,15 +17,13 @@ from train.cli.options import parse
 from train.data.copying import (
     CopyDataConfig,
     HeldOutPairs,
-    HeldOutSymbols,
     PairStream,
-    SymbolStream,
     draw_pairs,
     load_pairs,
 )
+from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.errors import UserError
-from train.tasks.copy import COPY
-from train.tasks.copy_config import PRESETS
+from train.tasks.copy import COPY, PRESETS
 
 TINY = (
     "--length 12 --valid_rows 10 --test_rows 6 --num_layers 1 --encoder_layers 1 "
@@ -54,13 +53,13 @@ def test_pairs_follow_their_definition(order):
 
 def test_lengths_take_turns_and_are_exact_where_asked_for():
     config = CopyDataConfig(length=(4, 8), min_length=6, valid_rows=5)
-    shapes = [b["source"].shape for b, _ in zip(SymbolStream(config, batch=3, seed=0), range(3))]
+    shapes = [b["source"].shape for b, _ in zip(DrawnBatches(config, batch=3, seed=0), range(3))]
     assert shapes == [(3, 4), (3, 8), (3, 4)]
-    held_out = list(HeldOutSymbols(config, batch=3, lengths=(10, 3)))
+    held_out = list(HeldOutDrawn(dataclasses.replace(config, length=(10, 3), min_length=10), batch=3))
     assert [b["source_lengths"].tolist() for b in held_out] == [[10] * 3] * 2 + [[3] * 3] * 2
     assert [b["weights"].any(axis=1).sum() for b in held_out] == [3, 2, 3, 2]
     valid, test = (
-        {tuple(row) for b in HeldOutSymbols(config, batch=4, split=split) for row in b["source"].tolist()}
+        {tuple(row) for b in HeldOutDrawn(config, batch=4, split=split) for row in b["source"].tolist()}
         for split in ("valid", "test")
     )
     assert not valid & test
@@ -178,7 +177,7 @@ MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 @pytest.mark.parametrize("kind", ["symbols", "texts"])
 def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     write_pairs(tmp_path / "data")
-    options, stream = ("--length 6 12", SymbolStream)
+    options, stream = ("--length 6 12", DrawnBatches)
     if kind == "texts":
         options, stream = (f"--data_dir {tmp_path / 'data'} --tokenizer bpe:260", PairStream)
     run(tmp_path / "whole", options)

@@ -15,7 +15,7 @@ from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
 from train.data.graphs.batches import NodeBatches
 from train.engine.errors import UserError
-from train.tasks.graph_config import PRESETS
+from train.tasks.graph import PRESETS
 
 TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
 

@@ -16,11 +16,10 @@ from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
+from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.recall import (
     Case,
-    HeldOutRecall,
     RecallDataConfig,
-    RecallStream,
     blind_accuracy,
     draw_rows,
     num_answers,
@@ -131,7 +130,7 @@ def test_batches_and_splits_are_all_different_and_the_same_again():
     config = dataclasses.replace(config_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=4)
 
     def take(seed, count, **kwargs):
-        return [b for b, _ in zip(RecallStream(config, batch=4, seed=seed, **kwargs), range(count))]
+        return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed, **kwargs), range(count))]
 
     batches = take(0, 4)
     assert [batch["tokens"].shape for batch in batches] == [(4, 20), (4, 30), (4, 20), (4, 30)]
@@ -139,15 +138,15 @@ def test_batches_and_splits_are_all_different_and_the_same_again():
         for name, array in batch.arrays.items():
             np.testing.assert_array_equal(array, again[name])
             np.testing.assert_array_equal(array[[3, 1]], part[name])
-    stream = RecallStream(config, batch=4, seed=0)
+    stream = DrawnBatches(config, batch=4, seed=0)
     stream.set_state({"step": 2, "batch": 4, "seed": 0})
     np.testing.assert_array_equal(next(stream)["tokens"], batches[2]["tokens"])
 
     def rows_of(batches):
         return {tuple(row) for b in batches for row, w in zip(b["tokens"], b["weights"]) if w.all()}
 
-    held_out = {split: rows_of(HeldOutRecall(config, batch=4, split=split)) for split in ("valid", "test")}
-    assert held_out["valid"] == rows_of(HeldOutRecall(config, batch=3))  # whatever the batch
+    held_out = {split: rows_of(HeldOutDrawn(config, batch=4, split=split)) for split in ("valid", "test")}
+    assert held_out["valid"] == rows_of(HeldOutDrawn(config, batch=3))  # whatever the batch
     assert (len(held_out["valid"]), len(held_out["test"])) == (8, 1024)
     trained = rows_of(batches + take(1, 4))
     assert len(trained) == 32
@@ -216,7 +215,7 @@ def runs(tmp_path_factory):
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     cases = "--length 24 32 --pairs 3 4"
     run(tmp_path / "whole", cases)
-    stop_and_go_on(monkeypatch, RecallStream, lambda: run(tmp_path / "stopped", cases))
+    stop_and_go_on(monkeypatch, DrawnBatches, lambda: run(tmp_path / "stopped", cases))
     assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
     with pytest.raises(UserError, match=r"is of another configuration: .*gap 4 -> 5"):
         run(tmp_path / "stopped", f"{cases} --gap 5")

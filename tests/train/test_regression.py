@@ -15,10 +15,10 @@ from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
+from train.data.drawn import DrawnBatches
 from train.data.in_context import (
     HeldOutPrompts,
     InContextConfig,
-    PromptStream,
     draw_prompts,
     least_squares_errors,
     one_step_errors,
@@ -68,7 +68,7 @@ def test_prompts_are_linear_functions():
 def test_curriculum_grows():
     config = InContextConfig(input_dim=8, pairs=11, start_dims=2, start_pairs=5, curriculum_steps=6)
     assert [config.sizes(step) for step in (0, 1, 3, 6, 99)] == [(2, 5), (3, 6), (5, 8), (8, 11), (8, 11)]
-    batches = [batch for batch, _ in zip(PromptStream(config, batch=2, seed=1), range(4))]
+    batches = [batch for batch, _ in zip(DrawnBatches(config, batch=2, seed=1), range(4))]
     for batch, (dims, pairs) in zip(batches, [(2, 5), (3, 6), (4, 7), (5, 8)]):
         assert np.all(batch["x"][..., :dims] != 0)
         assert np.all(batch["x"][..., dims:] == 0)
@@ -155,7 +155,7 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
 def test_held_out_prompts_are_of_no_training_batch():
     """Nor do the two splits share any, whatever the number of a row or batch."""
     config = InContextConfig(input_dim=2, pairs=3, valid_prompts=12, test_prompts=12)
-    drawn = [batch["y"] for _, batch in zip(range(12), PromptStream(config, batch=12, seed=0))]
+    drawn = [batch["y"] for _, batch in zip(range(12), DrawnBatches(config, batch=12, seed=0))]
     drawn += [next(iter(HeldOutPrompts(config, batch=12, split=split)))["y"] for split in ("valid", "test")]
     prompts = np.concatenate(drawn)
     assert len(np.unique(prompts, axis=0)) == len(prompts) == 12 * 14
@@ -171,7 +171,7 @@ def test_it_begins_at_zero_and_learns(runs):
 
 @pytest.mark.slow
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    stop_and_go_on(monkeypatch, PromptStream, lambda: run(tmp_path))
+    stop_and_go_on(monkeypatch, DrawnBatches, lambda: run(tmp_path))
     assert lines(tmp_path) == lines(runs / "full")
     with pytest.raises(UserError, match="is of another configuration: pairs 5 -> 4"):
         run(tmp_path, "--pairs 4")

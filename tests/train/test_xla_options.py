@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from train.cli.xla import set_gpu_options
+from train.cli.command import set_gpu_options
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""Runs a command: what its errors print, and its exit status."""
+"""Runs a command: what is set for its process, what its errors print, and its exit status."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -13,10 +15,15 @@ from typing import Any
 
 import jax
 
-from train.cli.allocator import keep_freed_memory
-from train.cli.xla import set_gpu_options
 from train.engine.errors import RunError, Stopped, UserError, is_client_error, is_memory_shortage, one_line
 from train.engine.metrics import as_started
+
+# <malloc.h> of glibc: parameters of mallopt.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+# Without `triton_gemm`, XLA takes cuBLAS for matrix products outside kernels and has fewer forms to time before the
+# first step. `dynamic_slice_fusion` runs a kernel twice where a scan over layers keeps its result. docs/gpu.md has the
+# times.
+_OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
 
 
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
@@ -90,3 +97,32 @@ def _report(name: str, message: str, status: int) -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc reuse freed memory instead of returning it to the system. Does nothing with other C libraries.
+
+    On a CPU, JAX allocates a program's temporary arrays again in every call. By default glibc maps
+    allocations larger than 32 MiB from the system and unmaps them afterwards, and in threads those larger than their
+    heaps of 64 MiB, so that each call pays for every page again: a third of the time of a layer over 8192 tokens.
+    Arrays of 1 GiB and more are still returned. Must be called before other threads allocate."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def set_gpu_options() -> None:
+    """Sets these options where JAX's plugin for NVIDIA GPUs is installed; those in XLA_FLAGS already stay as they are.
+
+    XLA reads them once, when a process first compiles.
+    """
+    try:
+        import jax_plugins
+    except ImportError:
+        return
+    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(jax_plugins.__path__)):
+        flags = os.environ.get("XLA_FLAGS", "")
+        missing = [f"--{name}=false" for name in _OFF if name not in flags]
+        os.environ["XLA_FLAGS"] = " ".join((flags, *missing)).strip()

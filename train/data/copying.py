@@ -7,20 +7,18 @@ which the decoder predicts after the target's last token.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from etils import epath
 
 from brl_jax.fields import MOST, Checked, Count, Length, Range
 from brl_jax.json_files import parse_json
-from train.data.drawn import DrawnBatches, HeldOutDrawn
+from train.data.files import numbered_lines, packed_or_not, parsed, shown
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
-from train.data.lra.examples import Examples
-from train.data.lra.files import numbered_lines, parsed, shown
+from train.data.lra.examples import Examples, examples_of
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.engine.batch import Batch
@@ -70,6 +68,15 @@ class CopyDataConfig(Checked):
         return {"tokenizer": "without a data_dir"}
 
     @property
+    def cases(self) -> tuple[int, ...]:
+        """The longest lengths of symbols, which take turns from batch to batch."""
+        return self.length
+
+    def draw(self, longest: int, seed: Sequence[int], rows: int) -> dict[str, np.ndarray]:
+        """See `draw_pairs`."""
+        return draw_pairs(self, longest, seed, rows)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest source."""
         return max(self.length)
@@ -114,41 +121,6 @@ def draw_pairs(config: CopyDataConfig, longest: int, seed: Sequence[int], rows: 
     }
 
 
-class SymbolStream(DrawnBatches):
-    """Endless training batches of pairs of symbols, whose longest lengths take turns; see `draw_pairs`."""
-
-    def __init__(self, config: CopyDataConfig, **options: Any):
-        def draw(longest: int, seed: Sequence[int], rows: int) -> dict[str, np.ndarray]:
-            return draw_pairs(config, longest, seed, rows)
-
-        super().__init__(draw, config.length, **options)
-
-
-class HeldOutSymbols(HeldOutDrawn):
-    """valid_rows or test_rows pairs of symbols of each length; see `HeldOutDrawn`.
-
-    Args:
-      lengths: whose sources all have exactly that length; by default the lengths of training, up to which those of the
-        rows are drawn.
-    """
-
-    def __init__(
-        self,
-        config: CopyDataConfig,
-        *,
-        split: str = "valid",
-        lengths: Sequence[int] | None = None,
-        **options: Any,
-    ):
-        def draw(longest: int, seed: Sequence[int], rows: int) -> dict[str, np.ndarray]:
-            exact = config if lengths is None else dataclasses.replace(config, min_length=longest)
-            return draw_pairs(exact, longest, seed, rows)
-
-        count = config.valid_rows if split == "valid" else config.test_rows
-        cases = config.length if lengths is None else lengths
-        super().__init__(draw, cases, count=count, split=split, **options)
-
-
 class TextPairs(NamedTuple):
     """Pairs of texts: their tokenizer, and the pairs of some splits, each with a source and a target with BEGIN and, if
     it is whole, END."""
@@ -172,7 +144,7 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
         the tokenizer is not available, or the run has another.
     """
     check_tokenizer(config.tokenizer)
-    paths = {split: _file(Path(config.data_dir).expanduser(), split) for split in splits}
+    paths = {split: packed_or_not(Path(config.data_dir).expanduser() / f"{split}.jsonl") for split in splits}
     run = epath.Path(workdir)
     if (run / "tokenizer_config.json").exists():
         tokenizer = load_tokenizer(run)
@@ -191,14 +163,6 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
     found = {split: _examples(config, path, split, tokenizer) for split, path in paths.items()}
     tokenizer.save(run)
     return TextPairs(tokenizer, found)
-
-
-def _file(folder: Path, split: str) -> Path:
-    paths = [folder / f"{split}.jsonl{ending}" for ending in ("", ".gz")]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise UserError(f"--data_dir: expected {paths[0]} or {paths[1].name}; there is neither")
-    return path
 
 
 def _parse(line: bytes) -> _Pair:
@@ -261,10 +225,7 @@ def _examples(config: CopyDataConfig, path: Path, split: str, tokenizer: Tokeniz
         ]
     if truncated:
         log(f"{split}: {truncated} of {len(pieces)} texts were longer than {config.longest} tokens: cut")
-    tokens = np.concatenate(pieces)
-    lengths = np.array([len(piece) for piece in pieces], np.int32).reshape(-1, 2)
-    hashed = hashlib.sha256(tokens.tobytes() + lengths.tobytes()).hexdigest()
-    return Examples(tokens, lengths, np.zeros(len(lengths), np.int32), truncated, hashed)
+    return examples_of(pieces, [0] * (len(pieces) // 2), 2, truncated)
 
 
 def _to_pairs(batch: Batch) -> Batch:

@@ -11,32 +11,20 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
-from etils import epath
 from jaxtyping import Float, Int
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from brl_jax.json_files import read_json
-from train.data.files import npy_header
+from train.data.files import npy_file
 from train.data.splits import Part, Split
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.engine.errors import UserError
-from train.engine.storage import beside
+from train.engine.metrics import tracked
+from train.engine.storage import writing
 
-# A progress bar appears where making a corpus takes longer than this.
-_QUIET_SECONDS = 1.0
 _COUNT_BLOCK = 1 << 22
 
 
@@ -104,33 +92,14 @@ class Corpus:
         return total + int(self.extra[first:last, 1].sum())
 
 
-@contextlib.contextmanager
-def reading(title: str, split: Split, *, by_document: bool) -> Iterator[Iterator[bytes]]:
-    """The split's text as `text_pieces`, of one document each or as if all were one, with a progress bar on stderr (a
-    line if that is not a terminal) once it takes longer than a second."""
-    started, shown = time.monotonic(), False
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-
-    def pieces() -> Iterator[bytes]:
-        nonlocal shown
-        task = progress.add_task(title, total=split.size)
-        for piece in text_pieces(split.blocks() if by_document else map(bytes, split.blocks())):
-            yield piece
-            progress.advance(task, len(piece))
-            if not shown and time.monotonic() - started > _QUIET_SECONDS:
-                shown = True
-                if console.is_interactive:
-                    progress.start()
-                else:
-                    console.print(title, markup=False)
-
-    try:
-        yield pieces()
-    finally:
-        if progress.live.is_started:  # for a bar that never started, rich would print an empty line
-            progress.stop()
+def reading(
+    title: str, split: Split, *, by_document: bool
+) -> contextlib.closing[Generator[bytes, None, None]]:
+    """A context with the split's text as `text_pieces`, of one document each or as if all were one, whose progress is
+    shown."""
+    blocks = split.blocks() if by_document else map(bytes, split.blocks())
+    pieces = ((piece, len(piece)) for piece in text_pieces(blocks))
+    return contextlib.closing(tracked(pieces, split.size, title, in_bytes=True))
 
 
 def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
@@ -173,52 +142,30 @@ def corpus_files(name: str) -> list[str]:
 
 def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / file for file in corpus_files(name)]
-    asides = {path: Path(beside(epath.Path(path))) for path in paths}
-    tokens_file, extra_file, starts_file, weights_file, summary_file = asides.values()
-    try:
-        count, extra_count, starts_count, digest, int64 = 0, 0, 0, hashlib.sha256(), np.dtype(np.int64)
-        is_start = True  # a document has started that has no tokens yet
-        weights: list[tuple[int, float]] = []
+    count, digest = 0, hashlib.sha256()
+    is_start = True  # a document has started that has no tokens yet
+    weights: list[tuple[int, float]] = []
+    with writing(*(folder / file for file in corpus_files(name))) as files:
         with (
-            open(tokens_file, "wb") as tokens,
-            open(extra_file, "wb") as extras,
-            open(starts_file, "wb") as starts,
+            npy_file(files[0], tokenizer.dtype) as add_tokens,
+            npy_file(files[1], np.int64, 2) as add_extra,
+            npy_file(files[2], np.int64) as add_starts,
             reading(f"tokens of {name}", split, by_document=True) as pieces,
         ):
-            tokens.write(npy_header(tokenizer.dtype, (0,)))
-            extras.write(npy_header(int64, (0, 2)))
-            starts.write(npy_header(int64, (0,)))
             for encoded in tokenizer.encode_corpus(pieces):
                 ids, extra, piece = encoded
                 is_start |= encoded.starts
                 if isinstance(piece, Part) and piece.weight != (weights[-1][1] if weights else 1.0):
                     weights.append((count, piece.weight))
                 if is_start and len(ids):
-                    starts.write(np.int64(count).tobytes())
-                    starts_count += 1
+                    add_starts(np.array([count]))
                     is_start = False
-                # Unlike write, ndarray.tofile does not say why it fails.
-                tokens.write(written := ids.tobytes())
-                digest.update(written)
-                extras.write((extra + np.array([[count, 0]])).tobytes())
+                digest.update(add_tokens(ids))
+                add_extra(extra + np.array([[count, 0]]))
                 count += len(ids)
-                extra_count += len(extra)
-            tokens.seek(0)
-            tokens.write(npy_header(tokenizer.dtype, (count,)))
-            extras.seek(0)
-            extras.write(npy_header(int64, (extra_count, 2)))
-            starts.seek(0)
-            starts.write(npy_header(int64, (starts_count,)))
         weighted = np.array(weights, np.float64).reshape(-1, 2)
-        with open(weights_file, "wb") as file:
-            np.save(file, weighted)
-        digest.update(weighted.tobytes())
+        with npy_file(files[3], np.float64, 2) as add_weights:
+            digest.update(add_weights(weighted))
         if not count:
             raise UserError(f"--data: the {name} text is empty")
-        summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")
-        for path, aside in asides.items():
-            aside.replace(path)
-    finally:
-        for aside in asides.values():
-            aside.unlink(missing_ok=True)
+        files[4].write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")

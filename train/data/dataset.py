@@ -17,12 +17,13 @@ from brl_jax.fields import Checked
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.documents import RECORDS, check_documents
-from train.data.hf_stream import StreamedText, file_versions, open_stream
-from train.data.mixture import Mixture, joined, parse_mixture
+from train.data.hf_stream import StreamedBatches, StreamedText, file_versions, open_stream
+from train.data.mixture import MixedStreams, Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
 from train.data.splits import SPLITS, Source
+from train.data.streams import TokenStreams
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.data.tokenizers.published import is_pretrained
@@ -112,7 +113,7 @@ def load(
 
     Returns:
       The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
-      (`train.data.batches.training_batches` makes batches of each).
+      (`training_batches` makes batches of each).
 
     Raises:
       UserError: the text or the tokenizer is not available, the run is of other data, or a folder cannot be written.
@@ -203,6 +204,14 @@ def load(
             f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
         ) from error
     return tokenizer, _with_stream(config, splits, tokenizer) | opened
+
+
+def training_batches(
+    text: Corpus | Mixture | StreamedText, **options: Any
+) -> TokenStreams | MixedStreams | StreamedBatches:
+    """Endless batches of a text; options as for the classes."""
+    kinds: dict[type, Any] = {Corpus: TokenStreams, Mixture: MixedStreams, StreamedText: StreamedBatches}
+    return kinds[type(text)](text, **options)
 
 
 def check_holdout(config: DataConfig, source: Source) -> None:

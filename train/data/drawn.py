@@ -1,53 +1,44 @@
-"""Rows that are drawn as they are needed: an endless stream to train on, and the same rows in every evaluation."""
+"""Rows that are drawn as they are needed: an endless stream to train on, and the same rows in every evaluation.
+
+A configuration of such rows has their kinds in `cases`, which take turns, valid_rows and test_rows, the number of
+held-out rows of each, and a method draw(case, seed, rows), whose arrays of a batch depend on these arguments alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from train.data.repeated import RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
-from train.engine.errors import UserError
 
 # First numbers of the seeds, which keep the streams of random numbers apart.
 _TRAIN, _VALID, _TEST = range(3)
 
-Draw = Callable[[Any, Sequence[int], int], dict[str, Any]]
-"""(case, seed, number of rows) -> the arrays of a batch, which depend on these alone."""
-
 
 class DrawnBatches(RepeatedBatches):
-    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone.
-
-    A batch is what `draw` returns; each clears the memory. The cases take turns. One of several processes yields
-    some of the rows. The state is the number of batches so far.
+    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone, and clears the memory.
 
     Args:
-      draw: what draws a batch. cases: what it draws, in turn. batch: rows of all processes together. seed: of all of
-        them. rows: the indices of this process's rows; all by default.
-
-    Raises:
-      UserError: batch or seed out of range.
+      config: what is drawn. batch: rows of all processes together. seed: of all of them. rows: the indices of this
+        process's rows; all by default.
     """
 
     def __init__(
         self,
-        draw: Draw,
-        cases: Sequence[Any],
+        config: Any,
         *,
         batch: int,
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        if seed < 0:
-            raise UserError(f"--seed: expected 0 or more, got {seed}")
-        chosen = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
 
         def make(index: int, _: int) -> Batch:
-            drawn = draw(cases[index % len(cases)], (_TRAIN, seed, index), batch)
+            case = config.cases[index % len(config.cases)]
+            drawn = config.draw(case, (_TRAIN, seed, index), batch)
             return Batch({name: array[chosen] for name, array in drawn.items()}, reset=np.True_)
 
         super().__init__(make, 1, {"batch": batch, "seed": seed})
@@ -57,8 +48,8 @@ class HeldOutDrawn:
     """The same rows in every pass, none of them drawn for training; one case after the other.
 
     Args:
-      draw, cases: as for `DrawnBatches`. count: rows of each case. batch: rows of all processes together; the last
-        batch of a case is padded with rows of weight 0. split: "valid" or "test". rows: the indices of this process's
+      config: what is drawn. batch: rows of all processes together; the last batch of a case is padded with rows of
+        weight 0. split: "valid" or "test". cases: by default the training cases. rows: the indices of this process's
         rows; all by default.
     """
 
@@ -66,17 +57,19 @@ class HeldOutDrawn:
 
     def __init__(
         self,
-        draw: Draw,
-        cases: Sequence[Any],
+        config: Any,
         *,
-        count: int,
         batch: int,
         split: str = "valid",
+        cases: Sequence[Any] | None = None,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
         self.batch = batch
-        self._draw, self._cases, self._count = draw, tuple(dict.fromkeys(cases)), count
-        self._rows, self._seed = check_rows(batch, rows), _VALID if split == "valid" else _TEST
+        self._draw, self._cases = config.draw, tuple(dict.fromkeys(config.cases if cases is None else cases))
+        self._seed, self._count = (
+            (_VALID, config.valid_rows) if split == "valid" else (_TEST, config.test_rows)
+        )
+        self._rows = chosen_rows(batch, rows)
 
     def __iter__(self) -> Iterator[Batch]:
         for case in self._cases:

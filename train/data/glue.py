@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Checked, Natural, Range
-from train.data.lra.examples import Examples
-from train.data.lra.files import belongs, numbered_lines, parsed, shown
-from train.data.named_sources import open_tfds
+from train.data.files import belongs, numbered_lines, packed_or_not, parsed, shown
+from train.data.lra.examples import Examples, examples_of
+from train.data.named_sources import load_hf, open_tfds
 from train.data.tokenizers.base import Tokenizer
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError
 from train.engine.fields import Decided
 from train.engine.metrics import log
 
@@ -142,22 +141,11 @@ def _reader(config: GlueDataConfig, task: GlueTask) -> Callable[[str], Iterator[
         if config.data_dir == "tfds":
             tables = open_tfds(f"--data_dir tfds (glue/{config.task})", f"glue/{config.task}")
         else:
-            tables = _open_hf(config.task)
+            tables = load_hf(f"--data_dir hf: nyu-mll/glue, {config.task}", f"nyu-mll/glue:{config.task}")
         return functools.partial(_table_rows, tables, task)
     folder = Path(config.data_dir).expanduser()
     folder = folder / task.folder if (folder / task.folder).is_dir() else folder
     return functools.partial(_file_rows, folder, task)
-
-
-def _open_hf(name: str) -> Mapping[str, Any]:
-    try:
-        import datasets
-
-        return datasets.load_dataset("nyu-mll/glue", name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"--data_dir hf: needs {error.name}: pip install -e '.[data]'") from error
-    except Exception as error:  # of the network, the hub, files
-        raise UserError(f"--data_dir hf: nyu-mll/glue, {name}: {one_line(error)}") from error
 
 
 def _table_rows(tables: Mapping[str, Any], task: GlueTask, split: str) -> Iterator[Row]:
@@ -171,10 +159,7 @@ def _table_rows(tables: Mapping[str, Any], task: GlueTask, split: str) -> Iterat
 
 
 def _file_rows(folder: Path, task: GlueTask, split: str) -> Iterator[Row]:
-    paths = [folder / f"{split}.tsv{ending}" for ending in ("", ".gz")]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise UserError(f"--data_dir: expected {paths[0]} or {paths[1].name}; there is neither")
+    path = packed_or_not(folder / f"{split}.tsv")
     lines = numbered_lines(path)
     wanted = (*task.columns, task.label)
     if task.header:
@@ -241,21 +226,12 @@ def _examples(
     rows: Iterator[Row], tokenizer: Tokenizer, separator: int, config: GlueDataConfig, limit: int
 ) -> Examples:
     pieces, targets, truncated = [], [], 0
-    hashed = hashlib.sha256()
     for row in rows:
         sentences = [np.asarray(tokenizer.encode_example(sentence), np.int32) for sentence in row.sentences]
         tokens = join_sentences(sentences, config.length, separator).astype(np.int32)
         truncated += len(tokens) < sum(map(len, sentences)) + len(sentences) - 1
         pieces.append(tokens if len(tokens) else np.array([separator], np.int32))
         targets.append(row.target)
-        hashed.update(pieces[-1].tobytes())
         if len(targets) == limit:
             break
-    hashed.update(np.asarray(targets, np.int64).tobytes())
-    return Examples(
-        tokens=np.concatenate([np.zeros(0, np.int32), *pieces]),
-        lengths=np.array([len(piece) for piece in pieces], np.int32).reshape(-1, 1),
-        labels=np.asarray(targets, np.int32),
-        truncated=truncated,
-        digest=hashed.hexdigest(),
-    )
+    return examples_of(pieces, targets, 1, truncated)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from train.data.named_sources import document_blocks, naming, text_field
+from train.data.named_sources import document_blocks, load_hf, naming, text_field
+from train.data.repeated import chosen_rows
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
-from train.data.streams import check_rows
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -72,18 +72,7 @@ def open_stream(spec: str) -> Opened:
       UserError: the data set cannot be found or read, or has no training split or no text.
     """
     option = f"--data {PREFIX}{spec}"
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
-    folder = Path(spec).expanduser()
-    name, _, config = spec.partition(":")
-    with naming(option):
-        loaded = (
-            datasets.load_dataset(str(folder), streaming=True)
-            if folder.is_dir()
-            else datasets.load_dataset(name, config or None, streaming=True)
-        )
+    loaded = load_hf(option, spec, streaming=True)
     splits: dict[str, Any] = {}
     for given, dataset in loaded.items():
         if str(given) in SPLIT_NAMES:
@@ -250,7 +239,7 @@ class StreamedBatches:
         first = text.dataset.take(text.held_out) if text.held_out else ()
         with naming("--data"):
             held_out = {_key(document.get(text.field)) for document in first}
-        own = check_rows(batch, rows)
+        own = chosen_rows(batch, rows)
         self._rows = {int(number): _Row(text, int(number), batch, seed, held_out) for number in own}
         self._length, self._step = length, 0
         self._identity = {"batch": batch, "length": length, "seed": seed, "digest": text.digest}

@@ -10,23 +10,21 @@ least squares of the least norm (the posterior mean of w) reaches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Natural
-from train.data.repeated import RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import chosen_rows
 from train.engine.batch import Batch
-from train.engine.errors import UserError
 from train.engine.fields import Free
 
 Prompt = Literal["alternate", "joined"]
 
-# First numbers of the seeds, which keep the streams of random numbers apart.
-_TRAIN, _HELD_OUT, _TEST = range(3)
+# First numbers of the seeds, which keep the streams of random numbers apart; the training batches' is 0.
+_, _HELD_OUT, _TEST = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +49,8 @@ class InContextConfig(Checked):
     test_prompts: Free[Count] = 4096
     """Prompts that eval.regression measures on."""
 
+    cases = (None,)
+
     def __post_init__(self):
         for name, most in (("start_dims", self.input_dim), ("start_pairs", self.pairs)):
             if getattr(self, name) > most:
@@ -73,6 +73,10 @@ class InContextConfig(Checked):
 
         return grown(self.start_dims, self.input_dim), grown(self.start_pairs, self.pairs)
 
+    def draw(self, _: None, seed: Sequence[int], rows: int) -> Mapping[str, Any]:
+        """A training batch, of the step that the seed ends with; see `draw_prompts`."""
+        return draw_prompts(self, seed, np.arange(rows), *self.sizes(seed[-1])).arrays
+
 
 def draw_prompts(
     config: InContextConfig, seed: Sequence[int], rows: Int[np.ndarray, " R"], dims: int, pairs: int
@@ -91,39 +95,6 @@ def draw_prompts(
         y[at] = inputs @ function / np.sqrt(dims)
     weights = np.broadcast_to((np.arange(config.pairs) < pairs).astype(np.float32), y.shape)
     return Batch({"y": y, "weights": np.ascontiguousarray(weights), "x": x})
-
-
-class PromptStream(RepeatedBatches):
-    """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
-
-    A batch is what `draw_prompts` gives. One of several processes gives some of the rows. The
-    state is the number of batches given so far.
-
-    Args:
-      config: the prompts. batch: rows of all processes together. seed: of all of them. rows: which of them to give; all
-        by default.
-
-    Raises:
-      UserError: batch or seed out of range.
-    """
-
-    def __init__(
-        self,
-        config: InContextConfig,
-        *,
-        batch: int,
-        seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
-    ):
-        if seed < 0:
-            raise UserError(f"--seed: expected 0 or more, got {seed}")
-        chosen = check_rows(batch, rows)
-
-        def make(index: int, _: Any) -> Batch:
-            return draw_prompts(config, (_TRAIN, seed, index), chosen, *config.sizes(index))
-
-        identity = {"batch": batch, "seed": seed}
-        super().__init__(make, 1, identity)
 
 
 class HeldOutPrompts:
@@ -146,7 +117,7 @@ class HeldOutPrompts:
         rows: Sequence[int] | np.ndarray | None = None,
     ):
         self.batch = batch
-        self._config, self._rows = config, check_rows(batch, rows)
+        self._config, self._rows = config, chosen_rows(batch, rows)
         self._count, self._seed = (
             (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))
         )

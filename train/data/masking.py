@@ -6,16 +6,13 @@ stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 from jaxtyping import Float, Int
 
-from train.data.lra.batches import EvalBatches
-from train.data.repeated import RepeatedBatches
-from train.data.streams import EvalStream, check_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 
 # First numbers of the seeds, which keep the masks of the splits apart.
@@ -72,14 +69,14 @@ def mask_tokens(
     }
 
 
-class MaskedBatches(grain.DatasetIterator):
+class MaskedBatches(RepeatedBatches):
     """Endless training batches of `mask_tokens`, made from another stream's batches. They keep its reset and
     its "segment_ids", if it has them. Masks depend on the seed and the number of the batch alone. The state is the
     stream's.
 
     Args:
       batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.
-      vocab_size, mask, share: see `mask_tokens`.
+      masking: vocab_size, mask and share of `mask_tokens`.
     """
 
     def __init__(
@@ -87,75 +84,41 @@ class MaskedBatches(grain.DatasetIterator):
         batches: RepeatedBatches,
         *,
         batch: int,
-        vocab_size: int,
-        mask: int,
-        share: float,
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
+        **masking: Any,
     ):
-        self._inner = batches
-        super().__init__(self._inner)
-        self._rows, self._seed = check_rows(batch, rows), seed
-        self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
+        chosen = chosen_rows(batch, rows)
 
-    def __next__(self) -> Batch:
-        number = self._inner.step
-        batch = next(self._inner)
-        seed = (_TRAIN, self._seed, number)
-        masked = mask_tokens(batch["tokens"], _existing(batch), seed=seed, rows=self._rows, **self._options)
-        return _masked(batch, masked)
+        def make(index: int, step: int) -> Batch:
+            return _masked(batches.make(index, step), seed=(_TRAIN, seed, index), rows=chosen, **masking)
 
-    def get_state(self) -> dict[str, Any]:
-        return self._inner.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._inner.set_state(state)
-
-    def close(self) -> None:
-        if "_inner" in vars(self):
-            self._inner.close()
+        super().__init__(make, batches.steps_per_pass, batches.identity)
 
 
-class MaskedHeldOut:
+class MaskedHeldOut(HeldOutBatches):
     """One pass over held-out batches, as batches of `mask_tokens`; every pass masks the same tokens.
 
     Args:
       batches: "tokens" (B, T), and the "weights" (B, T) of tokens, or "lengths" (B,) and the "weights" (B,) of rows.
-      vocab_size, mask, share: see `mask_tokens`. rows: as for those batches.
+      rows: as for those batches. masking: as for `MaskedBatches`.
     """
 
-    num_bytes = None
-
     def __init__(
-        self,
-        batches: EvalStream | EvalBatches,
-        *,
-        vocab_size: int,
-        mask: int,
-        share: float,
-        rows: Sequence[int] | np.ndarray | None = None,
+        self, batches: HeldOutBatches, *, rows: Sequence[int] | np.ndarray | None = None, **masking: Any
     ):
-        self._batches = batches
-        self._rows, self.batch = check_rows(batches.batch, rows), batches.batch
-        self.digest = batches.digest
-        self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
+        chosen = chosen_rows(batches.batch, rows)
 
-    def __len__(self) -> int:
-        """Batches of the pass."""
-        return len(self._batches)
+        def make(step: int) -> Batch:
+            return _masked(batches.make(step), seed=(_VALID, step), rows=chosen, **masking)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for number, batch in enumerate(self._batches):
-            masked = mask_tokens(
-                batch["tokens"], _existing(batch), seed=(_VALID, number), rows=self._rows, **self._options
-            )
-            yield _masked(batch, masked)
+        super().__init__(make, len(batches), batches.batch, batches.digest)
 
 
-def _masked(batch: Batch, masked: dict[str, np.ndarray]) -> Batch:
+def _masked(batch: Batch, **options: Any) -> Batch:
     """The batch with its tokens masked; it keeps its reset and its "segment_ids"."""
     kept = {name: array for name, array in batch.arrays.items() if name == "segment_ids"}
-    return Batch(masked | kept, batch.reset)
+    return Batch(mask_tokens(batch["tokens"], _existing(batch), **options) | kept, batch.reset)
 
 
 def _existing(batch: Batch) -> Float[np.ndarray, "R T"]:

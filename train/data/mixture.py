@@ -12,8 +12,7 @@ import grain
 import numpy as np
 
 from train.data.corpus import Corpus
-from train.data.repeated import RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -95,7 +94,7 @@ class MixedStreams(RepeatedBatches):
         rows: Sequence[int] | np.ndarray | None = None,
         segments: bool = False,
     ):
-        chosen = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         span = SEGMENT_STEPS * length
         for corpus in mixture.corpora:
             if len(corpus.tokens) < span + 1:

@@ -141,21 +141,32 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
     return _source_of_rows(fingerprint, option, rows, blocks, holdout)
 
 
-def open_hf_text(rest: str, holdout: float) -> Source:
-    option = f"--data hf:{rest}"
-    folder = Path(rest).expanduser()
-    name, _, config = rest.partition(":")
+def load_hf(option: str, spec: str, **options: Any) -> Any:
+    """A data set of Hugging Face, NAME[:CONFIG] or a folder.
+
+    Args:
+      option: the beginning of error messages. options: of `datasets.load_dataset`.
+
+    Raises:
+      UserError: it cannot be read.
+    """
     try:
         import datasets
-
-        with naming(option):
-            if folder.is_dir():
-                saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
-                loaded: Any = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
-            else:
-                loaded = datasets.load_dataset(name, config or None)
     except ModuleNotFoundError as error:
         raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
+    folder = Path(spec).expanduser()
+    name, _, config = spec.partition(":")
+    with naming(option):
+        if not folder.is_dir():
+            return datasets.load_dataset(name, config or None, **options)
+        saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+        whole = saved and not options
+        return datasets.load_from_disk(folder) if whole else datasets.load_dataset(str(folder), **options)
+
+
+def open_hf_text(rest: str, holdout: float) -> Source:
+    option = f"--data hf:{rest}"
+    loaded = load_hf(option, rest)
     tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     columns = {} if not tables else next(iter(tables.values())).features
     texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in _STRINGS]

@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import OnePass, RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -86,7 +85,7 @@ class PackedStreams(RepeatedBatches):
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         order = np.random.default_rng([seed]).permutation(len(corpus.starts))
         filled = fill_rows(corpus, order.tolist(), length, len(corpus.tokens))
         _check_any(filled, "training")
@@ -107,7 +106,7 @@ class PackedStreams(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class PackedHeldOut(OnePass):
+class PackedHeldOut(HeldOutText):
     """One pass over the documents of a text, in rows as `PackedStreams` has them: every token but the first of each
     document is a target once, unless its weight in the corpus is 0.
 
@@ -126,7 +125,7 @@ class PackedHeldOut(OnePass):
         limit: int | None = None,
         rows: Int[np.ndarray, " own"] | None = None,
     ):
-        chosen = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         stop = min(len(corpus.tokens), limit or len(corpus.tokens))
         within = int(np.searchsorted(corpus.starts, stop))
         filled = fill_rows(corpus, range(within), length, stop)

@@ -19,7 +19,6 @@ before reaches L (w - 1) tokens back, so that with a gap of at least that much n
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Length, Natural
-from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.fields import Free
 
 Kind = Literal["mqar", "induction", "copy"]
@@ -85,6 +83,10 @@ class RecallDataConfig(Checked):
         kinds = max(len(self.length), len(self.pairs))
         length, pairs = (x * kinds if len(x) == 1 else x for x in (self.length, self.pairs))
         return tuple(map(Case, length, pairs))
+
+    def draw(self, case: Case, seed: Sequence[int], rows: int) -> dict[str, np.ndarray]:
+        """See `draw_rows`."""
+        return draw_rows(self, case, seed, rows)
 
 
 def unsupported(config: RecallDataConfig, case: Case) -> str | None:
@@ -226,35 +228,3 @@ def draw_rows(
         **{name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()},
         "weights": np.ones((rows, case.pairs), np.float32),
     }
-
-
-class RecallStream(DrawnBatches):
-    """Endless training batches of fresh rows, of the configuration's cases in turn; see `DrawnBatches`.
-
-    Args:
-      config: the rows. The others: see `DrawnBatches`.
-    """
-
-    def __init__(self, config: RecallDataConfig, **options: Any):
-        super().__init__(functools.partial(draw_rows, config), config.cases, **options)
-
-
-class HeldOutRecall(HeldOutDrawn):
-    """valid_rows or test_rows rows of each case; see `HeldOutDrawn`.
-
-    Args:
-      config: the rows. split: "valid" or "test". cases: by default the training cases. The others: see
-        `HeldOutDrawn`.
-    """
-
-    def __init__(
-        self,
-        config: RecallDataConfig,
-        *,
-        split: str = "valid",
-        cases: Sequence[Case] | None = None,
-        **options: Any,
-    ):
-        count = config.valid_rows if split == "valid" else config.test_rows
-        chosen = config.cases if cases is None else cases
-        super().__init__(functools.partial(draw_rows, config), chosen, count=count, split=split, **options)

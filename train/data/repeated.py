@@ -1,12 +1,14 @@
 """Batches that are made by their number through Grain, which reads ahead: endless ones, which resume exactly, and one
-pass over a held-out text."""
+pass over held-out data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
+import numpy as np
+from jaxtyping import Int
 
 from train.data.corpus import Corpus
 from train.engine.batch import Batch
@@ -14,6 +16,11 @@ from train.engine.errors import UserError
 
 # One thread reads ahead: batches come in order, and the state belongs to the last batch given, not the last read.
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+def chosen_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
+    """The indices of the rows to give, by default all."""
+    return np.arange(batch) if rows is None else np.asarray(rows)
 
 
 class RepeatedBatches(grain.DatasetIterator):
@@ -29,8 +36,7 @@ class RepeatedBatches(grain.DatasetIterator):
         dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
         self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
         super().__init__(self._inner)
-        self._identity = identity
-        self.steps_per_pass = steps
+        self.make, self.steps_per_pass, self.identity = make, steps, identity
 
     @property
     def step(self) -> int:
@@ -42,7 +48,7 @@ class RepeatedBatches(grain.DatasetIterator):
 
     def get_state(self) -> dict[str, Any]:
         """The stream's position and identity, as plain numbers and strings (JSON)."""
-        return {"step": self.step, **self._identity}
+        return {"step": self.step, **self.identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a state of `get_state`: the next batch is the one that would have come next.
@@ -50,14 +56,10 @@ class RepeatedBatches(grain.DatasetIterator):
         Raises:
           UserError: the state is of other data, other sizes or another seed; the error says which.
         """
-        for name, ours in self._identity.items():
+        for name, ours in self.identity.items():
             if state.get(name) != ours:
                 raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
         self._inner.set_state({"next_index": state["step"]})
-
-    def start_prefetch(self) -> None:
-        """Starts reading ahead before the first batch is requested."""
-        self._inner.start_prefetch()
 
     def close(self) -> None:
         """Ends the reading thread; no batches can be read after that."""
@@ -66,14 +68,39 @@ class RepeatedBatches(grain.DatasetIterator):
             self._inner.close()
 
 
-class OnePass:
-    """One pass over a held-out text. Iterating again starts from the beginning.
+class HeldOutBatches:
+    """One pass over batches made by number. Iterating again starts from the beginning.
 
     Args:
-      make: step -> batch.
-      steps: batches of the pass.
-      corpus: the text.
-      batch: rows of a batch, of all processes together.
+      make: step -> batch. steps: batches of the pass. batch, digest, num_bytes: see `train.engine.batch.HeldOut`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        steps: int,
+        batch: int,
+        digest: str | None = None,
+        num_bytes: int | None = None,
+    ):
+        self.make, self.batch, self.digest, self.num_bytes = make, batch, digest, num_bytes
+        self._steps = steps
+        self._dataset = grain.MapDataset.range(steps).map(make).to_iter_dataset(READ_AHEAD)
+
+    def __len__(self) -> int:
+        """Batches of the pass."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._dataset)
+
+
+class HeldOutText(HeldOutBatches):
+    """One pass over a held-out text.
+
+    Args:
+      make, steps, batch: as for `HeldOutBatches`.
+      corpus: the text, all of which is hashed, even if only a part of it is used.
       targets: the parts [low, high) of the text whose tokens are targets; those of weight 0 in the corpus do not count.
 
     Raises:
@@ -88,25 +115,12 @@ class OnePass:
         batch: int,
         targets: Iterable[tuple[int, int]],
     ):
-        self.batch = batch
-        """Rows of a batch, of all processes together."""
-        self.digest = corpus.digest
-        """Hash of the whole text, even if only a part of it is used."""
         counted = [part for low, high in targets for part in corpus.counted(low, high)]
         self.num_targets = sum(high - low for low, high in counted)
         """Targets that count, over all processes."""
-        self.num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted)
-        """Bytes of the original text that these targets encode."""
         if not self.num_targets:
             raise UserError(
                 "--data: every token of the held-out text has the weight 0; expected some to count"
             )
-        self._steps = steps
-        self._dataset = grain.MapDataset.range(steps).map(make).to_iter_dataset(READ_AHEAD)
-
-    def __len__(self) -> int:
-        """Batches of the pass."""
-        return self._steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._dataset)
+        num_bytes = sum(corpus.num_bytes(low, high) for low, high in counted)
+        super().__init__(make, steps, batch, corpus.digest, num_bytes)

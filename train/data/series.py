@@ -26,14 +26,13 @@ from jaxtyping import Float, Int
 from brl_jax.fields import Checked, Count, Length
 from brl_jax.json_files import check_regular
 from train.data.kernel_series import MOST_ROWS, kernel_series
-from train.data.repeated import RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import RepeatedBatches, chosen_rows
+from train.data.splits import SPLITS
 from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.fields import Needed
 
 Features = Literal["univariate", "multivariate"]
-_SPLITS = ("train", "valid", "test")
 # Numbers that encode the time of a row: sine and cosine of the hour of the day and of the day of the week.
 CLOCK = 4
 
@@ -190,7 +189,7 @@ def _rows_of_a_day(times: Sequence[datetime.datetime]) -> int | None:
 
 def origins(config: SeriesConfig, split: str, stride: int = 1) -> Int[np.ndarray, " W"]:
     """The first row that each window of a split forecasts."""
-    at = _SPLITS.index(split)
+    at = SPLITS.index(split)
     first = sum(config.split[:at]) or config.lookback
     return np.arange(first, sum(config.split[: at + 1]) - config.horizon + 1, stride)
 
@@ -229,7 +228,7 @@ class WindowStream(RepeatedBatches):
       of the orders. digest: of the series. rows: the indices of the rows to give; by default all.
 
     Raises:
-      UserError: fewer windows than a batch has rows, or batch or seed out of range.
+      UserError: fewer windows than a batch has rows.
     """
 
     def __init__(
@@ -242,9 +241,7 @@ class WindowStream(RepeatedBatches):
         digest: str,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen = check_rows(batch, rows)
-        if seed < 0:
-            raise UserError(f"--seed: expected 0 or more, got {seed}")
+        chosen = chosen_rows(batch, rows)
         if len(origin) < batch:
             raise UserError(f"--batch: expected at most the {len(origin)} training windows, got {batch}")
         steps = len(origin) // batch
@@ -276,7 +273,7 @@ class HeldOutWindows:
         rows: Sequence[int] | np.ndarray | None = None,
     ):
         self.batch = batch
-        self._windows, self._origin, self._rows = windows, origin, check_rows(batch, rows)
+        self._windows, self._origin, self._rows = windows, origin, chosen_rows(batch, rows)
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._origin), self.batch):

@@ -8,24 +8,9 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import OnePass, RepeatedBatches
+from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
-
-
-def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
-    """The indices of the rows to give, by default all. Raises UserError if the batch has no rows."""
-    if batch < 1:
-        raise UserError(f"--batch: expected at least 1 row, got {batch}")
-    chosen = np.arange(batch) if rows is None else np.asarray(rows)
-    if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= batch:
-        raise ValueError(f"rows must be numbers in [0, {batch}), got {rows}")
-    return chosen
-
-
-def _check_length(length: int) -> None:
-    if length < 1:
-        raise UserError(f"--length: expected at least 1 token, got {length}")
 
 
 class TokenStreams(RepeatedBatches):
@@ -51,7 +36,7 @@ class TokenStreams(RepeatedBatches):
       segments: whether batches have "segment_ids".
 
     Raises:
-      UserError: a text too short, or batch, length, seed or rows out of range.
+      UserError: a text too short.
     """
 
     def __init__(
@@ -64,10 +49,7 @@ class TokenStreams(RepeatedBatches):
         rows: Sequence[int] | np.ndarray | None = None,
         segments: bool = False,
     ):
-        _check_length(length)
-        if seed < 0:
-            raise UserError(f"--seed: expected 0 or more, got {seed}")
-        chosen_rows = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         size = len(corpus.tokens)
         if size < batch * length + 1:
             raise UserError(
@@ -75,7 +57,7 @@ class TokenStreams(RepeatedBatches):
                 f"--batch {batch} times --length {length}, and the token after, take {batch * length + 1}"
             )
         tokens, steps = corpus.tokens, size // (batch * length)
-        row_starts = chosen_rows[:, None] * (steps * length) + np.arange(length + 1)
+        row_starts = chosen[:, None] * (steps * length) + np.arange(length + 1)
 
         def make(index: int, step: int) -> Batch:
             offset = np.random.default_rng([seed, index // steps]).integers(size)
@@ -100,7 +82,7 @@ class TokenStreams(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class EvalStream(OnePass):
+class EvalStream(HeldOutText):
     """One pass over a text: every token but the first is a target once, unless the corpus gives it the weight 0.
 
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
@@ -118,7 +100,7 @@ class EvalStream(OnePass):
       segments: whether batches have "segment_ids".
 
     Raises:
-      UserError: a text too short, or batch, length or limit out of range.
+      UserError: a text too short.
     """
 
     def __init__(
@@ -131,17 +113,16 @@ class EvalStream(OnePass):
         rows: Sequence[int] | np.ndarray | None = None,
         segments: bool = False,
     ):
-        _check_length(length)
-        chosen_rows = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
-        if (limit is not None and limit < 2) or len(tokens) < 2:
+        if len(tokens) < 2:
             raise UserError(f"--data: the held-out text must have at least 2 tokens, got {len(tokens)}")
         places, targets = np.arange(length), len(tokens) - 1
         row = -(-targets // batch)
 
         def make(step: int) -> Batch:
             within = places + step * length
-            at = chosen_rows[:, None] * row + within
+            at = chosen[:, None] * row + within
             inside = (within < row) & (at < targets)
             at = np.where(inside, at, 0)
             counted = inside & (corpus.weights_at(at + 1) > 0) if corpus.is_weighted else inside

@@ -28,11 +28,10 @@ from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
 from train.engine.errors import UserError
 from train.engine.folder import leaving_no_empty
-from train.engine.metrics import clock, log
-from train.engine.storage import beside, check_local, check_writable, write_whole
+from train.engine.metrics import clock, log, tracked
+from train.engine.storage import check_local, check_writable, write_whole, writing
 
 _STARTED = "started.json"
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +98,20 @@ def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[s
         options.workers, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         for split in (split for split in SPLITS if split in source.splits):
-            parts = _parts(source.splits[split].blocks(), options.shard_megabytes << 20)
+            text = source.splits[split]
+            parts = (
+                (part, sum(map(len, part))) for part in _parts(text.blocks(), options.shard_megabytes << 20)
+            )
             write = functools.partial(_write_shard, folder, record=options.record)
-            progress = _Progress(split, source.splits[split].size)
             splits[split] = []
             running: collections.deque[Any] = collections.deque()
-            for number, part in enumerate(parts):
+            for number, part in enumerate(tracked(parts, text.size, split, in_bytes=True)):
                 name = f"{split}-{number:05}"
                 splits[split].append(name)
                 if not (folder / f"{name}.json").exists():
                     running.append(pool.submit(write, name, part))
                     if len(running) > options.workers:  # so that the text does not pile up in memory
                         running.popleft().result()
-                progress.add(sum(map(len, part)))
             while running:
                 running.popleft().result()
     counts = {
@@ -165,17 +165,12 @@ def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int)
     tokens = np.concatenate([each.ids for each in encoded]) if encoded else np.zeros(0, tokenizer.dtype)
     starts = np.cumsum([0, *(len(each.ids) for each in encoded)])
     extra = [each.extra + np.array([[start, 0]]) for each, start in zip(encoded, starts.tolist())]
-    path = folder / f"{name}.array_record"
-    aside = Path(beside(epath.Path(path)))
-    try:
+    with writing(folder / f"{name}.array_record") as [aside]:
         # A record a group: a read of one record decodes no others.
         writer = ArrayRecordWriter(str(aside), "group_size:1")
         for start in range(0, len(tokens), record):
             writer.write(tokens[start : start + record].tobytes())
         writer.close()
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
     summary = {
         "tokens": len(tokens),
         "bytes": sum(map(len, text)),
@@ -189,23 +184,3 @@ def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int)
 @functools.cache
 def _tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
-
-
-class _Progress:
-    """A line on stderr now and then. size: the bytes of the text, if known."""
-
-    def __init__(self, title: str, size: int | None):
-        self._title, self._size = title, size
-        self._began = self._last = time.monotonic()
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
-        rate = self._done / (now - self._began)
-        of = f" of {self._size / 1e6:,.0f}" if self._size else ""
-        left = f"  {clock((self._size - self._done) / rate)} left" if self._size else ""
-        log(f"{self._title}: {self._done / 1e6:,.0f}{of} MB  {rate / 1e6:.1f} MB/s{left}")

@@ -146,9 +146,11 @@ def training_programs(
     )
 
 
-def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
+def host_rows(mesh: Mesh | None, rows: int) -> Int[np.ndarray, " own"]:
     """The indices of the batch's rows that this process's devices need, ascending; all of them if the rows are
-    replicated."""
+    replicated, or without a mesh."""
+    if mesh is None:
+        return np.arange(rows)
     parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
 

@@ -9,14 +9,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from etils import epath
+from rich import filesize
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -72,26 +74,34 @@ def silent() -> Iterator[None]:
         _CONSOLE.quiet = before
 
 
-def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
-    """Yields the pieces as they are made and shows the progress on stderr: a bar on a terminal, otherwise a line now
-    and then.
+def tracked(
+    pieces: Iterable[tuple[T, int]], total: int | None, title: str, *, in_bytes: bool = False
+) -> Generator[T, None, None]:
+    """Yields pieces as they are made and shows the progress on stderr: a bar on a terminal, otherwise a line now and
+    then.
 
     Args:
-      sizes: the number of examples of each piece. title: what is made.
+      pieces: each with its size. total: of the sizes, if it is known. title: what is made. in_bytes: whether sizes are
+        bytes.
     """
     began = last_line = time.monotonic()
-    done, total = 0, sum(sizes)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    done, shown = 0, filesize.decimal if in_bytes else "{:,}".format
+    count = DownloadColumn() if in_bytes else MofNCompleteColumn()
     hidden = not (_CONSOLE.is_terminal and is_lead())
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=_CONSOLE, transient=True, disable=hidden) as progress:
         task = progress.add_task(title, total=total)
-        for piece, size in zip(pieces, sizes, strict=True):
+        for piece, size in pieces:
             done += size
             progress.update(task, completed=done)
             now = time.monotonic()
             if hidden and now - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = now
-                log(f"{title}: {done:,} of {total:,}  {clock((now - began) / done * (total - done))} left")
+                seconds = (now - began) / done * max((total or 0) - done, 0)
+                log(
+                    f"{title}: {shown(done)}"
+                    + (f" of {shown(total)}  {clock(seconds)} left" if total else "")
+                )
             yield piece
 
 

@@ -15,10 +15,13 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from etils import epath
 
 from train.engine.errors import UserError, is_client_error, one_line
+
+P = TypeVar("P", Path, epath.Path)
 
 # Orbax writes checkpoints there, and etils reads and writes files. Its support of s3:// is incomplete.
 SCHEMES = ("gs",)
@@ -101,25 +104,30 @@ def move(source: epath.Path, target: epath.Path) -> None:
     files.mv(os.fspath(source), os.fspath(target), recursive=True)
 
 
-def beside(path: epath.Path) -> epath.Path:
+def beside(path: P) -> P:
     """A temporary name next to `path` that no other process uses, to be renamed once it is written."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex}"
+
+
+@contextlib.contextmanager
+def writing(*paths: P) -> Iterator[list[P]]:
+    """Temporary names of local files, which get their own at the end, in this order. After an error none is left."""
+    asides = [beside(path) for path in paths]
+    try:
+        yield asides
+        for aside, path in zip(asides, paths):
+            aside.replace(path)
+    finally:
+        for aside in asides:
+            aside.unlink(missing_ok=True)
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:
     """Writes a file (text as UTF-8) under a temporary name and renames it; the folder must exist. In object storage a
     file is complete as soon as it appears."""
     content = content.encode() if isinstance(content, str) else content
-    if is_remote(path):
-        path.write_bytes(content)
-        return
-    aside = beside(path)
-    try:
+    with contextlib.nullcontext([path]) if is_remote(path) else writing(path) as [aside]:
         aside.write_bytes(content)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:

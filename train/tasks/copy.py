@@ -3,32 +3,150 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array
 
-from brl_jax.models import EncoderDecoder
+from brl_jax.layers import (
+    BRLConfig,
+    FullConfig,
+    LinformerConfig,
+    LocalConfig,
+    Mechanism,
+    PerformerConfig,
+    ReformerConfig,
+    SynthesizerConfig,
+)
+from brl_jax.models import EncoderDecoder, EncoderDecoderConfig
 from train.data.copying import (
     SPECIAL,
+    CopyDataConfig,
     HeldOutPairs,
-    HeldOutSymbols,
     PairStream,
-    SymbolStream,
     TextPairs,
     load_pairs,
 )
+from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.mesh import host_rows
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
 from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, weighted_sums
-from train.tasks.copy_config import PRESETS, CopyConfig
 from train.tasks.lm import vocabulary
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyModelConfig(EncoderDecoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 34
+    lora_rank: Decided[int] = 0
+    lora_alpha: Decided[float] = 16.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyConfig(RunConfig):
+    """An encoder-decoder trained to write a target to a source."""
+
+    data: Annotated[CopyDataConfig, Flat]
+    model: Annotated[CopyModelConfig, Flat]
+
+
+class _Parts(NamedTuple):
+    """The mechanisms of a preset: the decoder's, the encoder's if it differs, and the window between them."""
+
+    mechanism: Mechanism
+    encoder: Mechanism | None = None
+    cross_window: int | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {
+            "mechanism": self.mechanism,
+            "encoder_mechanism": self.encoder,
+            "cross_window": self.cross_window,
+        }
+
+
+def _brl(window: int, compressed: int, block: int | None = None, history: int = 512) -> _Parts:
+    mechanism = BRLConfig(
+        window=window, num_compressed=compressed, block_size=block, history_size=history, beta=0.5
+    )
+    return _Parts(mechanism, cross_window=window)
+
+
+def _parts(window: int, projected: int, length: int) -> Mapping[str, _Parts]:
+    """The rows of BRL-Attention's table 8 except BRL, at these sizes. What has no causal form (Linformer, ETC,
+    BigBird) is in the encoder, with full or local attention in the decoder."""
+    local = LocalConfig(window=window)
+    grid = max(2, round(length**0.5))
+    num_global = max(1, window // 4)
+    return {
+        "full": _Parts(FullConfig()),
+        "local": _Parts(local, cross_window=window),
+        "strided": _Parts(LocalConfig(window=grid, pattern="strided")),
+        "axial": _Parts(LocalConfig(pattern="axial", grid_width=grid)),
+        "etc": _Parts(
+            local,
+            LocalConfig(window=window, pattern="global_local", num_global=num_global),
+            cross_window=window,
+        ),
+        "bigbird": _Parts(
+            local, LocalConfig(window=window, pattern="bigbird", num_global=num_global), cross_window=window
+        ),
+        "reformer": _Parts(ReformerConfig(num_buckets=max(2, length // window * 2), chunk_size=window)),
+        "synthesizer": _Parts(SynthesizerConfig(max_length=4 * length + 2)),
+        "performer": _Parts(PerformerConfig()),
+        "linformer": _Parts(FullConfig(), LinformerConfig(num_projected=projected, max_length=4 * length)),
+    }
+
+
+def _small(parts: _Parts) -> CopyConfig:
+    """Minutes on one CPU core: 2 + 2 layers that copy up to 64 of 32 symbols."""
+    return CopyConfig(
+        loop=LoopConfig(steps=300, batch=32, eval_every=50, checkpoint_every=100, keep_checkpoints=1),
+        data=CopyDataConfig(length=(64,), min_length=16),
+        model=CopyModelConfig(
+            num_layers=2, encoder_layers=2, d_model=64, num_heads=4, d_ff=128, **parts.fields
+        ),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, weight_decay=0.0),
+    )
+
+
+def _figure5(parts: _Parts) -> CopyConfig:
+    """BRL-Attention, section 3.1 and figure 5: one layer of encoder, eight of decoder, 8 heads, width 512, batch 16,
+    and sources of 200 to 2,000 symbols (`--length`). The symbols, steps and learning rate are our choice."""
+    return CopyConfig(
+        loop=LoopConfig(steps=10_000, batch=16, eval_every=500, checkpoint_every=500),
+        data=CopyDataConfig(length=(2000,), min_length=2000),
+        model=CopyModelConfig(
+            num_layers=8, encoder_layers=1, d_model=512, num_heads=8, d_ff=2048, **parts.fields
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=1_000),
+    )
+
+
+def _paper_sizes() -> dict[str, _Parts]:
+    """The networks of figure 5 at its sizes, and the ones of table 8 that it leaves out."""
+    others = _parts(100, 128, 2048)
+    return {
+        **{name: parts for name, parts in others.items() if name not in ("local", "linformer")},
+        **{f"linformer-{k}": _parts(100, k, 2048)["linformer"] for k in (64, 128, 256)},
+        **{f"local-{w}": _parts(w, 128, 2048)["local"] for w in (50, 100)},
+        **{f"brl-{w}-{m}": _brl(w, m) for w in (50, 100) for m in (10, 50, 100)},
+    }
+
+
+_SMALL = {"brl": _brl(8, 16, 16, 64), **_parts(8, 32, 64)}
+
+PRESETS: dict[str, CopyConfig] = {
+    **{f"copy-{name}": _small(parts) for name, parts in _SMALL.items()},
+    **{f"figure5-{name}": _figure5(parts) for name, parts in _paper_sizes().items()},
+}
 
 
 def copy_objective(model: EncoderDecoder, z_loss: float = 0.0) -> Objective:
@@ -57,6 +175,8 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
     presets = PRESETS
     default_preset = "copy-brl"
     is_sized_by_data = True
+    network = EncoderDecoder
+    following = ("eval.copy --workdir {run}", "eval.copy --table {run} --picture {run}/copy.png")
 
     def sized(self, config: CopyConfig, data: TextPairs | None = None) -> CopyConfig:
         """The symbols or the tokenizer, and the two special tokens, decide the size of the vocabulary, and the longest
@@ -68,24 +188,15 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
         model = config.model.for_training(config.data.longest + 1)
         return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=size + SPECIAL))
 
-    def model(self, config: CopyConfig) -> EncoderDecoder:
-        return EncoderDecoder(config.model)
-
     def objective(self, model: EncoderDecoder, config: CopyConfig) -> Objective:
         return copy_objective(model, config.z_loss)
 
-    def batch_shapes(self, config: CopyConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, config: CopyConfig, rows: int) -> dict[str, Any]:
         longest = config.data.longest
-        shapes = {
-            "tokens": (rows, longest + 1),
-            "source": (rows, longest + SPECIAL if config.data.data_dir else longest),
-            "source_lengths": (rows,),
-            "targets": (rows, longest + 1),
-        }
-        return {
-            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()},
-            "weights": jax.ShapeDtypeStruct(shapes["targets"], jnp.float32),
-        }
+        target = (rows, longest + 1)
+        source = (rows, longest + SPECIAL if config.data.data_dir else longest)
+        integers = {"tokens": target, "source": source, "source_lengths": (rows,), "targets": target}
+        return shapes(integers, {"weights": target})
 
     def load(self, config: CopyConfig, splits: Sequence[str]) -> TextPairs | None:
         return load_pairs(config.data, config.loop.workdir, splits) if config.data.data_dir else None
@@ -97,38 +208,17 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
         counts = ", ".join(f"{len(examples):,} pairs {split}" for split, examples in data.examples.items())
         return f"{config.data.data_dir} as {data.tokenizer.description}, {counts}"
 
-    def next_commands(self, config: CopyConfig, data: TextPairs | None) -> Sequence[Sequence[str]]:
-        workdir = config.loop.workdir
-        picture = str(Path(workdir) / "copy.png")
-        return (
-            ("eval.copy", "--workdir", workdir),
-            ("eval.copy", "--table", workdir, "--picture", picture),
-        )
-
-    def training_stream(self, config: CopyConfig, data: TextPairs | None, mesh: Mesh) -> Stream:
-        options: dict[str, Any] = {
-            "batch": config.loop.batch,
-            "seed": config.loop.seed,
-            "rows": host_rows(mesh, config.loop.batch),
-        }
+    def training_batches(self, config: CopyConfig, data: TextPairs | None, **options: Any) -> Stream:
         if data is None:
-            return SymbolStream(config.data, **options)
+            return DrawnBatches(config.data, **options)
         return PairStream(data.examples["train"], buckets=config.data.buckets, **options)
 
-    def held_out(
-        self,
-        config: CopyConfig,
-        data: TextPairs | None,
-        split: str,
-        mesh: Mesh | None = None,
-        lengths: Sequence[int] | None = None,
+    def held_out_batches(
+        self, config: CopyConfig, data: TextPairs | None, split: str, **options: Any
     ) -> HeldOut:
-        """One pass over a split; for symbols, `lengths` are its rows' (see `HeldOutSymbols`)."""
-        batch = config.loop.microbatch
-        rows = None if mesh is None else host_rows(mesh, batch)
         if data is None:
-            return HeldOutSymbols(config.data, split=split, lengths=lengths, batch=batch, rows=rows)
-        return HeldOutPairs(data.examples[split], buckets=config.data.buckets, batch=batch, rows=rows)
+            return HeldOutDrawn(config.data, split=split, **options)
+        return HeldOutPairs(data.examples[split], buckets=config.data.buckets, **options)
 
 
 COPY = CopyTask()

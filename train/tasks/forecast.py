@@ -6,13 +6,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_choice
@@ -32,12 +29,11 @@ from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_ori
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.lm import lm_objective
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 LossKind = Literal["squared", "absolute"]
 Center = Literal["last", "mean", "none"]
@@ -171,6 +167,10 @@ class _SeriesTask(Task[F, Series]):
 
     about = "Trains a forecaster of time series."
     is_sized_by_data = True
+    following = (
+        "eval.forecast --workdir {run}",
+        "eval.forecast --workdir {run} --picture {run}/forecast.png",
+    )
 
     def load(self, config: F, splits: Sequence[str]) -> Series:
         return load_series(config.data)
@@ -187,32 +187,13 @@ class _SeriesTask(Task[F, Series]):
         windows = len(self.origins(config, data, "train", 1))
         return f"{config.data.data}, columns {', '.join(data.columns)}, {windows:,} windows train"
 
-    def next_commands(self, config: F, data: Series) -> Sequence[Sequence[str]]:
-        workdir = config.loop.workdir
-        picture = str(Path(workdir) / "forecast.png")
-        return (
-            ("eval.forecast", "--workdir", workdir),
-            ("eval.forecast", "--workdir", workdir, "--picture", picture),
-        )
+    def training_batches(self, config: F, data: Series, **options: Any) -> WindowStream:
+        origins = self.origins(config, data, "train", 1)
+        return WindowStream(self.windows(config, data), origins, digest=data.digest, **options)
 
-    def training_stream(self, config: F, data: Series, mesh: Mesh) -> WindowStream:
-        return WindowStream(
-            self.windows(config, data),
-            self.origins(config, data, "train", 1),
-            batch=config.loop.batch,
-            seed=config.loop.seed,
-            digest=data.digest,
-            rows=host_rows(mesh, config.loop.batch),
-        )
-
-    def held_out(self, config: F, data: Series, split: str, mesh: Mesh | None = None) -> HeldOutWindows:
-        rows = config.loop.microbatch
-        return HeldOutWindows(
-            self.windows(config, data),
-            self.origins(config, data, split, config.data.valid_stride),
-            batch=rows,
-            rows=None if mesh is None else host_rows(mesh, rows),
-        )
+    def held_out_batches(self, config: F, data: Series, split: str, **options: Any) -> HeldOutWindows:
+        origins = self.origins(config, data, split, config.data.valid_stride)
+        return HeldOutWindows(self.windows(config, data), origins, **options)
 
 
 class ForecastTask(_SeriesTask[ForecastConfig]):
@@ -222,6 +203,7 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
     config_class = ForecastConfig
     presets: Mapping[str, ForecastConfig] = MappingProxyType({"encoder": _ENCODER})
     default_preset = "encoder"
+    network = Regressor
 
     def sized(self, config: ForecastConfig, data: Series | None = None) -> ForecastConfig:
         """The table decides the columns, the windows the length."""
@@ -236,20 +218,13 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
         )
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: ForecastConfig) -> Regressor:
-        return Regressor(config.model)
-
     def objective(self, model: Regressor, config: ForecastConfig) -> Objective:
         return forecast_objective(model, config)
 
-    def batch_shapes(self, config: ForecastConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        length = config.data.lookback + config.data.horizon
-        shapes = {
-            "weights": (rows, length),
-            "values": (rows, length, config.model.num_outputs),
-            "clock": (rows, length, CLOCK),
-        }
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    def batch_shapes(self, config: ForecastConfig, rows: int) -> dict[str, Any]:
+        tokens = (rows, config.data.lookback + config.data.horizon)
+        values = (*tokens, config.model.num_outputs)
+        return shapes({}, {"weights": tokens, "values": values, "clock": (*tokens, CLOCK)})
 
     def windows(self, config: ForecastConfig, series: Series) -> Windows:
         return Windows(series, config.data)
@@ -267,6 +242,7 @@ class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
         {"tokens": _TOKENS, "tokens-kernels": _TOKENS_OF_KERNELS}
     )
     default_preset = "tokens"
+    network = DecoderLM
 
     def sized(self, config: TokenForecastConfig, data: Series | None = None) -> TokenForecastConfig:
         """The bins are the vocabulary."""
@@ -274,17 +250,12 @@ class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
             config, model=dataclasses.replace(config.model, vocab_size=config.data.bins)
         )
 
-    def model(self, config: TokenForecastConfig) -> DecoderLM:
-        return DecoderLM(config.model)
-
     def objective(self, model: DecoderLM, config: TokenForecastConfig) -> Objective:
         return lm_objective(model, config.z_loss)
 
-    def batch_shapes(self, config: TokenForecastConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (rows, config.data.lookback + config.data.horizon - 1)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        weights = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return {"tokens": tokens, "targets": tokens, "weights": weights}
+    def batch_shapes(self, config: TokenForecastConfig, rows: int) -> dict[str, Any]:
+        tokens = (rows, config.data.lookback + config.data.horizon - 1)
+        return shapes({"tokens": tokens, "targets": tokens}, {"weights": tokens})
 
     def windows(self, config: TokenForecastConfig, series: Series) -> TokenWindows:
         return TokenWindows(series, config.data)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig
@@ -18,17 +17,16 @@ from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConf
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.batch import Arrays, HeldOut
+from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
-from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, means, outputs, softmax_loss, weighted_sums
+from train.engine.step import Objective, classification, outputs, softmax_loss, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +131,8 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
     config_class = GlueConfig
     presets = PRESETS
     default_preset = "cola"
+    network = Classifier
+    following = ("eval.glue --workdir {run}",)
 
     def _pretrained(self, config: GlueConfig) -> Any:
         """The configuration of the masked language model.
@@ -161,9 +161,6 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         model = EncoderConfig(**fields).for_training(config.data.length)
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: GlueConfig) -> Classifier:
-        return Classifier(config.model)
-
     def objective(self, model: Classifier, config: GlueConfig) -> Objective:
         def start(params: Any) -> Any:
             if config.from_scratch:
@@ -174,12 +171,9 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
 
         return glue_objective(model, config.data.task, config.z_loss, start)
 
-    def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shapes = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}
-        return {
-            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()},
-            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
-        }
+    def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, Any]:
+        integers = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}
+        return shapes(integers, {"weights": (rows,)})
 
     def load(self, config: GlueConfig, splits: Sequence[str]) -> GlueData:
         if not config.pretrained:
@@ -197,34 +191,12 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
         return f"{config.data.task} of GLUE, {config.data.data_dir}, {counts}"
 
-    def next_commands(self, config: GlueConfig, data: GlueData) -> Sequence[Sequence[str]]:
-        return (("eval.glue", "--workdir", config.loop.workdir),)
+    def training_batches(self, config: GlueConfig, data: GlueData, **options: Any) -> TrainBatches:
+        buckets = default_buckets(config.data.length)
+        return TrainBatches(data.examples["train"], buckets=buckets, **options)
 
-    def training_stream(self, config: GlueConfig, data: GlueData, mesh: Mesh) -> TrainBatches:
-        return TrainBatches(
-            data.examples["train"],
-            batch=config.loop.batch,
-            buckets=default_buckets(config.data.length),
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-        )
-
-    def held_out(
-        self, config: GlueConfig, data: GlueData, split: str, mesh: Mesh | None = None
-    ) -> EvalBatches:
-        rows = config.loop.microbatch
-        return EvalBatches(
-            data.examples[split],
-            batch=rows,
-            buckets=default_buckets(config.data.length),
-            rows=None if mesh is None else host_rows(mesh, rows),
-        )
-
-    def measures(
-        self, config: GlueConfig, data: GlueData, split: str, held_out: HeldOut, sums: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """The loss and the average that chooses checkpoints, of a split."""
-        return means(sums)
+    def held_out_batches(self, config: GlueConfig, data: GlueData, split: str, **options: Any) -> EvalBatches:
+        return EvalBatches(data.examples[split], buckets=default_buckets(config.data.length), **options)
 
     def predict(
         self, config: GlueConfig, model: Classifier, params: Any, data: GlueData, split: str

@@ -20,9 +20,8 @@ from brl_jax.decoding import generate
 from brl_jax.layers.core.modules import LORA
 from brl_jax.models import DecoderLM, huggingface
 from train.data import load
-from train.data.batches import training_batches
 from train.data.corpus import Corpus
-from train.data.dataset import DataConfig
+from train.data.dataset import DataConfig, training_batches
 from train.data.packed import PackedHeldOut, PackedStreams
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer, continuation
@@ -38,7 +37,7 @@ from train.engine.mup import make_rates
 from train.engine.step import Objective, outputs, perplexity
 from train.tasks.conversion import Matching, convert_onto, matching_config
 from train.tasks.lm_config import PRESETS, LmConfig
-from train.tasks.task import Streams, Task
+from train.tasks.task import C, Streams, Task, shapes
 
 # Tokens of held-out text that the sample continues where no prompt is given.
 _SAMPLE_CONTEXT = 64
@@ -112,7 +111,7 @@ def held_out_stream(corpus: Corpus, config: LmConfig, limit: int, mesh: Mesh | N
         batch=rows,
         length=config.loop.length,
         limit=limit or None,
-        rows=None if mesh is None else host_rows(mesh, rows),
+        rows=host_rows(mesh, rows),
     )
 
 
@@ -146,7 +145,18 @@ def vocabulary_of(config: DataConfig, data: LmData | None) -> int:
     return vocabulary(config.tokenizer)
 
 
-class LmTask(Task[LmConfig, LmData]):
+class TextTask(Task[C, LmData]):
+    """What tasks on a text have in common: evaluations on the way may read a part of the held-out text only."""
+
+    is_sized_by_data = True
+
+    def streams(self, config: Any, data: LmData, mesh: Mesh) -> Streams:
+        held_out = self.held_out(config, data, "valid", mesh, limit=config.loop.eval_tokens)
+        whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
+        return Streams(self.training_stream(config, data, mesh), held_out, whole)
+
+
+class LmTask(TextTask[LmConfig]):
     """Next-token prediction; the memory of a row is carried from batch to batch."""
 
     name = "lm"
@@ -154,7 +164,7 @@ class LmTask(Task[LmConfig, LmData]):
     config_class = LmConfig
     presets = PRESETS
     default_preset = "stdlib"
-    is_sized_by_data = True
+    network = DecoderLM
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
         """The tokenizer decides the size of the vocabulary unless the weights do, and the length of the rows what
@@ -171,9 +181,6 @@ class LmTask(Task[LmConfig, LmData]):
         model = dataclasses.replace(config.model.for_training(config.loop.length), vocab_size=size)
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: LmConfig) -> DecoderLM:
-        return DecoderLM(config.model)
-
     def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
         if config.convert_from:
             return lm_objective(model, config.z_loss, functools.partial(convert_onto, config))
@@ -185,12 +192,11 @@ class LmTask(Task[LmConfig, LmData]):
         matching = matching_config(config)
         return None if matching is None else (LM_MATCHING, matching)
 
-    def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
+    def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, Any]:
+        tokens = (rows, config.loop.length)
         if not keeps_documents(config):
-            return {"tokens": tokens, "targets": tokens}
-        weights = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
-        return {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "weights": weights}
+            return shapes({"tokens": tokens, "targets": tokens}, {})
+        return shapes({"tokens": tokens, "targets": tokens, "segment_ids": tokens}, {"weights": tokens})
 
     def row_length(self, config: LmConfig) -> int:
         return config.loop.length
@@ -206,31 +212,20 @@ class LmTask(Task[LmConfig, LmData]):
         prompt = _sample_prompt(config, tokenizer, corpora["valid"]) if "train" in splits else None
         return LmData(tokenizer, corpora, prompt)
 
-    def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> Stream:
+    def training_batches(self, config: LmConfig, data: LmData, **options: Any) -> Stream:
         batches = PackedStreams if keeps_documents(config) else training_batches
-        return batches(
-            data.corpora["train"],
-            batch=config.loop.batch,
-            length=config.loop.length,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-        )
+        return batches(data.corpora["train"], length=config.loop.length, **options)
 
-    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> HeldOut:
-        return self._pass(config, data.corpora[split], 0, mesh)
-
-    def _pass(self, config: LmConfig, corpus: Corpus, limit: int, mesh: Mesh | None) -> HeldOut:
+    def held_out(  # type: ignore[override]
+        self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None, *, limit: int = 0
+    ) -> HeldOut:
+        """One pass over a split, or its first `limit` tokens (0: all); on a mesh, the rows of this process."""
         if not keeps_documents(config):
-            return held_out_stream(corpus, config, limit, mesh)
-        rows = config.loop.microbatch
-        own = None if mesh is None else host_rows(mesh, rows)
-        return PackedHeldOut(corpus, batch=rows, length=config.loop.length, limit=limit or None, rows=own)
+            return held_out_stream(data.corpora[split], config, limit, mesh)
+        return super().held_out(config, data, split, mesh, limit=limit or None)
 
-    def streams(self, config: LmConfig, data: LmData, mesh: Mesh) -> Streams:
-        """Evaluations on the way may read a part of the held-out text only."""
-        held_out = self._pass(config, data.corpora["valid"], config.loop.eval_tokens, mesh)
-        whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
-        return Streams(self.training_stream(config, data, mesh), held_out, whole)
+    def held_out_batches(self, config: LmConfig, data: LmData, split: str, **options: Any) -> HeldOut:
+        return PackedHeldOut(data.corpora[split], length=config.loop.length, **options)
 
     def measures(
         self, config: LmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
-from train.data.lra import load
-from train.data.lra.batches import EvalBatches, TrainBatches
+from train.data.lra.batches import EvalBatches
 from train.data.lra.tasks import LRA_TASKS
 from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError
@@ -23,12 +21,12 @@ from train.engine.metrics import log
 from train.engine.mup import make_rates
 from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraConfig, for_rows
-from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
+from train.tasks.lra_data import ArenaTask, LraData
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_head import fitted_head
 from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 # Fields of the network that may differ from the run that it starts from: they change no parameter of the
 # encoder, or the task decides them.
@@ -58,7 +56,7 @@ def lra_objective(
     return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=rates, start=start)
 
 
-class LraTask(Task[LraConfig, LraData]):
+class LraTask(ArenaTask[LraConfig]):
     """Classification of whole sequences, or of pairs of them."""
 
     name = "lra"
@@ -66,6 +64,7 @@ class LraTask(Task[LraConfig, LraData]):
     config_class = LraConfig
     presets = PRESETS
     default_preset = "listops"
+    following = ("eval.lra --workdir {run}", "eval.lra --table {run}")
 
     def sized(self, config: LraConfig, data: LraData | None = None) -> LraConfig:
         """The arena's task decides the tokens and the classes; a run that this one starts from may have a mask more."""
@@ -146,30 +145,10 @@ class LraTask(Task[LraConfig, LraData]):
         except ValueError as error:
             raise UserError(f"--fit_head: {error}") from error
 
-    def batch_shapes(self, config: LraConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        pairs = (2,) if LRA_TASKS[config.data.task].is_pair else ()
-        shapes = {"tokens": (rows, *pairs, config.data.padded_lengths[-1]), "lengths": (rows, *pairs)}
-        shapes |= {"targets": (rows,), "weights": (rows,)}
-        return {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32)
-            for name, shape in shapes.items()
-        }
-
-    def load(self, config: LraConfig, splits: Sequence[str]) -> LraData:
-        return LraData(*load(config.data, config.loop.workdir, splits))
-
-    def describe_data(self, config: LraConfig, data: LraData) -> str:
-        return described(config.data, data)
-
-    def next_commands(self, config: LraConfig, data: LraData) -> Sequence[Sequence[str]]:
-        workdir = config.loop.workdir
-        return ("eval.lra", "--workdir", workdir), ("eval.lra", "--table", workdir)
-
-    def training_stream(self, config: LraConfig, data: LraData, mesh: Mesh) -> TrainBatches:
-        return training_batches(config.loop, config.data, data, mesh)
-
-    def held_out(self, config: LraConfig, data: LraData, split: str, mesh: Mesh | None = None) -> EvalBatches:
-        return held_out_batches(config.loop, config.data, data, split, mesh)
+    def batch_shapes(self, config: LraConfig, rows: int) -> dict[str, Any]:
+        sequences = (rows, 2) if LRA_TASKS[config.data.task].is_pair else (rows,)
+        tokens = (*sequences, config.data.padded_lengths[-1])
+        return shapes({"tokens": tokens, "lengths": sequences, "targets": (rows,)}, {"weights": (rows,)})
 
     def measures(
         self, config: LraConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]

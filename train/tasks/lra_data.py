@@ -1,18 +1,14 @@
-"""The batches of a run on a task of the Long Range Arena, for classifiers and for their pretraining."""
+"""What runs on a task of the Long Range Arena have in common, classifiers and their pretraining: the data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
-from train.data.lra import Source
 from train.data.lra.batches import EvalBatches, TrainBatches
-from train.data.lra.examples import Examples
-from train.data.lra.tasks import LraDataConfig
-from train.engine.config import LoopConfig
-from train.engine.mesh import host_rows
+from train.data.lra.examples import Examples, Source
+from train.data.lra.tasks import load
+from train.tasks.task import C, Task
 
 
 class LraData(NamedTuple):
@@ -22,31 +18,18 @@ class LraData(NamedTuple):
     examples: Mapping[str, Examples]
 
 
-def described(config: LraDataConfig, data: LraData) -> str:
-    """The data of a run in a few words."""
-    counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
-    return f"{config.task}, {data.source.name}, {counts}"
+class ArenaTask(Task[C, LraData]):
+    """A task on the sequences of the arena."""
 
+    def load(self, config: C, splits: Sequence[str]) -> LraData:
+        return LraData(*load(config.data, config.loop.workdir, splits))
 
-def training_batches(loop: LoopConfig, config: LraDataConfig, data: LraData, mesh: Mesh) -> TrainBatches:
-    """The training batches; those rows that belong to this process."""
-    return TrainBatches(
-        data.examples["train"],
-        batch=loop.batch,
-        buckets=config.padded_lengths,
-        seed=loop.seed,
-        rows=host_rows(mesh, loop.batch),
-    )
+    def describe_data(self, config: C, data: LraData) -> str:
+        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
+        return f"{config.data.task}, {data.source.name}, {counts}"
 
+    def training_batches(self, config: C, data: LraData, **options: Any) -> Any:
+        return TrainBatches(data.examples["train"], buckets=config.data.padded_lengths, **options)
 
-def held_out_batches(
-    loop: LoopConfig, config: LraDataConfig, data: LraData, split: str, mesh: Mesh | None
-) -> EvalBatches:
-    """One pass over a split; on a mesh, those rows that belong to this process."""
-    rows = loop.microbatch
-    return EvalBatches(
-        data.examples[split],
-        batch=rows,
-        buckets=config.padded_lengths,
-        rows=None if mesh is None else host_rows(mesh, rows),
-    )
+    def held_out_batches(self, config: C, data: LraData, split: str, **options: Any) -> Any:
+        return EvalBatches(data.examples[split], buckets=config.data.padded_lengths, **options)

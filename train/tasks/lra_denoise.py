@@ -11,25 +11,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-
 from brl_jax.fields import Range
 from brl_jax.models import MaskedLM
-from train.data.lra import load
 from train.data.lra.tasks import LRA_TASKS
-from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
+from train.data.masking import MaskedBatches, MaskedHeldOut
 from train.engine.batch import HeldOut
 from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.mesh import host_rows
 from train.engine.step import Objective, means, perplexity
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
-from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
-from train.tasks.mlm import mlm_objective
-from train.tasks.task import Task
+from train.tasks.lra_data import ArenaTask, LraData
+from train.tasks.mlm import masked_shapes, mlm_objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +59,7 @@ def _preset(task: str) -> DenoiseConfig:
 PRETRAINING = {f"denoise-{task}": _preset(task) for task in LRA_TASKS if not LRA_TASKS[task].is_pair}
 
 
-class LraDenoiseTask(Task[DenoiseConfig, LraData]):
+class LraDenoiseTask(ArenaTask[DenoiseConfig]):
     """Masked tokens of the sequences of one task, whose labels are not read."""
 
     name = "lra_denoise"
@@ -74,6 +67,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
     config_class = DenoiseConfig
     presets = PRETRAINING
     default_preset = "denoise-listops"
+    network = MaskedLM
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
         """The arena's task decides the tokens; the mask is one more."""
@@ -83,48 +77,25 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
         )
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: DenoiseConfig) -> MaskedLM:
-        return MaskedLM(config.model)
-
     def objective(self, model: MaskedLM, config: DenoiseConfig) -> Objective:
         return mlm_objective(model, config.z_loss)
 
-    def batch_shapes(self, config: DenoiseConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        length = config.data.padded_lengths[-1]
-        asked = (rows, num_asked(length, config.data.mask_share))
-        return {
-            "tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32),
-            "places": jax.ShapeDtypeStruct(asked, jnp.int32),
-            "targets": jax.ShapeDtypeStruct(asked, jnp.int32),
-            "weights": jax.ShapeDtypeStruct(asked, jnp.float32),
-            "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
-        }
-
-    def load(self, config: DenoiseConfig, splits: Sequence[str]) -> LraData:
-        return LraData(*load(config.data, config.loop.workdir, splits))
-
-    def describe_data(self, config: DenoiseConfig, data: LraData) -> str:
-        return described(config.data, data)
+    def batch_shapes(self, config: DenoiseConfig, rows: int) -> dict[str, Any]:
+        return masked_shapes(rows, config.data.padded_lengths[-1], config.data.mask_share)
 
     def _masking(self, config: DenoiseConfig) -> dict[str, Any]:
         size = LRA_TASKS[config.data.task].vocab_size
         return {"vocab_size": size, "mask": size, "share": config.data.mask_share}
 
-    def training_stream(self, config: DenoiseConfig, data: LraData, mesh: Mesh) -> MaskedBatches:
-        return MaskedBatches(
-            training_batches(config.loop, config.data, data, mesh),
-            batch=config.loop.batch,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-            **self._masking(config),
-        )
+    def training_batches(self, config: DenoiseConfig, data: LraData, **options: Any) -> MaskedBatches:
+        batches = super().training_batches(config, data, **options)
+        return MaskedBatches(batches, **options, **self._masking(config))
 
-    def held_out(
-        self, config: DenoiseConfig, data: LraData, split: str, mesh: Mesh | None = None
+    def held_out_batches(
+        self, config: DenoiseConfig, data: LraData, split: str, **options: Any
     ) -> MaskedHeldOut:
-        rows = None if mesh is None else host_rows(mesh, config.loop.microbatch)
-        batches = held_out_batches(config.loop, config.data, data, split, mesh)
-        return MaskedHeldOut(batches, rows=rows, **self._masking(config))
+        batches = super().held_out_batches(config, data, split, **options)
+        return MaskedHeldOut(batches, rows=options["rows"], **self._masking(config))
 
     def measures(
         self, config: DenoiseConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]

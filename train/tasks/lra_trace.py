@@ -12,14 +12,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import TokenClassifier
-from train.data.lra import load
-from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.lra.tasks import LRA_TASKS
 from train.engine.batch import Arrays, HeldOut
 from train.engine.config import RunConfig
@@ -28,8 +24,8 @@ from train.engine.fields import Decided, Flat
 from train.engine.mup import make_rates
 from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
-from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
-from train.tasks.task import Task
+from train.tasks.lra_data import ArenaTask, LraData
+from train.tasks.task import shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +80,7 @@ def trace_objective(model: TokenClassifier, z_loss: float = 0.0) -> Objective:
     return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=make_rates(model.config))
 
 
-class LraTraceTask(Task[TraceConfig, LraData]):
+class LraTraceTask(ArenaTask[TraceConfig]):
     """The pixels of generated images of pathfinder, each with its own class."""
 
     name = "lra_trace"
@@ -92,6 +88,7 @@ class LraTraceTask(Task[TraceConfig, LraData]):
     config_class = TraceConfig
     presets = TRACING
     default_preset = "trace-pathfinder"
+    network = TokenClassifier
 
     def sized(self, config: TraceConfig, data: LraData | None = None) -> TraceConfig:
         """The arena's task decides the tokens; a lit pixel is of one of two classes."""
@@ -99,36 +96,12 @@ class LraTraceTask(Task[TraceConfig, LraData]):
         model = for_rows(config.data, config.model, vocab_size=vocab_size, num_classes=2)
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: TraceConfig) -> TokenClassifier:
-        return TokenClassifier(config.model)
-
     def objective(self, model: TokenClassifier, config: TraceConfig) -> Objective:
         return trace_objective(model, config.z_loss)
 
-    def batch_shapes(self, config: TraceConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shapes = {
-            "tokens": (rows, 2, config.data.padded_lengths[-1]),
-            "lengths": (rows, 2),
-            "targets": (rows,),
-        }
-        return {
-            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()},
-            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
-        }
-
-    def load(self, config: TraceConfig, splits: Sequence[str]) -> LraData:
-        return LraData(*load(config.data, config.loop.workdir, splits))
-
-    def describe_data(self, config: TraceConfig, data: LraData) -> str:
-        return described(config.data, data)
-
-    def training_stream(self, config: TraceConfig, data: LraData, mesh: Mesh) -> TrainBatches:
-        return training_batches(config.loop, config.data, data, mesh)
-
-    def held_out(
-        self, config: TraceConfig, data: LraData, split: str, mesh: Mesh | None = None
-    ) -> EvalBatches:
-        return held_out_batches(config.loop, config.data, data, split, mesh)
+    def batch_shapes(self, config: TraceConfig, rows: int) -> dict[str, Any]:
+        tokens = (rows, 2, config.data.padded_lengths[-1])
+        return shapes({"tokens": tokens, "lengths": (rows, 2), "targets": (rows,)}, {"weights": (rows,)})
 
     def measures(
         self, config: TraceConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]

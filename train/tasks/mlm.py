@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -27,9 +26,7 @@ from brl_jax.layers import (
 from brl_jax.models import EncoderConfig, MaskedLM
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.data import load
-from train.data.batches import batches_by_number
-from train.data.corpus import Corpus
-from train.data.dataset import DataConfig
+from train.data.dataset import DataConfig, training_batches
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
 from train.engine.batch import Arrays, HeldOut
@@ -40,9 +37,9 @@ from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, means, outputs, perplexity, weighted_sums
-from train.tasks.lm import LmData, vocabulary_of
+from train.tasks.lm import LmData, TextTask, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
-from train.tasks.task import Streams, Task
+from train.tasks.task import shapes
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
 MASK, SEPARATOR, SPECIAL = 0, 1, 2
@@ -230,7 +227,14 @@ def mlm_objective(model: MaskedLM, z_loss: float = 0.0) -> Objective:
     return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
 
 
-class MlmTask(Task[MlmConfig, LmData]):
+def masked_shapes(rows: int, length: int, share: float) -> dict[str, Any]:
+    """The arrays of a batch of `train.data.masking.mask_tokens`."""
+    asked = (rows, num_asked(length, share))
+    integers = {"tokens": (rows, length), "places": asked, "targets": asked, "lengths": (rows,)}
+    return shapes(integers, {"weights": asked})
+
+
+class MlmTask(TextTask[MlmConfig]):
     """Masked language modeling; rows are pieces of the text, without memory, whose documents may be kept apart."""
 
     name = "mlm"
@@ -238,7 +242,8 @@ class MlmTask(Task[MlmConfig, LmData]):
     config_class = MlmConfig
     presets = PRESETS
     default_preset = "mlm"
-    is_sized_by_data = True
+    network = MaskedLM
+    following = ("eval.mlm --workdir {run}",)
 
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
         """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
@@ -253,24 +258,12 @@ class MlmTask(Task[MlmConfig, LmData]):
             pack = "always" if config.model.packs and many else "never"
         return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, pack=pack))
 
-    def model(self, config: MlmConfig) -> MaskedLM:
-        return MaskedLM(config.model)
-
     def objective(self, model: MaskedLM, config: MlmConfig) -> Objective:
         return mlm_objective(model, config.z_loss)
 
-    def batch_shapes(self, config: MlmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        asked = (rows, num_asked(config.loop.length, config.data.mask_share))
-        tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
-        packing = {} if config.data.pack == "never" else {"segment_ids": tokens}
-        return {
-            "tokens": tokens,
-            "places": jax.ShapeDtypeStruct(asked, jnp.int32),
-            "targets": jax.ShapeDtypeStruct(asked, jnp.int32),
-            "weights": jax.ShapeDtypeStruct(asked, jnp.float32),
-            "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
-            **packing,
-        }
+    def batch_shapes(self, config: MlmConfig, rows: int) -> dict[str, Any]:
+        masked = masked_shapes(rows, config.loop.length, config.data.mask_share)
+        return masked if config.data.pack == "never" else masked | {"segment_ids": masked["tokens"]}
 
     def load(self, config: MlmConfig, splits: Sequence[str]) -> LmData:
         tokenizer, corpora = load(config.data, config.loop.workdir, splits)
@@ -282,45 +275,25 @@ class MlmTask(Task[MlmConfig, LmData]):
         size = data.tokenizer.vocab_size
         return {"vocab_size": size, "mask": size + MASK, "share": config.data.mask_share}
 
-    def training_stream(self, config: MlmConfig, data: LmData, mesh: Mesh) -> MaskedBatches:
-        options: dict[str, Any] = {
-            "batch": config.loop.batch,
-            "seed": config.loop.seed,
-            "rows": host_rows(mesh, config.loop.batch),
-        }
-        rows = batches_by_number(
-            data.corpora["train"],
-            length=config.loop.length,
-            segments=config.data.pack != "never",
-            **options,
+    def training_batches(self, config: MlmConfig, data: LmData, **options: Any) -> MaskedBatches:
+        segments = config.data.pack != "never"
+        rows: Any = training_batches(
+            data.corpora["train"], length=config.loop.length, segments=segments, **options
         )
         return MaskedBatches(rows, **options, **self._masking(config, data))
 
-    def _text(
-        self, config: MlmConfig, data: LmData, corpus: Corpus, limit: int, mesh: Mesh | None
-    ) -> MaskedHeldOut:
-        rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
-        own = None if mesh is None else host_rows(mesh, rows)
-        text = EvalStream(
-            corpus,
-            batch=rows,
-            length=config.loop.length,
-            limit=limit or None,
-            rows=own,
-            segments=config.data.pack != "never",
-        )
-        return MaskedHeldOut(text, rows=own, **self._masking(config, data))
+    def held_out(  # type: ignore[override]
+        self, config: MlmConfig, data: LmData, split: str, mesh: Mesh | None = None, *, limit: int = 0
+    ) -> HeldOut:
+        """One pass over a split, or its first `limit` tokens (0: all); on a mesh, the rows of this process."""
+        batch = max(1, min(config.loop.microbatch, len(data.corpora[split].tokens) // config.loop.length))
+        options = {"batch": batch, "rows": host_rows(mesh, batch), "limit": limit or None}
+        return self.held_out_batches(config, data, split, **options)
 
-    def held_out(
-        self, config: MlmConfig, data: LmData, split: str, mesh: Mesh | None = None
-    ) -> MaskedHeldOut:
-        return self._text(config, data, data.corpora[split], 0, mesh)
-
-    def streams(self, config: MlmConfig, data: LmData, mesh: Mesh) -> Streams:
-        """Evaluations on the way may read a part of the held-out text only."""
-        held_out = self._text(config, data, data.corpora["valid"], config.loop.eval_tokens, mesh)
-        whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
-        return Streams(self.training_stream(config, data, mesh), held_out, whole)
+    def held_out_batches(self, config: MlmConfig, data: LmData, split: str, **options: Any) -> MaskedHeldOut:
+        segments = config.data.pack != "never"
+        text = EvalStream(data.corpora[split], length=config.loop.length, segments=segments, **options)
+        return MaskedHeldOut(text, rows=options["rows"], **self._masking(config, data))
 
     def measures(
         self, config: MlmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]
@@ -339,9 +312,6 @@ class MlmTask(Task[MlmConfig, LmData]):
         documents = sum(len(corpus.starts) for corpus in data.corpora.values())
         packed = "" if config.data.pack == "never" else f", rows of {documents:,} documents kept apart"
         return f"{config.data.data} as {data.tokenizer.description}, {counts}{packed}"
-
-    def next_commands(self, config: MlmConfig, data: LmData) -> Sequence[Sequence[str]]:
-        return (("eval.mlm", "--workdir", config.loop.workdir),)
 
 
 MLM = MlmTask()

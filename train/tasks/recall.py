@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from brl_jax.layers import (
@@ -29,12 +27,11 @@ from brl_jax.layers import (
     RWKV7Config,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
+from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.recall import (
     Case,
-    HeldOutRecall,
     Kind,
     RecallDataConfig,
-    RecallStream,
     blind_accuracy,
     num_answers,
 )
@@ -43,12 +40,11 @@ from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Decided, Flat
-from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, make_eval_step, means, outputs, weighted_sums
 from train.tasks.conversion import ConvertibleConfig, Matching, convert_onto, matching_config
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +170,8 @@ class RecallTask(Task[RecallConfig, None]):
     config_class = RecallConfig
     presets = PRESETS
     default_preset = "brl"
+    network = DecoderLM
+    following = ("eval.recall --workdir {run}", "eval.recall --table {run} --picture {run}/recall.png")
 
     def sized(self, config: RecallConfig, data: None = None) -> RecallConfig:
         """The rows decide the vocabulary, and what follows their length."""
@@ -186,9 +184,6 @@ class RecallTask(Task[RecallConfig, None]):
             )
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: RecallConfig) -> DecoderLM:
-        return DecoderLM(config.model)
-
     def objective(self, model: DecoderLM, config: RecallConfig) -> Objective:
         objective = recall_objective(model, config.z_loss)
         if not config.convert_from:
@@ -199,15 +194,10 @@ class RecallTask(Task[RecallConfig, None]):
         matching = matching_config(config)
         return None if matching is None else (RECALL_MATCHING, matching)
 
-    def batch_shapes(self, config: RecallConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, config: RecallConfig, rows: int) -> dict[str, Any]:
         length, pairs = max(config.data.cases)
-        answers = jax.ShapeDtypeStruct((rows, pairs), jnp.int32)
-        return {
-            "tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32),
-            "places": answers,
-            "targets": answers,
-            "weights": jax.ShapeDtypeStruct((rows, pairs), jnp.float32),
-        }
+        answers = (rows, pairs)
+        return shapes({"tokens": (rows, length), "places": answers, "targets": answers}, {"weights": answers})
 
     def load(self, config: RecallConfig, splits: Sequence[str]) -> None:
         return None
@@ -216,29 +206,11 @@ class RecallTask(Task[RecallConfig, None]):
         cases = ", ".join(f"{length} tokens with {pairs} records" for length, pairs in config.data.cases)
         return f"{config.data.kind}, drawn while training: {cases}"
 
-    def next_commands(self, config: RecallConfig, data: None) -> Sequence[Sequence[str]]:
-        workdir = config.loop.workdir
-        picture = str(Path(workdir) / "recall.png")
-        return (
-            ("eval.recall", "--workdir", workdir),
-            ("eval.recall", "--table", workdir, "--picture", picture),
-        )
+    def training_batches(self, config: RecallConfig, data: None, **options: Any) -> DrawnBatches:
+        return DrawnBatches(config.data, **options)
 
-    def training_stream(self, config: RecallConfig, data: None, mesh: Mesh) -> RecallStream:
-        return RecallStream(
-            config.data,
-            batch=config.loop.batch,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-        )
-
-    def held_out(
-        self, config: RecallConfig, data: None, split: str, mesh: Mesh | None = None
-    ) -> HeldOutRecall:
-        rows = config.loop.microbatch
-        return HeldOutRecall(
-            config.data, batch=rows, split=split, rows=None if mesh is None else host_rows(mesh, rows)
-        )
+    def held_out_batches(self, config: RecallConfig, data: None, split: str, **options: Any) -> HeldOutDrawn:
+        return HeldOutDrawn(config.data, split=split, **options)
 
     def measure(
         self, config: RecallConfig, model: DecoderLM, params: Any, data: None, split: str
@@ -256,7 +228,7 @@ class RecallTask(Task[RecallConfig, None]):
         eval_step = jax.jit(make_eval_step(objective))
         measured = []
         for case in cases:
-            rows = HeldOutRecall(config.data, batch=config.loop.microbatch, split=split, cases=[case])
+            rows = HeldOutDrawn(config.data, batch=config.loop.microbatch, split=split, cases=[case])
             sums = evaluate(eval_step, objective, params, rows)
             assert sums is not None
             measured.append(

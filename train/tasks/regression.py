@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, Mechanism
 from brl_jax.models import Regressor, RegressorConfig
-from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, PromptStream, least_squares_errors
+from train.data.drawn import DrawnBatches
+from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, least_squares_errors
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs, weighted_sums
-from train.tasks.task import Task
+from train.tasks.task import Task, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +171,11 @@ class RegressionTask(Task[RegressionConfig, None]):
     config_class = RegressionConfig
     presets = PRESETS
     default_preset = "btt-8"
+    network = Regressor
+    following = (
+        "eval.regression --workdir {run}",
+        "eval.regression --table {run} --picture {run}/regression.png",
+    )
 
     def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
         """The prompts decide the inputs and the length."""
@@ -181,16 +184,12 @@ class RegressionTask(Task[RegressionConfig, None]):
         )
         return dataclasses.replace(config, model=model)
 
-    def model(self, config: RegressionConfig) -> Regressor:
-        return Regressor(config.model)
-
     def objective(self, model: Regressor, config: RegressionConfig) -> Objective:
         return regression_objective(model, config.data.prompt)
 
-    def batch_shapes(self, config: RegressionConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (rows, config.data.pairs)
-        y = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return {"y": y, "weights": y, "x": jax.ShapeDtypeStruct((*shape, config.data.input_dim), jnp.float32)}
+    def batch_shapes(self, config: RegressionConfig, rows: int) -> dict[str, Any]:
+        y = (rows, config.data.pairs)
+        return shapes({}, {"y": y, "weights": y, "x": (*y, config.data.input_dim)})
 
     def load(self, config: RegressionConfig, splits: Sequence[str]) -> None:
         return None
@@ -198,29 +197,13 @@ class RegressionTask(Task[RegressionConfig, None]):
     def describe_data(self, config: RegressionConfig, data: None) -> str:
         return f"drawn while training, {config.data.pairs} pairs of {config.data.input_dim} numbers and one"
 
-    def next_commands(self, config: RegressionConfig, data: None) -> Sequence[Sequence[str]]:
-        workdir = config.loop.workdir
-        picture = str(Path(workdir) / "regression.png")
-        return (
-            ("eval.regression", "--workdir", workdir),
-            ("eval.regression", "--table", workdir, "--picture", picture),
-        )
+    def training_batches(self, config: RegressionConfig, data: None, **options: Any) -> DrawnBatches:
+        return DrawnBatches(config.data, **options)
 
-    def training_stream(self, config: RegressionConfig, data: None, mesh: Mesh) -> PromptStream:
-        return PromptStream(
-            config.data,
-            batch=config.loop.batch,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-        )
-
-    def held_out(
-        self, config: RegressionConfig, data: None, split: str, mesh: Mesh | None = None
+    def held_out_batches(
+        self, config: RegressionConfig, data: None, split: str, **options: Any
     ) -> HeldOutPrompts:
-        rows = config.loop.microbatch
-        return HeldOutPrompts(
-            config.data, batch=rows, split=split, rows=None if mesh is None else host_rows(mesh, rows)
-        )
+        return HeldOutPrompts(config.data, split=split, **options)
 
     def measure(
         self, config: RegressionConfig, model: Regressor, params: Any, data: None, split: str

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from train.engine.batch import HeldOut, Stream
@@ -24,6 +25,7 @@ from train.engine.config_file import differences, from_json, read_values, to_jso
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Mark, marked
+from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.step import Objective, make_eval_step, means
 
@@ -39,6 +41,14 @@ class Streams(NamedTuple):
     full_held_out: HeldOut
 
 
+def shapes(integers: Mapping[str, Sequence[int]], floats: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The arrays of a batch, int32 and float32."""
+    kinds = (jnp.int32, integers), (jnp.float32, floats)
+    return {
+        name: jax.ShapeDtypeStruct(tuple(shape), kind) for kind, of in kinds for name, shape in of.items()
+    }
+
+
 class Task(abc.ABC, Generic[C, D]):
     """One kind of run.
 
@@ -50,6 +60,9 @@ class Task(abc.ABC, Generic[C, D]):
       config_class: the class of its configuration; no other task has it.
       presets: named configurations; default_preset: the one used when the command line names none.
       is_sized_by_data: whether `sized` needs the data; if not, the model is checked before the data are read.
+      network: makes the network from the configuration's `model`.
+      following: the commands to run when training is done, on the run's folder {run}: how to measure it, and how to see
+        what it learnt.
     """
 
     name: str
@@ -58,6 +71,8 @@ class Task(abc.ABC, Generic[C, D]):
     presets: Mapping[str, C]
     default_preset: str
     is_sized_by_data: bool = False
+    network: Any
+    following: Sequence[str] = ()
 
     @abc.abstractmethod
     def sized(self, config: C, data: D | None = None) -> C:
@@ -70,9 +85,9 @@ class Task(abc.ABC, Generic[C, D]):
           UserError: without the data, the sizes cannot be known.
         """
 
-    @abc.abstractmethod
     def model(self, config: C) -> Any:
         """The network of a configuration (from `sized`). Raises ValueError if its parts don't fit each other."""
+        return self.network(config.model)
 
     @abc.abstractmethod
     def objective(self, model: Any, config: C) -> Objective:
@@ -91,12 +106,32 @@ class Task(abc.ABC, Generic[C, D]):
         """
 
     @abc.abstractmethod
-    def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
-        """The training batches; those rows that belong to this process (`train.engine.mesh.host_rows`)."""
+    def training_batches(self, config: C, data: D, **options: Any) -> Stream:
+        """Endless training batches.
+
+        Args:
+          options: batch, the rows of all processes together; seed; and rows, the indices of those to give.
+        """
 
     @abc.abstractmethod
-    def held_out(self, config: C, data: D, split: str, mesh: Mesh | None = None) -> HeldOut:
-        """One pass over the valid or test split; on a mesh, those rows that belong to this process."""
+    def held_out_batches(self, config: C, data: D, split: str, **options: Any) -> HeldOut:
+        """One pass over the valid or test split.
+
+        Args:
+          options: batch and rows, as for `training_batches`.
+        """
+
+    def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
+        """The training batches; those rows that belong to this process."""
+        batch = config.loop.batch
+        return self.training_batches(
+            config, data, batch=batch, seed=config.loop.seed, rows=host_rows(mesh, batch)
+        )
+
+    def held_out(self, config: C, data: D, split: str, mesh: Mesh | None = None, **options: Any) -> HeldOut:
+        """One pass over the valid or test split, in microbatches; on a mesh, those rows that belong to this process."""
+        batch = config.loop.microbatch
+        return self.held_out_batches(config, data, split, batch=batch, rows=host_rows(mesh, batch), **options)
 
     def before(self, config: C) -> tuple[Task[C, D], C] | None:
         """A run that has to end before this one begins, as this one starts from it."""
@@ -120,9 +155,8 @@ class Task(abc.ABC, Generic[C, D]):
         return self.name
 
     def next_commands(self, config: C, data: D) -> Sequence[Sequence[str]]:
-        """What to run when training is done, each a module and its arguments: how to measure the run, and how to see
-        what it learnt."""
-        return ()
+        """`following`, each a module and its arguments."""
+        return [[word.format(run=config.loop.workdir) for word in line.split()] for line in self.following]
 
     def finish(self, config: C, data: D, model: Any, params: Any, mesh: Mesh) -> None:
         """Called at the end of training."""

@@ -19,7 +19,7 @@ from brl_jax.attention.compressed.compress import (
     difference,
     per_head,
 )
-from brl_jax.attention.compressed.windows import block_windows
+from brl_jax.attention.compressed.xla_blocks import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import check_within, require

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from brl_jax.attention.compressed.windows import block_windows
+from brl_jax.attention.compressed.xla_blocks import block_windows
 from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.dispatch import Backend, bias_unsupported
 from brl_jax.attention.core.triton import triton_backend

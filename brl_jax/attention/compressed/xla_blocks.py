@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import xla
-from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.scores import Score
 from brl_jax.attention.core.softmax import MASKED
 from brl_jax.attention.core.varying import vary_like
@@ -161,3 +160,19 @@ def _span(array: Array, step: Any, o: _Options) -> Array:
 
 def _windows(span: Array, o: _Options) -> Array:
     return block_windows(span, blocks=o.group, block_size=o.block_size, history_size=o.history_size)
+
+
+def block_windows(
+    x: Float[Array, "B S N H"], *, blocks: int, block_size: int, history_size: int
+) -> Float[Array, "BC history N H"]:
+    """The tokens [c * block_size, c * block_size + history_size) of each block c, as a separate row of the batch."""
+    if blocks == 1:
+        return x[:, :history_size]
+    needed = history_size + (blocks - 1) * block_size
+    # Concatenate shifted whole blocks: the windows overlap, and the gradient of a strided gather would be a scatter.
+    shifts = -(-history_size // block_size)
+    lead = shifts * block_size - history_size
+    x = jnp.pad(x[:, :needed], ((0, 0), (lead, 0), (0, 0), (0, 0)))
+    x = rearrange(x, "b (c t) n h -> b c t n h", t=block_size)
+    x = jnp.concatenate([x[:, s : s + blocks] for s in range(shifts)], axis=2)
+    return rearrange(x[:, :, lead:], "b c s n h -> (b c) s n h")

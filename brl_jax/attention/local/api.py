@@ -39,9 +39,8 @@ from brl_jax.attention.core.dispatch import (
 from brl_jax.attention.core.on_mesh import Cut
 from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
-from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.generation import LocalState, continue_from
-from brl_jax.attention.local.patterns import Pattern, SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, Pattern, PatternCall, SlidingWindow
 from brl_jax.fields import Natural, Positive
 
 

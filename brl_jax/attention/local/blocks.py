@@ -19,8 +19,8 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.products import CACHE_BYTES, Product
 from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, softmax_gradient
-from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.parts import Part
+from brl_jax.attention.local.patterns import CallArrays, PatternCall
 
 
 class Block(NamedTuple):

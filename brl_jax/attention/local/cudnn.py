@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.by_platform import Form, gradient_of_known
 from brl_jax.attention.core.cudnn import Found, attention, cudnn_unsupported
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 
 
 def unsupported(call: PatternCall, x: CallArrays) -> str | None:

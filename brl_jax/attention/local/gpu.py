@@ -8,9 +8,8 @@ import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.dispatch import bias_unsupported
-from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
-from brl_jax.attention.local.patterns import Dilated, SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, Dilated, PatternCall, SlidingWindow
 from pallas_kernels import triton
 
 # Each run of this many queries lists the keys it can see; no more than a kernel's block, so that lists stay tight.

@@ -22,9 +22,15 @@ from jaxtyping import Array, Bool, Float
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
-from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
-from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Pattern, SlidingWindow
+from brl_jax.attention.local.patterns import (
+    BlockDiagonal,
+    CallArrays,
+    Dilated,
+    Pattern,
+    PatternCall,
+    SlidingWindow,
+)
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.positions import floor_divide

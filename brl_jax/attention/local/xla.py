@@ -43,8 +43,8 @@ from brl_jax.attention.local.blocks import (
     gradient_block,
     softmax_block,
 )
-from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.parts import Part
+from brl_jax.attention.local.patterns import CallArrays, PatternCall
 from brl_jax.attention.local.xla_cpu import WindowTiling
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
 

@@ -28,8 +28,7 @@ from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 
 _CHAINS = 8
 _MOST_BEFORE = 8

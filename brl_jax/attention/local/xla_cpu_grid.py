@@ -26,8 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local.call import CallArrays, PatternCall
-from brl_jax.attention.local.patterns import Neighbourhood
+from brl_jax.attention.local.patterns import CallArrays, Neighbourhood, PatternCall
 
 # For wider heads, matrix products over blocks are faster.
 _WIDEST_HEAD = 32

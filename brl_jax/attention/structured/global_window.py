@@ -69,7 +69,6 @@ def global_window_attention(
         f"scale must be two numbers, one for each part, got {scale!r}",
     )
     scales = [check_scale(part, query.shape[3]) for part in scale]
-    pattern = split_window(window, is_causal)
     options: dict[str, Any] = {
         "is_causal": is_causal,
         "key_value_seq_lengths": key_value_seq_lengths,
@@ -78,27 +77,14 @@ def global_window_attention(
     everywhere = feature_attention(
         query[..., :first] * jnp.asarray(scales[0], query.dtype), key[..., :first], value, **options
     )
-    near = window_part(
-        query[..., first:], key[..., first:], value, scale=scales[1], pattern=pattern,
-        implementation=implementation, **options,
+    near = local_attention(
+        query[..., first:], key[..., first:], value, scale=scales[1],
+        pattern=SlidingWindow.of_width(window, is_causal), implementation=implementation, **options,
     )  # fmt: skip
     return everywhere + near
-
-
-def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array:
-    """`local_attention` for values narrower or wider than queries and keys, padded with zeros."""
-    width = max(query.shape[3], value.shape[3])
-    query, key, wide_value = (
-        jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (query, key, value)
-    )
-    return local_attention(query, key, wide_value, **options)[..., : value.shape[3]]
 
 
 def check_split(ranks: Any, head_dim: int) -> int:
     """Returns the features of the global part; raises ValueError unless both parts are positive and sum to head_dim."""
     require(sum(ranks) == head_dim, f"ranks must sum to the head_dim {head_dim}, got {ranks[0]}+{ranks[1]}")
     return int(ranks[0])
-
-
-def split_window(window: Any, is_causal: bool) -> SlidingWindow:
-    return SlidingWindow.of_width(window, is_causal)

@@ -75,8 +75,6 @@ class BothCaches(NamedTuple):
 
 
 class SideBySide(CacheOwner, config=SideBySideConfig):
-    """See `brl_jax.layers.core.protocol` for the call."""
-
     mechanism: SideBySideConfig
 
     def _layer(self, which: str, **kwargs: Any) -> nn.Module:

@@ -28,8 +28,6 @@ class FullConfig(SoftmaxConfig):
 
 
 class FullAttention(SoftmaxLayer, config=FullConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `full_attention` for the mathematics."""
-
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         return full_attention(query, key, value, **options)
 

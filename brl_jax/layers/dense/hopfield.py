@@ -29,8 +29,6 @@ class HopfieldConfig(Mechanism):
 
 
 class HopfieldAttention(AttentionLayer, config=HopfieldConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `hopfield_attention` for the mathematics."""
-
     mechanism: HopfieldConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:

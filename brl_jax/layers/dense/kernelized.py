@@ -22,8 +22,6 @@ class KernelizedConfig(Mechanism):
 
 
 class KernelizedAttention(AttentionLayer, config=KernelizedConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `kernelized_attention` for the mathematics."""
-
     mechanism: KernelizedConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:

@@ -52,8 +52,6 @@ class SynthesizerCache(NamedTuple):
 
 
 class SynthesizerAttention(MechanismLayer, config=SynthesizerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `synthesizer_attention` for the mathematics."""
-
     mechanism: SynthesizerConfig
 
     def init_cache(self, batch: int, length: int) -> SynthesizerCache:

@@ -35,8 +35,6 @@ class DiagConfig(Mechanism):
 
 
 class DiagAttention(FunctionStateLayer, config=DiagConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `diag_attention` for the mathematics."""
-
     mechanism: DiagConfig
 
     def init_cache(self, batch: int, length: int) -> DiagState:

@@ -127,8 +127,6 @@ class LocalConfig(PatternConfig, SoftmaxConfig):
 
 
 class LocalAttention(SoftmaxLayer, config=LocalConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
-
     mechanism: LocalConfig
 
     def init_cache(self, batch: int, length: int) -> WindowCache:

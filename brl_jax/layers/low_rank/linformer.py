@@ -31,8 +31,6 @@ class LinformerConfig(Mechanism):
 
 
 class LinformerAttention(AttentionLayer, config=LinformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `linformer_attention` for the mathematics."""
-
     mechanism: LinformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:

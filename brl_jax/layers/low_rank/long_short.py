@@ -46,8 +46,6 @@ class LongShortConfig(Mechanism):
 
 
 class LongShortAttention(MechanismLayer, config=LongShortConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `long_short_attention` for the mathematics."""
-
     mechanism: LongShortConfig
 
     def init_cache(self, batch: int, length: int) -> LongShortState:

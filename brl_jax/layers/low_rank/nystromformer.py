@@ -39,8 +39,6 @@ class NystromformerConfig(Mechanism):
 
 
 class NystromformerAttention(AttentionLayer, config=NystromformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `nystromformer_attention` for the mathematics."""
-
     mechanism: NystromformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:

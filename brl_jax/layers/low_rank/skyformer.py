@@ -34,8 +34,6 @@ class SkyformerConfig(Mechanism):
 
 
 class SkyformerAttention(AttentionLayer, config=SkyformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `skyformer_attention` for the mathematics."""
-
     mechanism: SkyformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:

@@ -34,8 +34,6 @@ class InformerConfig(Mechanism):
 
 
 class InformerAttention(FunctionStateLayer, config=InformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `informer_attention` for the mathematics."""
-
     mechanism: InformerConfig
 
     def init_cache(self, batch: int, length: int) -> InformerState:

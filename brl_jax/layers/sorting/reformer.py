@@ -40,9 +40,7 @@ class ReformerConfig(Mechanism):
 
 
 class ReformerAttention(MechanismLayer, config=ReformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `reformer_attention` for the mathematics.
-
-    Keys have length 1, so muP's factor for wider heads does not apply."""
+    """Keys have length 1, so muP's factor for wider heads does not apply."""
 
     mechanism: ReformerConfig
 

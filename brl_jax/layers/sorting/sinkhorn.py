@@ -69,9 +69,7 @@ class SinkhornCache(NamedTuple):
 
 
 class SinkhornAttention(MechanismLayer, config=SinkhornConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `sinkhorn_attention` for the mathematics.
-
-    The sorting logits are relu(W_B relu(W_P s + b_P) + b_B) in float32, where s is the sum of a block's inputs. In a
+    """The sorting logits are relu(W_B relu(W_P s + b_P) + b_B) in float32, where s is the sum of a block's inputs. In a
     decoder s is the sum of all inputs up to the block's first.
     """
 

@@ -28,9 +28,7 @@ class SliceformerConfig(Mechanism):
 
 
 class SliceformerAttention(MechanismLayer, config=SliceformerConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `sliceformer_attention` for the mathematics.
-
-    It sows no "weights": every channel has its own permutation, so heads have no matrix."""
+    """It sows no "weights": every channel has its own permutation, so heads have no matrix."""
 
     mechanism: SliceformerConfig
 

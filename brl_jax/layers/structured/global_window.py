@@ -9,17 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.state import KeyValueCache
+from brl_jax.attention.core.state import KeyValueCache, slide, window_segments
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
-from brl_jax.attention.structured.global_window import (
-    check_split,
-    global_window_attention,
-    split_window,
-    window_part,
-)
+from brl_jax.attention.structured.global_window import check_split, global_window_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.caches import slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -68,8 +64,6 @@ class GlobalWindowCache(NamedTuple):
 
 
 class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `global_window_attention` for the mathematics."""
-
     mechanism: GlobalWindowConfig
 
     def init_cache(self, batch: int, length: int) -> GlobalWindowCache:
@@ -115,12 +109,12 @@ class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
         recent = jnp.maximum(start - reach + jnp.arange(reach, dtype=jnp.int32), 0)
         near_value = jnp.swapaxes(jnp.take(past.values, recent, axis=2), 1, 2)
         near_key, window_key = slide(cache.window_key, key[..., first:], call.num_new(length))
-        near = window_part(
+        near = local_attention(
             query[..., first:],
             near_key,
             jnp.concatenate([near_value, value], axis=1),
             scale=scale[1],
-            pattern=split_window(m.window, is_causal=True),
+            pattern=SlidingWindow.of_width(m.window, is_causal=True),
             is_causal=True,
             segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,

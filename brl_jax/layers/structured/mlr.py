@@ -71,8 +71,6 @@ class MLRConfig(Mechanism):
 
 
 class MLRAttention(AttentionLayer, config=MLRConfig):
-    """See `brl_jax.layers.core.protocol` for the call and `mlr_attention` for the mathematics."""
-
     mechanism: MLRConfig
 
     def init_cache(self, batch: int, length: int) -> MLRState:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from brl_jax import json_files
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,14 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
       ValueError: the file does not hold an object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return json_files.read_json(path, dict)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path.name} in {path.parent}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
-    return values
 
 
 @contextlib.contextmanager

@@ -8,11 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.layers import MECHANISMS
 from brl_jax.models.stack import Stack
 from eval.speed.layers import default_config
+from eval.speed.options import SpeedOptions
 
-_LENGTH, _HEADS, _HEAD_DIM = 2048, 4, 64
+_LENGTH = 2048
 #: What a program of a platform contains where a kernel is launched, and who made the kernel.
 _CALLS = {
     "tpu": {"tpu_custom_call": "Pallas"},
@@ -31,15 +32,7 @@ def lowered_kernels() -> dict[str, dict[str, list[str]]]:
 def kernel_makers(name: str, platform: str) -> list[str]:
     """Who made the kernels of a mechanism's layer in bfloat16; nobody if XLA computes all of it."""
     config = default_config(name, _LENGTH)
-    dimensions = Dimensions(
-        d_model=_HEADS * _HEAD_DIM,
-        num_heads=_HEADS,
-        num_kv_heads=_HEADS,
-        head_dim=_HEAD_DIM,
-        d_ff=_HEADS * _HEAD_DIM,
-        is_causal=config.causal,
-        dtype=jnp.bfloat16,
-    )
+    dimensions = SpeedOptions(dtype="bfloat16").dimensions(is_causal=config.causal)
     stack = Stack((config,) * config.group, dimensions)
     x = jax.ShapeDtypeStruct((1, _LENGTH, dimensions.d_model), jnp.bfloat16)
     variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)

@@ -6,9 +6,8 @@ turn. Prints a table as markdown: accuracy, parameters, steps a second and memor
 speed, with memory as the area of a bubble (the survey of Tay et al. 2020, arXiv:2011.04006, figure 3).
 
 The same command again trains only the runs that are missing or whose configuration has changed; Ctrl-C and SIGTERM save
-the current run. The first seed of all mechanisms comes first. With --only speed nothing is trained, and with --only
-table nothing is computed: the table shows what there is. In the network `no_mixing`, a control, no token sees another:
-a task on which it is as good as the others does not compare mechanisms.
+the current run. The first seed of all mechanisms comes first. In the network `no_mixing`, a control, no token sees
+another: a task on which it is as good as the others does not compare mechanisms.
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ def main(argv: Sequence[str]) -> None:
     runs = survey_runs(options)
     failure = None
     keep_programs("")  # runs that differ only in their seed compile the same programs
-    if options.only in (None, "train"):
-        try:
-            train_all(runs)
-        except RunError as error:
-            failure = error
+    try:
+        train_all(runs)
+    except RunError as error:
+        failure = error
     speeds: dict[str, dict[str, Any]] = {}
     for task in options.tasks:
         timed = [survey_run(options, task, name, options.seeds[0]) for name in options.mechanisms]
         kept = kept_speeds(options.folder, task, timed)
-        if kept is None and options.only in (None, "speed"):
+        if kept is None:
             measure_speeds(options.folder, task, timed, options.repeats)
             kept = kept_speeds(options.folder, task, timed)
         speeds[task] = kept or {}

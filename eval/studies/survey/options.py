@@ -13,7 +13,6 @@ from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS, LraConfig
 
 SurveyTask = Literal["listops", "text", "image"]
-Part = Literal["train", "speed", "table"]
 
 
 class Size(NamedTuple):
@@ -64,9 +63,6 @@ class SurveyOptions(Checked):
     """Training examples; by default the preset's."""
     test_examples: Count | None = None
     """Test examples; by default the survey's for each task."""
-    only: Part | None = None
-    """train: only trains missing runs; speed: only measures missing steps a second and memory; table: neither. In each
-    case the table shows what there is."""
     repeats: Count = 5
     """Rounds of timing; the fastest counts."""
     picture: str | None = None
@@ -87,10 +83,9 @@ class SurveyOptions(Checked):
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
-        unused = {
+        return {
             f"{task}_dir": f"without the task {task}" for task in ("text", "image") if task not in self.tasks
         }
-        return unused | ({"repeats": f"with only {self.only}"} if self.only in ("train", "table") else {})
 
 
 class SurveyRun(NamedTuple):

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 
-from eval.tasks.paper_tables import brl, bsbr, graphs, lra, structured, tlinformer, transnormer
+from eval.tasks.paper_tables import brl, graphs, lra, others, transnormer
 from eval.tasks.paper_tables.table import PaperTable
 
 TABLES: Mapping[str, PaperTable] = {
-    name: table
-    for module in (brl, transnormer, structured, tlinformer, bsbr, lra, graphs)
-    for name, table in module.TABLES.items()
+    name: table for module in (brl, transnormer, others, lra, graphs) for name, table in module.TABLES.items()
 }

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from eval.tasks.lra_figures import BRL, PAPERS, PRESETS, TRANSNORMER
+from eval.tasks.lra_figures import BRL, PAPERS, TRANSNORMER
 from eval.tasks.paper_tables.table import PaperTable
 from train.data.lra import LRA_TASKS
 
 
 def _rows(task: str) -> dict[str, tuple[str | float, ...]]:
     return {
-        f"{row} ({paper.rpartition(', ')[2]})": (
-            f"lra-{task}-{PRESETS[paper][row]}",
-            round(accuracies[task] / 100, 4),
+        f"{name} ({paper.rpartition(', ')[2]})": (
+            f"lra-{task}-{row.preset}",
+            round(row.accuracies[task] / 100, 4),
         )
         for paper in (BRL, TRANSNORMER)
-        for row, accuracies in PAPERS[paper].items()
-        if task in accuracies
+        for name, row in PAPERS[paper].items()
+        if task in row.accuracies
     }
 
 

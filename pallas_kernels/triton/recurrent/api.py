@@ -612,9 +612,7 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
     delta = _Delta.of(arrays, call)
     arrays, shape, sizes = delta.arrays, delta.shape, delta.sizes
     keys, by_head = delta.keys(shape.features), shape.state(shape.length)
-    results = {"weights": delta.queries(sizes.chunk)}
-    if keep or not call.by_feature:
-        results["inverse"] = delta.keys(sizes.chunk)
+    results = {"weights": delta.queries(sizes.chunk), "inverse": delta.keys(sizes.chunk)}
     if call.by_feature:
         results |= {"queries": delta.queries(shape.features), "reads": keys, "writes": keys}
         results["factors"] = shape.state(delta.chunks, shape.features)
@@ -624,7 +622,7 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]
     found = delta.by_chunk(
         kernels.delta_chunks, sizes.chunks, "query key beta log_decay segments sums",
         [results.get(name, shape.none) for name in names],
-        programs=shape.heads, FB=min(sizes.features, padded(shape.features)), KEEP="inverse" in results,
+        programs=shape.heads, FB=min(sizes.features, padded(shape.features)),
     )  # fmt: skip
     arrays |= {name: x for name, x in zip(names, found) if name in results}
     if delta.spans[0] > 1:

@@ -27,6 +27,7 @@ from pallas_kernels.triton.recurrent.functions import (
     features_by_tokens,
     log_decays,
     log_halves,
+    operand,
     place,
     segment_numbers,
     store_numbers,
@@ -55,7 +56,7 @@ def value_gradient(
         found = tl.dot(weight, above, found, input_precision=PRECISION)
     if not BY_FEATURE:
         solve = tokens_by_features(inverse, b, first, r, head, r, T, K, CHUNK)
-        found = tl.dot(solve, found.to(solve.dtype), input_precision=PRECISION)
+        found = tl.dot(solve, operand(found, solve.dtype, PRECISION), input_precision=PRECISION)
     return found
 
 
@@ -72,21 +73,22 @@ def gradient_before(
     start = token_factors(starts, b, c, r, head, T, K, CHUNK, SCALED)
     writing = tokens_by_features(writes, b, first, r, head, f, T, K, F)
     grad = value_gradient(
-        writing, state.to(writing.dtype), weights, inverse, ends, d_out, b, c, head, r, e, T, N, G, V,
+        writing, operand(state, writing.dtype, PRECISION), weights, inverse, ends, d_out, b, c, head, r, e, T, N, G, V,
         CHUNK, BY_FEATURE, SCALED, PRECISION,
     )  # fmt: skip
     state *= factor
     for g in range(G):
         query = features_by_tokens(queries, b, first, r, head * G + g, f, T, N, F)
         above = tokens_by_features(d_out, b, first, r, head * G + g, e, T, N, V)
-        above = (above * start[:, None]).to(above.dtype)
+        above = operand(above * start[:, None], above.dtype, PRECISION)
         state = tl.dot(query, above, state, input_precision=PRECISION)
     negative = grad * (-start * token_numbers(beta, b, first, r, head, T, K))[:, None]
     if BY_FEATURE:
         reading = features_by_tokens(reads, b, first, r, head, f, T, K, F)
     else:
         reading = tl.trans(writing)
-    return tl.dot(reading, negative.to(reading.dtype), state, input_precision=PRECISION)
+    negative = operand(negative, reading.dtype, PRECISION)
+    return tl.dot(reading, negative, state, input_precision=PRECISION)
 
 
 def delta_gradient_maps(
@@ -137,9 +139,8 @@ def delta_state_gradient(
     stop = tl.minimum((span + 1) * SPAN, CHUNKS)
     for step in range(stop - span * SPAN):
         c = stop - 1 - step
-        tl.store(
-            d_states + (row * CHUNKS + c) * (F * V) + at, state.to(d_states.dtype.element_ty), mask=there
-        )
+        after = operand(state, d_states.dtype.element_ty, PRECISION)
+        tl.store(d_states + (row * CHUNKS + c) * (F * V) + at, after, mask=there)
         state = gradient_before(
             state, queries, weights, reads, writes, inverse, beta, starts, ends, factors, d_out, b, c, kh, r, f, e,
             T, N, G, F, V, CHUNK, BY_FEATURE, SCALED, PRECISION,
@@ -193,15 +194,17 @@ def delta_pair_gradients(
             writing, state, weights, inverse, ends, d_out, b, c, kh, r, e, T, N, G, V, CHUNK, BY_FEATURE, SCALED,
             PRECISION,
         )  # fmt: skip
-        store_tokens(z, found, b, first, r, kh, e, T, K, V)
+        narrow = operand(found, z.dtype.element_ty, PRECISION)
+        store_tokens(z, narrow, b, first, r, kh, e, T, K, V)
         store_tokens(d_value, found * strength[:, None], b, first, r, kh, e, T, K, V)
         products += tl.sum(found * tokens_by_features(v, b, first, r, kh, e, T, K, V), 1)
         value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
-        pairs = tl.dot(found.to(value.dtype), value, pairs, input_precision=PRECISION)
+        pairs = tl.dot(narrow, value, pairs, input_precision=PRECISION)
     store_numbers(d_strength, products, b, first, r, kh, T, K)
     earlier = r[:, None] > r[None, :]
     pairs = tl.where(earlier, -pairs * factor, 0.0)
-    store_tokens(d_a, pairs + tl.trans(pairs * strength[:, None]), b, first, r, kh, r, T, K, CHUNK)
+    pairs = operand(pairs + tl.trans(pairs * strength[:, None]), d_a.dtype.element_ty, PRECISION)
+    store_tokens(d_a, pairs, b, first, r, kh, r, T, K, CHUNK)
     for g in range(G):
         pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         for vt in range(VT):
@@ -210,7 +213,7 @@ def delta_pair_gradients(
             value = features_by_tokens(corrected, b, first, r, kh, e, T, K, V)
             pairs = tl.dot(grad, value, pairs, input_precision=PRECISION)
         pairs *= factor
-        pairs += tl.trans(tl.where(earlier, pairs, 0.0))
+        pairs = operand(pairs + tl.trans(tl.where(earlier, pairs, 0.0)), d_p.dtype.element_ty, PRECISION)
         store_tokens(d_p, pairs, b, first, r, kh * G + g, r, T, N, CHUNK)
 
 

@@ -32,6 +32,7 @@ from pallas_kernels.triton.recurrent.functions import (
     log_decays,
     log_halves,
     logs_after,
+    operand,
     segment_after,
     segment_before,
     segment_numbers,
@@ -138,9 +139,9 @@ def delta_chunks(
     q, k, beta, log, segments, sums, weights, inverse, queries, reads, writes, starts, ends, factors,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, STAGES: tl.constexpr, DECAY: tl.constexpr, BY_FEATURE: tl.constexpr,
-    SEGMENTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """weights P^T (B, T, N, CHUNK), and where KEEP inverse T^T (B, T, K, CHUNK).
+    """weights P^T (B, T, N, CHUNK) and inverse T^T (B, T, K, CHUNK).
 
     With DECAY or SEGMENTS also starts a, ends e (B, K, T) and factors (B, K, chunks). BY_FEATURE weights (P T)^T,
     queries a Q (B, T, N, F), reads a K and writes T^T (e K) (B, T, K, F), and factors (B, K, chunks, F).
@@ -178,13 +179,12 @@ def delta_chunks(
         tl.debug_barrier()
         p = features_by_tokens(weights, b, first, r, h, r, T, N, CHUNK).to(tl.float32)
     factor = pair_factors(log, segments, b, c, r, kh, T, K, CHUNK, DECAY, SEGMENTS, PRECISION)
-    p = (p * factor).to(q.dtype.element_ty)
+    p = operand(p * factor, q.dtype.element_ty, PRECISION)
     strength = token_numbers(beta, b, first, r, kh, T, K)
     upper = tl.where(i < j, overlap * factor * strength[None, :], 0.0)
-    found = unit_upper_inverse(upper, r, levels, PRECISION).to(p.dtype)
-    if KEEP:  # noqa: SIM102
-        if h % G == 0:
-            store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
+    found = operand(unit_upper_inverse(upper, r, levels, PRECISION), p.dtype, PRECISION)
+    if h % G == 0:
+        store_tokens(inverse, found, b, first, r, kh, r, T, K, CHUNK)
     if not BY_FEATURE:
         store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
         if DECAY or SEGMENTS:  # noqa: SIM102
@@ -197,7 +197,8 @@ def delta_chunks(
                 kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, DECAY, SEGMENTS)
                 tl.store(factors + row * tl.num_programs(0) + c, kept)
     else:
-        store_tokens(weights, tl.dot(found, p, input_precision=PRECISION), b, first, r, h, r, T, N, CHUNK)
+        p = operand(tl.dot(found, p, input_precision=PRECISION), p.dtype, PRECISION)
+        store_tokens(weights, p, b, first, r, h, r, T, N, CHUNK)
         kept = chunk_factor(log, segments, b, c, kh, T, K, CHUNK, False, SEGMENTS)
         if SEGMENTS:
             own = segment_numbers(segments, b, first, r, T)
@@ -209,15 +210,15 @@ def delta_chunks(
             if SEGMENTS:
                 start = tl.where(reads_state(segments, own, b, c, T, CHUNK, False)[:, None], start, 0.0)
             query = tokens_by_features(q, b, first, r, h, f, T, N, F)
-            store_tokens(queries, query * start, b, first, r, h, f, T, N, F)
+            store_tokens(queries, operand(query * start, query.dtype, PRECISION), b, first, r, h, f, T, N, F)
             if h % G == 0:
                 key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
-                store_tokens(reads, key * start, b, first, r, kh, f, T, K, F)
+                store_tokens(reads, operand(key * start, key.dtype, PRECISION), b, first, r, kh, f, T, K, F)
                 end = factors_of(sums, LEVELS, high, low, r, PRECISION)
                 if SEGMENTS:
                     end = tl.where(reads_state(segments, own, b, c, T, CHUNK, True)[:, None], end, 0.0)
-                written = tl.dot(found, (key * end).to(key.dtype), input_precision=PRECISION)
-                store_tokens(writes, written, b, first, r, kh, f, T, K, F)
+                written = tl.dot(found, operand(key * end, key.dtype, PRECISION), input_precision=PRECISION)
+                store_tokens(writes, operand(written, key.dtype, PRECISION), b, first, r, kh, f, T, K, F)
                 at = factors + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * F
                 tl.store(at + f, tl.exp(tl.sum(logs, 0)) * kept, mask=f < F)
 
@@ -257,16 +258,16 @@ def across_chunk(
     """R of a chunk (BY_FEATURE X), and the state after it."""
     factor = state_factor(factors, b, c, head, f, T, K, F, CHUNK, BY_FEATURE, SCALED)
     reading = tokens_by_features(reads, b, c * CHUNK, r, head, f, T, K, F)
-    read = tl.dot(reading, state.to(reading.dtype), input_precision=PRECISION)
+    read = tl.dot(reading, operand(state, reading.dtype, PRECISION), input_precision=PRECISION)
     new = (value - read * start[:, None]) * token_numbers(beta, b, c * CHUNK, r, head, T, K)[:, None]
-    new = new.to(reading.dtype)
+    new = operand(new, reading.dtype, PRECISION)
     if BY_FEATURE:
         writing, written = features_by_tokens(writes, b, c * CHUNK, r, head, f, T, K, F), new
     else:
         solve = features_by_tokens(inverse, b, c * CHUNK, r, head, r, T, K, CHUNK)
-        new = tl.dot(solve, new, input_precision=PRECISION).to(reading.dtype)
+        new = operand(tl.dot(solve, new, input_precision=PRECISION), reading.dtype, PRECISION)
         end = token_factors(ends, b, c, r, head, T, K, CHUNK, SCALED)
-        writing, written = tl.trans(reading), (new * end[:, None]).to(reading.dtype)
+        writing, written = tl.trans(reading), operand(new * end[:, None], reading.dtype, PRECISION)
     return new, tl.dot(writing, written, state * factor, input_precision=PRECISION)
 
 
@@ -341,7 +342,7 @@ def delta_outputs(
     state = first_of_span(first_state, maps, row, span, f, e, F, V, SPANS, PRECISION)
     for c in range(span * SPAN, tl.minimum((span + 1) * SPAN, CHUNKS)):
         first = c * CHUNK
-        before = state.to(v.dtype.element_ty)
+        before = operand(state, v.dtype.element_ty, PRECISION)
         value = tokens_by_features(v, b, first, r, kh, e, T, K, V)
         start = token_factors(starts, b, c, r, kh, T, K, CHUNK, SCALED)
         new, state = across_chunk(
@@ -358,7 +359,7 @@ def delta_outputs(
             tl.store(states + (row * CHUNKS + c) * (F * V) + at, before, mask=there)
             if BY_FEATURE:
                 solve = features_by_tokens(inverse, b, first, r, kh, r, T, K, CHUNK)
-                new = tl.dot(solve, new, input_precision=PRECISION).to(v.dtype.element_ty)
+                new = operand(tl.dot(solve, new, input_precision=PRECISION), v.dtype.element_ty, PRECISION)
             store_tokens(corrected, new, b, first, r, kh, e, T, K, V)
     if span == SPANS - 1:
         tl.store(last_state + row * (F * V) + at, state, mask=there)

@@ -61,6 +61,16 @@ def store_numbers(x, numbers, b, first, rows, head, LENGTH: tl.constexpr, HEADS:
 
 
 @triton.jit
+def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Numbers as an operand of a product. A GPU cuts float32 off to TF32's 10 bits; rounded here, errors of both signs
+    cancel out over the products to come."""
+    if PRECISION == "tf32" and dtype == tl.float32:
+        return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def log_decays(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     """The logarithms of the decays: finite, because exp(-200) is 0 in float32 and 0 times -inf is not."""
     return tl.maximum(token_numbers(log, b, first, rows, head, LENGTH, HEADS), -200.0)

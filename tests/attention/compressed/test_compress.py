@@ -259,8 +259,6 @@ def test_wrong_shapes_are_refused():
         propagate(q[0], k, v, strength=1.0)
     with pytest.raises(ValueError, match=r"strength must have shape \(2,\)"):
         propagate(q, k, v, strength=jnp.ones((5,)))
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
-        compress_blocks(q[None], k, c, v, gamma=0.5, block_size=0, history_size=2)
     with pytest.raises(ValueError, match="= 8 tokens, got 5"):
         compress_blocks(jnp.ones((1, 2, 3, 2, 4)), k, c, v, gamma=0.5, block_size=4, history_size=4)
 

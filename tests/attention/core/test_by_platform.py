@@ -136,7 +136,10 @@ def test_a_decoder_exports_for_several_platforms():
     )
     model, tokens = brl_jax.DecoderLM(config), jnp.zeros((1, 256), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    exported = export.export(jax.jit(lambda v, t: model.apply(v, t)[0]), platforms=("cpu", "tpu"))(
-        variables, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype)
-    )
-    assert "tpu_custom_call" in exported.mlir_module()
+    tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype)
+    for platforms in (("cpu", "tpu"), ("tpu", "cuda")):
+        exported = export.export(jax.jit(lambda v, t: model.apply(v, t)[0]), platforms=platforms)(
+            variables, tokens
+        )
+        assert exported.platforms == platforms
+        assert "tpu_custom_call" in exported.mlir_module()

@@ -7,7 +7,6 @@ import logging
 import math
 import re
 
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention.core import dispatch as kernels
 from brl_jax.attention.core.by_platform import by_platform, without_kept
-from brl_jax.layers import LocalConfig
-from brl_jax.models import DecoderConfig, DecoderLM
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
 
@@ -101,17 +98,6 @@ def test_platform_decides_when_lowering(name):
     assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
     for several in (("cpu", "tpu"), ("tpu", "cuda")):
         assert "tpu_custom_call" in traced.lower(lowering_platforms=several).as_text()
-
-
-def test_a_decoder_is_exported_for_several_platforms():
-    model = DecoderLM(
-        DecoderConfig(num_layers=1, d_model=32, num_heads=2, d_ff=32, mechanism=LocalConfig(window=8))
-    )
-    tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
-    variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens))
-    for several in (("cpu", "tpu"), ("tpu", "cuda")):
-        exported = jax.export.export(jax.jit(model.apply), platforms=several)(variables, tokens)
-        assert exported.platforms == several
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -205,11 +205,6 @@ PARTS["work"] = work
 PARTS |= {f"queries, {name}": part for name, part in QUERIES.items()}
 
 
-@pytest.fixture
-def result(devices):
-    return functools.partial(devices.ask, __name__)
-
-
 def expected(name):
     """The output and the gradients of a case in float64."""
     settings = CASES[name]

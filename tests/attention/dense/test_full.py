@@ -12,7 +12,14 @@ from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
+from tests.support.attention import (
+    assert_close,
+    check_causal,
+    expect,
+    outputs_and_gradients,
+    random_qkv,
+    with_padding,
+)
 
 run = functools.partial(outputs_and_gradients, full_attention)
 
@@ -64,20 +71,9 @@ def test_offset_matters():
 
 @pytest.mark.usefixtures("blocks")
 def test_lengths_and_poisoned_padding():
-    query, key, value, d_out = random_qkv(30, batch=3)
-    query_lengths, key_lengths = np.array([30, 12, 1]), np.array([20, 30, 0])
-    inside_q, inside_k = (np.arange(30)[None] < n[:, None] for n in (query_lengths, key_lengths))
-    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
-    got = run(
-        poison(query, inside_q),
-        poison(key, inside_k),
-        poison(value, inside_k),
-        poison(d_out, inside_q),
-        query_seq_lengths=jnp.asarray(query_lengths),
-        key_value_seq_lengths=jnp.asarray(key_lengths),
-    )
-    visible = inside_q[:, None, :, None] & inside_k[:, None, None, :]
-    assert_close(got, expect((query, key, value, d_out), visible))
+    arrays = random_qkv(30, batch=3)
+    poisoned, lengths, visible = with_padding(arrays, [30, 12, 1], [20, 30, 0])
+    assert_close(run(*poisoned, **lengths), expect(arrays, visible))
 
 
 @pytest.mark.usefixtures("blocks")
@@ -105,22 +101,15 @@ def test_bias_and_its_gradient(kind):
     visible = oracles.pairs(25, 25, oracles.everything, is_causal=True)
     expected = expect(arrays, visible, bias=np.asarray(dense)[None])
     expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
-    attend = functools.partial(full_attention, is_causal=True)
-    out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), *arrays[:3], bias)
-    *gradients, got_bias = pull(arrays[3])
-    assert_close((out, *gradients), expected)
+    *got, got_bias = run(*arrays, is_causal=True, bias=bias, by=("bias",))
+    assert_close(got, expected)
     for x, y in zip(jax.tree.leaves(got_bias), jax.tree.leaves(expected_bias)):
         assert oracles.relative_error(x, y) < 1e-4
 
 
 @pytest.mark.usefixtures("blocks")
 def test_causal_bitwise():
-    query, key, value, _ = random_qkv(50, batch=1)
-    attend = jax.jit(functools.partial(full_attention, is_causal=True))
-    base = np.asarray(attend(query, key, value))
-    changed = np.asarray(attend(*(x.at[:, 30:].add(3.0) for x in (query, key, value))))
-    np.testing.assert_array_equal(changed[:, :30], base[:, :30])
-    assert (changed[:, 30] != base[:, 30]).any()
+    check_causal(functools.partial(full_attention, is_causal=True), random_qkv(50, batch=1), (30,))
 
 
 def test_lowers_for_other_platforms():
@@ -171,12 +160,11 @@ def test_rows_whose_bias_is_minus_infinity_give_zero():
     bias[1, 2, 7] = -np.inf
     visible = np.isfinite(bias)
     expected = expect(arrays, visible, bias=np.where(visible, bias, 0.0))
-    out, pull = jax.vjp(lambda q, k, v, b: full_attention(q, k, v, b), *arrays[:3], jnp.asarray(bias))
-    gradients = pull(arrays[3])
-    assert_close((out, *gradients[:3]), expected)
-    assert oracles.relative_error(gradients[3], expected[4]) < 1e-4
-    assert not np.asarray(out[:, 3]).any()
-    assert not np.asarray(gradients[3])[~visible].any()
+    *got, got_bias = run(*arrays, bias=jnp.asarray(bias), by=("bias",))
+    assert_close(got, expected)
+    assert oracles.relative_error(got_bias, expected[4]) < 1e-4
+    assert not np.asarray(got[0][:, 3]).any()
+    assert not np.asarray(got_bias)[~visible].any()
 
 
 @pytest.mark.usefixtures("blocks")
@@ -200,33 +188,21 @@ def test_the_lowest_bias_hides_a_key_as_minus_infinity_does(dtype):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sinks_and_soft_cap(implementation):
     """The bias is added after the cap, and some rows see only the sink."""
-    query, key, value, d_out = random_qkv(12, 15)
-    sinks, bias = jnp.asarray([0.5, -2.0, 3.0, 0.0]), np.random.default_rng(4).standard_normal((4, 12, 15))
+    arrays = random_qkv(12, 15)
+    sinks = jnp.asarray([0.5, -2.0, 3.0, 0.0])
+    bias = jnp.asarray(np.random.default_rng(4).standard_normal((1, 4, 12, 15)), jnp.float32)
     mask = np.random.default_rng(5).random((2, 1, 12, 15)) < 0.5
     mask[..., 0, :] = False
-    options = {"logits_soft_cap": 0.8, "implementation": implementation}
-    run = lambda q, k, v, s: full_attention(  # noqa: E731
-        q, k, v, jnp.asarray(bias, jnp.float32), jnp.asarray(mask), sinks=s, **options
-    )
-    out, pull = jax.vjp(jax.jit(run), query, key, value, sinks)
-    expected = expect((query, key, value, d_out), mask, bias=bias[None], sinks=sinks, cap=0.8)
-    for got, want in zip((out, *pull(d_out)), (*expected[:4], expected[5])):
+    options = {"bias": bias, "mask": jnp.asarray(mask), "sinks": sinks, "logits_soft_cap": 0.8}
+    found = run(*arrays, implementation=implementation, by=("sinks",), **options)
+    expected = expect(arrays, mask, bias=bias, sinks=sinks, cap=0.8)
+    for got, want in zip(found, (*expected[:4], expected[5])):
         assert oracles.relative_error(got, want) < 1e-4
-    plain = dense_reference.full_attention(
-        query,
-        key,
-        value,
-        jnp.asarray(bias, jnp.float32)[None],
-        jnp.asarray(mask),
-        sinks=sinks,
-        logits_soft_cap=0.8,
-    )
+    plain = dense_reference.full_attention(*arrays[:3], **options)
     assert oracles.relative_error(plain, expected[0]) < 1e-4
-    with pytest.raises(
-        NotImplementedError,
-        match=r"cudnn' supports full attention only with .*no sinks; with no logits_soft_cap",
-    ):
-        full_attention(query, key, value, sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
+    message = r"cudnn' supports full attention only with .*no sinks; with no logits_soft_cap"
+    with pytest.raises(NotImplementedError, match=message):
+        full_attention(*arrays[:3], sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
 
 
 @pytest.mark.usefixtures("blocks")

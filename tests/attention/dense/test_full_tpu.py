@@ -14,7 +14,7 @@ from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv
+from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv, with_padding
 
 on_kernel = functools.partial(outputs_and_gradients, full_attention, implementation="pallas_interpret")
 
@@ -39,28 +39,15 @@ def test_kernel_equals_oracle(num_queries, num_keys, offset, is_causal):
 )
 def test_segments_and_lengths(dtype):
     """Values are wider than the keys, and padding is NaN."""
-    query, key, value, d_out = random_qkv(137, 145, dtype=dtype)
-    value, d_out = (jnp.concatenate([x, 2 * x, x[..., :3]], -1) for x in (value, d_out))
+    query, key, *others = random_qkv(137, 145, dtype=dtype)
+    arrays = [query, key, *(jnp.concatenate([x, 2 * x, x[..., :3]], -1) for x in others)]
     query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (2, n))) for n in (137, 145))
-    query_lengths, key_lengths = np.array([137, 19]), np.array([140, 145])
-    inside_q, inside_k = np.arange(137) < query_lengths[:, None], np.arange(145) < key_lengths[:, None]
-    visible = oracles.pairs(137, 145, oracles.everything, 8, 0, is_causal=True) & (
-        query_ids[:, None, :, None] == key_ids[:, None, None, :]
-    )
-    visible &= inside_q[:, None, :, None] & inside_k[:, None, None, :]
-    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
-    got = on_kernel(
-        poison(query, inside_q),
-        poison(key, inside_k),
-        poison(value, inside_k),
-        poison(d_out, inside_q),
-        is_causal=True,
-        query_offset=8,
-        segment_ids=(jnp.asarray(query_ids), jnp.asarray(key_ids)),
-        query_seq_lengths=jnp.asarray(query_lengths),
-        key_value_seq_lengths=jnp.asarray(key_lengths),
-    )
-    assert_close(got, expect((query, key, value, d_out), visible), 1e-5 if dtype == jnp.float32 else 2e-2)
+    poisoned, lengths, visible = with_padding(arrays, [137, 19], [140, 145])
+    visible &= oracles.pairs(137, 145, oracles.everything, 8, 0, is_causal=True)
+    visible &= query_ids[:, None, :, None] == key_ids[:, None, None, :]
+    segments = (jnp.asarray(query_ids), jnp.asarray(key_ids))
+    got = on_kernel(*poisoned, is_causal=True, query_offset=8, segment_ids=segments, **lengths)
+    assert_close(got, expect(arrays, visible), 1e-5 if dtype == jnp.float32 else 2e-2)
 
 
 @pytest.mark.slow

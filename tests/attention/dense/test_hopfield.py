@@ -9,7 +9,7 @@ import numpy as np
 from brl_jax.attention.dense import hopfield
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, outputs_and_gradients, random_qkv
+from tests.support.attention import assert_close, outputs_and_gradients, random_qkv, with_padding
 
 run = functools.partial(outputs_and_gradients, hopfield_attention)
 
@@ -35,31 +35,16 @@ def test_a_stored_pattern_is_found_from_a_noisy_query():
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
     """Packed sequences, padding of NaN and an offset: 20 queries at once equal blocks of 8."""
-    query, key, value, d_out = random_qkv(20, 30)
+    arrays = random_qkv(20, 30)
     rng = np.random.default_rng(2)
     segments = tuple(jnp.asarray(np.sort(rng.integers(0, 3, (2, n)), 1)) for n in (20, 30))
-    lengths = np.array([[20, 13], [30, 21]])
-    inside = [np.arange(n)[None] < own[:, None] for n, own in zip((20, 30), lengths)]
-    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
-    call = functools.partial(
-        run,
-        poison(query, inside[0]),
-        poison(key, inside[1]),
-        poison(value, inside[1]),
-        poison(d_out, inside[0]),
-        steps=3,
-        scale=0.7,
-        is_causal=True,
-        query_offset=10,
-        segment_ids=segments,
-        query_seq_lengths=jnp.asarray(lengths[0]),
-        key_value_seq_lengths=jnp.asarray(lengths[1]),
-    )
+    poisoned, lengths, visible = with_padding(arrays, [20, 13], [30, 21])
+    options = {"steps": 3, "scale": 0.7, "is_causal": True, "query_offset": 10, "segment_ids": segments}
+    call = functools.partial(run, *poisoned, **options, **lengths)
     whole = call()
-    visible = oracles.pairs(20, 30, oracles.everything, 10, 0, is_causal=True)[None]
-    visible = visible & (np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :])
-    visible = visible & inside[0][:, :, None] & inside[1][:, None, :]
-    assert_close(whole[:1], [retrieved(query, key, value, visible[:, None], 3, 0.7)])
+    visible = visible & oracles.pairs(20, 30, oracles.everything, 10, 0, is_causal=True)
+    same = np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :]
+    assert_close(whole[:1], [retrieved(*arrays[:3], visible & same[:, None], 3, 0.7)])
     monkeypatch.setattr(hopfield, "QUERY_BLOCK", 8)
     assert_close(call(), whole, 1e-5)
 

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 def array(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return RNG.normal(size=shape).astype(np.float32)
 
 
 # More queries than fit in one block.
@@ -76,7 +76,7 @@ def test_padding_is_not_read(form):
         ({"columns": COLUMNS[..., 1:]}, "columns must have shape"),
         ({"columns": COLUMNS.astype(jnp.bfloat16)}, "columns must have value's dtype"),
         ({"column_bias": BIAS[1:]}, "column_bias must have shape"),
-        ({"value": jnp.concatenate([VALUE] * 3, 2)}, "heads of rows must be a multiple"),
+        ({"value": np.concatenate([VALUE] * 3, 2)}, "heads of rows must be a multiple"),
         ({"query_offset": 0.5}, "query_offset must be an integer or an array, got 0.5"),
         ({"implementation": "cudnn"}, "implementation must be"),
     ],

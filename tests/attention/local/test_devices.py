@@ -250,11 +250,6 @@ FAST = (
 )
 
 
-@pytest.fixture
-def result(devices):
-    return functools.partial(devices.ask, __name__)
-
-
 @pytest.mark.parametrize("name", slow_unless(CASES, FAST))
 def test_results_and_gradients_equal_one_devices(result, name):
     if result(name) is None:

@@ -27,9 +27,9 @@ from brl_jax import (
 )
 from brl_jax.attention.core.cudnn import cudnn_unsupported
 from brl_jax.attention.local import cudnn
-from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.patterns import CallArrays, PatternCall
 
-X = jnp.ones((1, 16, 2, 8))
+X = np.ones((1, 16, 2, 8), np.float32)
 
 
 def call(**options):

@@ -14,7 +14,14 @@ from brl_jax.attention.local.patterns import BlockDiagonal, Bucketed, Dilated, N
 from tests.attention.local.cases import BIG_BIRD, BOTH, PATTERNS, run, xla_attention
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, expect, largest_array, random_qkv
+from tests.support.attention import (
+    assert_close,
+    check_causal,
+    expect,
+    largest_array,
+    random_qkv,
+    with_padding,
+)
 
 # Fast: every pattern in the loop, causal if it can be, and one pattern of each kind with all blocks at once.
 CASES = [
@@ -137,14 +144,7 @@ def test_position_bias(schedule, name, bias):
     dense, pull_dense = jax.vjp(lambda b: b(positions, positions), bias)
     expected = expect(arrays, oracles.pairs(90, 90, sees), bias=np.asarray(dense)[None])
     expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
-
-    @jax.jit
-    def both(query, key, value, bias, d_out):
-        attend = functools.partial(xla_attention, pattern=pattern)
-        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
-        return out, *pull(d_out)
-
-    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    *got, got_bias = run(*arrays, pattern=pattern, bias=bias, by=("bias",))
     assert_close(got, expected)
     for x, y in zip(jax.tree.leaves(got_bias), jax.tree.leaves(expected_bias)):
         assert oracles.relative_error(x, y) < 1e-4
@@ -168,14 +168,7 @@ def test_array_bias(schedule, name, shape):
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(90)
     bias = jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
-
-    @jax.jit
-    def both(query, key, value, bias, d_out):
-        attend = functools.partial(xla_attention, pattern=pattern, is_causal=True)
-        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
-        return out, *pull(d_out)
-
-    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    *got, got_bias = run(*arrays, pattern=pattern, is_causal=True, bias=bias, by=("bias",))
     expected = expect(arrays, oracles.pairs(90, 90, sees, is_causal=True), bias=bias)
     assert_close(got, expected)
     full = bias.reshape((1,) * (4 - bias.ndim) + shape)
@@ -188,27 +181,11 @@ def test_array_bias(schedule, name, shape):
 @BOTH
 def test_lengths_and_poisoned_padding(schedule, name):
     """NaN in padded keys, values and queries changes neither results nor gradients."""
-    pattern, _ = PATTERNS[name]
-    num = 130
-    sees = PATTERNS[name][1]
-    query, key, value, d_out = random_qkv(num, batch=3)
-    query_lengths, key_lengths = np.array([130, 60, 1]), np.array([77, 130, 0])
-    inside_q = np.arange(num)[None] < query_lengths[:, None]
-    inside_k = np.arange(num)[None] < key_lengths[:, None]
-    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
-    poisoned = [
-        poison(query, inside_q),
-        poison(key, inside_k),
-        poison(value, inside_k),
-        poison(d_out, inside_q),
-    ]
-    lengths = {
-        "query_seq_lengths": jnp.asarray(query_lengths),
-        "key_value_seq_lengths": jnp.asarray(key_lengths),
-    }
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(130, batch=3)
+    poisoned, lengths, inside = with_padding(arrays, [130, 60, 1], [77, 130, 0])
     got = run(*poisoned, pattern=pattern, **lengths)
-    visible = oracles.pairs(num, num, sees)[None] & inside_q[:, :, None] & inside_k[:, None, :]
-    assert_close(got, expect((query, key, value, d_out), visible[:, None]))
+    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees) & inside))
 
 
 @pytest.mark.parametrize("name", slow_unless(["dilated", "fixed", "block_mask"], ("dilated", "fixed")))
@@ -233,16 +210,11 @@ def test_segments(schedule, name):
     ),
 )
 def test_causal_bitwise(name):
-    """Whatever happens at token t leaves every earlier output bitwise unchanged (jax#39576)."""
+    """See jax#39576."""
     pattern, sees = PATTERNS[name]
-    query, key, value, _ = random_qkv(130, batch=1)
-    attend = jax.jit(functools.partial(xla_attention, pattern=pattern, is_causal=True))
-    base = np.asarray(attend(query, key, value))
-    for t in (1, 64, 100, 129):
-        other = [x.at[:, t:].add(3.0) for x in (query, key, value)]
-        changed = np.asarray(attend(*other))
-        np.testing.assert_array_equal(changed[:, :t], base[:, :t])
-        assert (changed[:, t] != base[:, t]).any() == any(sees(t, j) for j in range(t + 1))
+    attend = functools.partial(xla_attention, pattern=pattern, is_causal=True)
+    sees_any = lambda t: any(sees(t, j) for j in range(t + 1))  # noqa: E731
+    check_causal(attend, random_qkv(130, batch=1), (1, 64, 100, 129), sees_any)
 
 
 def test_not_causal_window_does_look_ahead():
@@ -337,6 +309,11 @@ WINDOW = {"local_window_size": 3}
 def test_bad_input(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         local_attention(*arrays, **options)
+
+
+def test_a_mask_with_a_position_bias_is_refused():
+    with pytest.raises(ValueError, match="mask must be None with a ALiBi"):
+        local_attention(Q, KV, KV, ALiBi(alibi_slopes(4)), jnp.ones((10, 10), bool), **WINDOW)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
-from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
 from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS, SINKS, run
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, expect, random_qkv
+from tests.support.attention import assert_close, expect, random_qkv, with_padding
 
 on_kernels = functools.partial(run, implementation="pallas_interpret")
 
@@ -64,27 +63,11 @@ def test_padding_and_segments(name):
     """Padding may hold NaN; packed sequences see only their segment; rows that see nothing give 0."""
     pattern, sees = PATTERNS[name]
     arrays = random_qkv(140, batch=2, heads=2, kv_heads=1)
-    segments = jnp.asarray(np.arange(140)[None] // 50 + np.zeros((2, 1)), jnp.int32)
-    lengths = jnp.asarray([120, 0], jnp.int32)
-    visible = oracles.pairs(140, 140, sees, is_causal=False)[None] & (
-        np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :]
-    )
-    inside = np.arange(140)[None] < np.asarray(lengths)[:, None]
-    visible = visible & inside[:, None, :] & inside[:, :, None]
-    want = expect(arrays, visible[:, None])
-    absent = ~jnp.asarray(inside)[:, :, None, None]
-    query, key, value = (jnp.where(absent, jnp.nan, x) for x in arrays[:3])
-    got = on_kernels(
-        query,
-        key,
-        value,
-        arrays[3],
-        pattern=pattern,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        segment_ids=segments,
-    )
-    assert_close(got, want, 1e-5)
+    ids = np.tile(np.arange(140, dtype=np.int32) // 50, (2, 1))
+    poisoned, lengths, visible = with_padding(arrays, [120, 0], [120, 0])
+    visible = visible & oracles.pairs(140, 140, sees) & (ids[:, None, None] == ids[:, None, :, None])
+    got = on_kernels(*poisoned[:3], arrays[3], pattern=pattern, segment_ids=jnp.asarray(ids), **lengths)
+    assert_close(got, expect(arrays, visible), 1e-5)
     assert not np.asarray(got[0])[1].any()
 
 
@@ -121,17 +104,7 @@ TABLE = np.random.default_rng(3).standard_normal((8, 2)).astype(np.float32)
 
 def run_biased(arrays, bias, **kwargs):
     """Output and gradients of query, key, value and bias on the kernels."""
-
-    @jax.jit
-    def both(query, key, value, d_out, bias, traced):
-        f = lambda q, k, v, b: local_attention(  # noqa: E731
-            q, k, v, b, implementation="pallas_interpret", **kwargs, **traced
-        )
-        out, pull = jax.vjp(f, query, key, value, bias)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
-    *got, grad = both(*arrays, bias, traced)
+    *got, grad = on_kernels(*arrays, bias=bias, by=("bias",), **kwargs)
     return got, jax.tree.leaves(grad)
 
 
@@ -170,25 +143,22 @@ def test_bias_of_packed_rows_in_bfloat16():
     rng = np.random.default_rng(5)
     left, right = rng.standard_normal((2, 2, 8)).astype(np.float32)
     arrays = random_qkv(140, batch=2, heads=2, kv_heads=1, dtype=jnp.bfloat16)
-    ids, lengths = np.arange(140)[None] // 50 + np.zeros((2, 1), int), np.asarray([120, 0])
-    inside = np.arange(140)[None] < lengths[:, None]
-    visible = oracles.pairs(140, 140, oracles.sliding(30, 20))[None] & (ids[:, :, None] == ids[:, None])
-    visible = (visible & inside[:, None] & inside[:, :, None])[:, None]
+    ids = np.tile(np.arange(140, dtype=np.int32) // 50, (2, 1))
+    poisoned, lengths, visible = with_padding(arrays, [120, 0], [120, 0])
+    visible = (
+        visible
+        & oracles.pairs(140, 140, oracles.sliding(30, 20))
+        & (ids[:, None, None] == ids[:, None, :, None])
+    )
     turn = (np.arange(140)[:, None] - np.arange(140))[..., None] * 10000.0 ** (-np.arange(4) / 4)
     even, odd = left[:, None, None, ::2], left[:, None, None, 1::2]
     turned = even * np.cos(turn) - odd * np.sin(turn), even * np.sin(turn) + odd * np.cos(turn)
     dense = sum((x * right[:, None, None, n::2]).sum(-1) for n, x in enumerate(turned))
     out, _ = oracles.softmax_attention(*arrays[:3], visible, bias=dense[None])
     grads = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3], bias=dense[None])
-    poisoned = [jnp.where(jnp.asarray(inside)[:, :, None, None], x, jnp.nan) for x in arrays[:3]]
-    got, (d_left, d_right) = run_biased(
-        [*poisoned, arrays[3]],
-        RotaryBias(jnp.asarray(left), jnp.asarray(right)),
-        local_window_size=(30, 20),
-        query_seq_lengths=jnp.asarray(lengths),
-        key_value_seq_lengths=jnp.asarray(lengths),
-        segment_ids=jnp.asarray(ids),
-    )
+    bias = RotaryBias(jnp.asarray(left), jnp.asarray(right))
+    options = {"local_window_size": (30, 20), "segment_ids": jnp.asarray(ids)} | lengths
+    got, (d_left, d_right) = run_biased([*poisoned[:3], arrays[3]], bias, **options)
     assert_close(got, (out, *grads[:3]), 2e-2)
     weighted = grads[3].sum(0)[..., None]
     want = [(weighted * x * 1.0).sum((1, 2)) for x in turned]

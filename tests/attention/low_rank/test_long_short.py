@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import init_long_short_state, local_attention, long_short_attention
+from brl_jax import local_attention, long_short_attention
 from brl_jax.attention.local.patterns import SurroundedBlocks
 from brl_jax.attention.low_rank.long_short import Norms
 from tests.oracles.attention import relative_error
@@ -56,8 +56,6 @@ def test_memory_grows_linearly(is_causal):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "window must be at least 1, got 0"),
-        ({"chunk_size": 2.0}, "chunk_size must be an integer, got 2.0"),
         (
             {"projection": jnp.ones((2, 5, 2, 3))},
             r"projection must have shape \(2, 6, 2, 'R'\), got \(2, 5, 2, 3\)",
@@ -70,8 +68,3 @@ def test_bad_input(changes, message):
     query, key, value, projection = arrays(6)
     with pytest.raises(ValueError, match=message):
         long_short_attention(query, key, value, **({"projection": projection} | changes))
-
-
-def test_a_state_of_no_size_is_refused():
-    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
-        init_long_short_state(1, 2, 4, length=8, rank=0, window=3, chunk_size=2)

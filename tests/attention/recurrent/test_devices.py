@@ -206,11 +206,6 @@ PARTS |= {f"moved {name}": functools.partial(_moved, name) for name in (*MOVED, 
 PARTS |= {f"after {place}": functools.partial(_after, place) for place in (13, 72)}
 
 
-@pytest.fixture
-def result(devices):
-    return functools.partial(devices.ask, __name__)
-
-
 @pytest.mark.parametrize("name", slow_unless(CASES, ("linear, packed", "gau, packed")))
 def test_results_and_gradients_equal_one_devices(result, name):
     check_equal(*result(name))

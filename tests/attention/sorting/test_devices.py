@@ -48,11 +48,6 @@ PARTS |= {
 }
 
 
-@pytest.fixture
-def result(devices):
-    return functools.partial(devices.ask, __name__)
-
-
 @pytest.mark.parametrize("name", slow_unless(CASES, ("reformer, fewer heads than devices",)))
 def test_results_and_gradients_equal_one_devices(result, name):
     check_equal(*result(name))

@@ -60,29 +60,6 @@ def test_samples_are_uniform_and_of_the_position_alone():
         assert (np.asarray(other) != drawn).mean() > 0.99
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"factor": 0}, "factor must be at least 1, got 0"),
-        ({"scale": math.inf}, "scale must be finite, got inf"),
-        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
-    ],
-)
-def test_bad_input(changes, message):
-    with pytest.raises(ValueError, match=message):
-        informer_attention(*random_qkv(6)[:3], rng=KEY, **changes)
-
-
-def test_other_lengths_and_sizes_are_refused():
-    query, key, value, _ = random_qkv(6)
-    with pytest.raises(
-        ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
-    ):
-        informer_attention(query, key[:, :5], value[:, :5], rng=KEY)
-    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
-        init_informer_state(1, 2, 8, length=8, num_heads=0)
-
-
 @pytest.mark.parametrize("sizes", [{"factor": 1}, {"num_heads": 2}])
 def test_a_state_of_other_sizes_is_refused(sizes):
     """With them, it would rank a query among too few of the earlier ones."""

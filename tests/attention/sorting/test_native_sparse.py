@@ -127,7 +127,6 @@ def test_memory_is_linear():
             r"sizes\.compressed must be a multiple of sizes\.stride=2, got 5",
         ),
         ({"sizes": BlockSizes(4, 2, 4, 0)}, r"sizes\.blocks must be at least 1, got 0"),
-        ({"window": 0}, "window must be at least 1, got 0"),
         ({"gates": jnp.zeros((1, 9, 2, 2))}, r"gates must have shape \(1, 9, 2, 3\), got \(1, 9, 2, 2\)"),
         ({"compressed_key": jnp.zeros((1, 2, 2, 4))}, r"compressed_key must have shape \(1, 3, 2, 4\)"),
         ({"window_value": jnp.zeros((1, 8, 2, 4))}, r"window_value must have shape \(1, 9, 2, 4\)"),

@@ -74,7 +74,6 @@ def test_directions_are_drawn_from_the_key():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
         ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
         ({"query": [[1.0]]}, "query must be an array, got list"),
@@ -97,14 +96,6 @@ def test_bad_input(changes, message):
     }
     with pytest.raises(ValueError, match=message):
         reformer_attention(**(arguments | changes))
-
-
-@pytest.mark.parametrize(("number", "expected"), [(0, "at least 2"), (3, "even"), (True, "an integer")])
-def test_an_odd_number_of_buckets_is_refused(number, expected):
-    with pytest.raises(ValueError, match=f"num_buckets must be {expected}, got"):
-        reformer_rotations(jax.random.key(0), 8, num_buckets=number)
-    with pytest.raises(ValueError, match=f"num_buckets must be {expected}, got"):
-        init_reformer_state(1, 2, 8, length=8, num_buckets=number)
 
 
 @pytest.mark.parametrize(

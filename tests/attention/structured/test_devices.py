@@ -100,11 +100,6 @@ PARTS |= {name: lambda f=f: compared(f, *operands()) for name, f in FUNCTIONS.it
 PARTS |= {f"moved {name}": lambda f=f: moved(f, *operands(), length=LENGTH) for name, f in FUNCTIONS.items()}
 
 
-@pytest.fixture
-def result(devices):
-    return functools.partial(devices.ask, __name__)
-
-
 def seen(length, options, shape):
     """Which pairs the options let see each other, (2, 1, T, T), and the gradient of the output."""
     places = np.arange(length)

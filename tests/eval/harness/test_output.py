@@ -1,15 +1,13 @@
 """What a command prints on a terminal and elsewhere, and which files it refuses."""
 
 import json
-import os
 import sys
 
 import pytest
 
-from eval.harness.output import emit, json_path, picture_path, readable
-from eval.harness.runs import first_rows, open_run, regular_file, unfinished
+from eval.harness.output import emit, readable
+from eval.harness.runs import first_rows, unfinished
 from train.engine.checkpoint import Checkpoints
-from train.engine.errors import UserError
 
 RESULT = {
     "perplexity": 12.34567,
@@ -37,28 +35,6 @@ def test_two_lines_on_a_terminal_and_json_elsewhere(monkeypatch, capsys):
     assert readable({"cases": cases * 9, "trained": [[1, 2]]})[0] == ""
     emit(RESULT, as_json=True)
     assert json.loads(capsys.readouterr().out) == RESULT
-
-
-def test_files_are_checked_before_any_work(tmp_path):
-    assert picture_path(None) is None
-    assert picture_path(str(tmp_path / "x.png")) == tmp_path / "x.png"
-    with pytest.raises(
-        UserError, match=r"--picture: expected a \.png file in a folder that can be written to"
-    ):
-        picture_path(str(tmp_path / "x.jpg"))
-    with pytest.raises(UserError, match=r"--json: expected a file in a folder that can be written to"):
-        json_path(str(tmp_path))
-
-
-def test_pipes_are_refused(tmp_path):
-    """Reading one would hang."""
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UserError, match=r"--workdir: expected a regular file, got .*config\.json"):
-        open_run([], str(tmp_path), "best")
-    with pytest.raises(UserError, match="--prompt_file: expected a regular file"):
-        regular_file("--prompt_file", str(tmp_path))
-    with pytest.raises(UserError, match=r"--workdir: cannot read .*File name too long"):
-        open_run([], str(tmp_path / ("x" * 300)), "best")
 
 
 class Rows:

@@ -1,16 +1,15 @@
-"""Tables as Markdown and JSON, and the numbers in their cells."""
+"""Tables as Markdown, and the numbers in their cells."""
 
 import pytest
 
 from eval.harness.table import Table, mean_deviation, mean_range, percent, plus_minus, seeds
 
 
-def test_a_table_is_markdown_and_json():
+def test_a_table_is_markdown():
     table = Table("run", "loss", title="Losses:")
     table.add("a", 0.5)
     table.add("b", None)
     assert str(table) == "Losses:\n\n| run | loss |\n|---|---|\n| a | 0.5 |\n| b | - |"
-    assert table.to_json() == [{"run": "a", "loss": "0.5"}, {"run": "b", "loss": "-"}]
     with pytest.raises(AssertionError):
         table.add("c")
 

@@ -257,8 +257,6 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("eval.studies.survey.main.measure_speeds", None)
     main([*argv, "--repeats", "2"])
     assert capsys.readouterr().out == printed
-    main([*argv, "--only", "table"])
-    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.cli.command import command
 from train.data import hf_stream, load
-from train.data.batches import training_batches
 from train.data.corpus import Corpus
-from train.data.dataset import DataConfig
+from train.data.dataset import DataConfig, training_batches
 from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
 from train.data.shards import open_shards
 from train.data.sources import open_source

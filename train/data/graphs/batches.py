@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
-from train.data.repeated import READ_AHEAD, RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -66,7 +64,7 @@ class NodeBatches(RepeatedBatches):
         has_edges: bool,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen_rows = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         size = batch * targets
         if targets == 1 and len(nodes) < batch:
             raise UserError(f"--batch: expected at most the {len(nodes)} training nodes, got {batch}")
@@ -77,21 +75,19 @@ class NodeBatches(RepeatedBatches):
             at = np.full(size, -1)
             own = order[step * size : (step + 1) * size]
             at[: len(own)] = own
-            at = at.reshape(batch, targets)[chosen_rows]
-            seeds = [[13, seed, index, int(row)] for row in chosen_rows]
+            at = at.reshape(batch, targets)[chosen]
+            seeds = [[13, seed, index, int(row)] for row in chosen]
             return make_row_batch(source, np.where(at < 0, -1, nodes[at]), labels[at], seeds, has_edges)
 
         identity = {"batch": batch, "targets": targets, "seed": seed, "nodes": len(nodes), "digest": digest}
         super().__init__(make, steps, identity)
 
 
-class HeldOutNodes:
+class HeldOutNodes(HeldOutBatches):
     """One pass over a split, every node once, in its order; the last batch is filled with nodes of weight 0.
 
     Takes the arguments of `NodeBatches` and gives the same kind of batches; subgraphs are the same each time.
     """
-
-    num_bytes = digest = None
 
     def __init__(
         self,
@@ -104,23 +100,15 @@ class HeldOutNodes:
         has_edges: bool,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen_rows = check_rows(batch, rows)
-        self.batch = batch
-        self._steps = -(-len(nodes) // (batch * targets))
-        filled = np.full(self._steps * batch * targets, -1)
+        chosen = chosen_rows(batch, rows)
+        steps = -(-len(nodes) // (batch * targets))
+        filled = np.full(steps * batch * targets, -1)
         filled[: len(nodes)] = np.arange(len(nodes))
-        plan = filled.reshape(self._steps, batch, targets)
+        plan = filled.reshape(steps, batch, targets)
 
         def make(step: int) -> Batch:
-            at = plan[step, chosen_rows]
-            seeds = [[17, step, int(row)] for row in chosen_rows]
+            at = plan[step, chosen]
+            seeds = [[17, step, int(row)] for row in chosen]
             return make_row_batch(source, np.where(at < 0, -1, nodes[at]), labels[at], seeds, has_edges)
 
-        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
-
-    def __len__(self) -> int:
-        """Number of batches of the pass."""
-        return self._steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._dataset)
+        super().__init__(make, steps, batch)

@@ -14,9 +14,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import check_regular, parse_json
+from train.data.files import numbered_lines, shown
 from train.data.graphs.graph import RawGraph, Relation
 from train.data.graphs.images import describe
-from train.data.lra.files import numbered_lines, shown
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 

@@ -19,8 +19,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import parse_json
+from train.data.files import numbered_lines, packed_or_not, shown
 from train.data.graphs.graph import RawGraph, both_ways
-from train.data.lra.files import numbered_lines, shown
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 _FILES = ("node.dat", "link.dat", "label.dat", "label.dat.test")
@@ -37,17 +37,9 @@ def hgb_files(folder: Path) -> list[Path]:
     Raises:
       UserError: one is missing.
     """
-    return [_file(folder, name) for name in _FILES] + [
+    return [packed_or_not(folder / name) for name in _FILES] + [
         path for path in (folder / "info.dat", folder / "info.dat.gz") if path.is_file()
     ]
-
-
-def _file(folder: Path, name: str) -> Path:
-    paths = [folder / name, folder / f"{name}.gz"]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise UserError(f"--data_dir: expected {paths[0]} or {paths[1].name}; there is neither")
-    return path
 
 
 class _Nodes(NamedTuple):
@@ -67,8 +59,8 @@ def read_hgb(folder: Path) -> RawGraph:
         a class that is not known. The error names the file and the line.
     """
     info = _info(folder)
-    nodes = _read_nodes(_file(folder, "node.dat"))
-    links = _read_links(_file(folder, "link.dat"), nodes)
+    nodes = _read_nodes(packed_or_not(folder / "node.dat"))
+    links = _read_links(packed_or_not(folder / "link.dat"), nodes)
     rows, classes, is_test, target = _read_labels(folder, nodes, info)
     number = max(max(row) for row in classes) + 1
     number = max(number, len(_names(info, "label.dat", "node type", str(target))))
@@ -229,7 +221,7 @@ def _read_labels(
     known: set[int] = set()
     names: dict[str, Any] = {}
     for name in ("label.dat", "label.dat.test"):
-        path = _file(folder, name)
+        path = packed_or_not(folder / name)
         for number, fields in _fields(path, 4):
             node = _whole(path, number, "id", fields[0])
             if node not in nodes.place:

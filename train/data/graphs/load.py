@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from etils import epath
 
 from brl_jax.fields import Checked, Count, Natural, Seed
+from train.data.files import file_stats
 from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
-from train.data.lra.files import file_stats
 from train.engine.errors import UserError
 from train.engine.fields import Free, Needed
-from train.engine.storage import beside, check_local, user_cache
+from train.engine.storage import check_local, user_cache, writing
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
 _FORMAT = 3
@@ -128,13 +127,8 @@ def _save(graph: Graph, path: Path) -> None:
         arrays |= {f"indptr_{i}": relation.adjacency.indptr, f"indices_{i}": relation.adjacency.indices}
     for split, (nodes, labels) in graph.splits.items():
         arrays |= {f"{split}_nodes": nodes, f"{split}_labels": labels}
-    aside = Path(beside(epath.Path(path)))
-    try:
-        with open(aside, "wb") as file:
-            np.savez(file, **arrays)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with writing(path) as [aside], open(aside, "wb") as file:
+        np.savez(file, **arrays)
 
 
 def _read(path: Path) -> Graph:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
 from train.data.lra.examples import Examples
-from train.data.repeated import READ_AHEAD, RepeatedBatches
-from train.data.streams import check_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -70,7 +68,7 @@ class TrainBatches(RepeatedBatches):
       all by default.
 
     Raises:
-      UserError: too few examples, or batch, buckets or seed out of range.
+      UserError: too few examples, or one longer than the buckets.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class TrainBatches(RepeatedBatches):
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen_rows = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         if len(examples) < batch:
             raise UserError(f"--batch: expected at most the {len(examples)} training examples, got {batch}")
         widths = _widths(examples, buckets)
@@ -98,8 +96,8 @@ class TrainBatches(RepeatedBatches):
             return _Plan(order, widths[order].max(axis=1))
 
         def make(index: int, step: int) -> Batch:
-            chosen = plan(index // steps)
-            return _batch(examples, chosen.rows[step, chosen_rows], int(chosen.widths[step]))
+            orders = plan(index // steps)
+            return _batch(examples, orders.rows[step, chosen], int(orders.widths[step]))
 
         identity = {
             "batch": batch,
@@ -111,7 +109,7 @@ class TrainBatches(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class EvalBatches:
+class EvalBatches(HeldOutBatches):
     """One pass over a split, by length: every example once; the padding of the last batch of a bucket has weight 0.
 
     Batches look like `TrainBatches`'. Iterating again starts from the beginning.
@@ -122,8 +120,6 @@ class EvalBatches:
       all by default.
     """
 
-    num_bytes = None
-
     def __init__(
         self,
         examples: Examples,
@@ -133,7 +129,7 @@ class EvalBatches:
         limit: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        chosen_rows = check_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
         widths = _widths(examples, buckets)[: limit or None]
         plans = []
         for width in np.unique(widths):
@@ -141,18 +137,9 @@ class EvalBatches:
             filled = np.full(-(-len(members) // batch) * batch, -1)
             filled[: len(members)] = members
             plans += [(row, int(width)) for row in filled.reshape(-1, batch)]
-        self.batch, self.digest = batch, examples.digest
-        self._steps = len(plans)
 
         def make(step: int) -> Batch:
             row, width = plans[step]
-            return _batch(examples, row[chosen_rows], width)
+            return _batch(examples, row[chosen], width)
 
-        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
-
-    def __len__(self) -> int:
-        """Number of batches of the pass."""
-        return self._steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._dataset)
+        super().__init__(make, len(plans), batch, examples.digest)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from etils import epath
 from jaxtyping import Int, UInt8
 
 from brl_jax.json_files import read_json
-from train.data.files import npy_header
+from train.data.files import npy_file
 from train.engine.errors import UserError
 from train.engine.metrics import log
-from train.engine.storage import beside
+from train.engine.storage import writing
 
 # Part of every key: after a change of how sources become tokens, the files of older versions must not be read.
 _FORMAT = 1
 _ARRAYS = ("tokens", "lengths", "labels")
+_EXAMPLES = 512
 
 
 class Chunk(NamedTuple):
@@ -41,6 +42,14 @@ def chunk_of(sequences: list[bytes], labels: list[int], parts: int = 1) -> Chunk
     sequences = [sequence or b" " for sequence in sequences]
     lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(-1, parts)
     return Chunk(np.frombuffer(b"".join(sequences), np.uint8), lengths, np.array(labels, np.int64))
+
+
+def in_chunks(read: Callable[..., Iterator[tuple[Any, ...]]], *args: Any) -> Iterator[Chunk]:
+    """What read(*args) yields, the sequences and the label of each example, in chunks."""
+    rows = read(*args)
+    while some := list(itertools.islice(rows, _EXAMPLES)):
+        sequences = [sequence for *sequences, _ in some for sequence in sequences]
+        yield chunk_of(sequences, [row[-1] for row in some], parts=len(some[0]) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,15 @@ class Examples:
         parts = self.lengths.shape[1]
         starts: Any = self._starts  # type: ignore[attr-defined]
         return [self.tokens[starts[i] : starts[i + 1]] for i in range(index * parts, (index + 1) * parts)]
+
+
+def examples_of(pieces: Sequence[np.ndarray], labels: Sequence[int], parts: int, truncated: int) -> Examples:
+    """Examples in memory, from their sequences, `parts` of them an example."""
+    tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
+    lengths = np.array([len(piece) for piece in pieces], np.int32).reshape(-1, parts)
+    arrays = tokens, lengths, np.array(labels, np.int32)
+    hashed = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
+    return Examples(*arrays, truncated, hashed.hexdigest())
 
 
 def digest(*parts: Any) -> str:
@@ -134,15 +152,17 @@ def _read(folder: Path, split: str) -> Examples | None:
 
 def _build(source: Source, split: str, folder: Path, length: int, limit: int, num_classes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tokens_path, *others = (folder / f"{split}.{name}.npy" for name in _ARRAYS)
-    summary_path = folder / f"{split}.json"
-    asides = {path: Path(beside(epath.Path(path))) for path in (tokens_path, *others, summary_path)}
     lengths: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     hashed, total, truncated = hashlib.sha256(), 0, 0
-    try:
-        with open(asides[tokens_path], "wb") as file:
-            file.write(npy_header(np.dtype(np.uint8), (0,)))
+    names = [*(f"{split}.{name}.npy" for name in _ARRAYS), f"{split}.json"]
+    with writing(*(folder / name for name in names)) as (
+        tokens_file,
+        lengths_file,
+        labels_file,
+        summary_file,
+    ):
+        with npy_file(tokens_file, np.uint8) as add:
             for chunk in _limited(source.splits[split](), limit):
                 bad = np.flatnonzero((chunk.labels < 0) | (chunk.labels >= num_classes))
                 if len(bad):
@@ -154,20 +174,16 @@ def _build(source: Source, split: str, folder: Path, length: int, limit: int, nu
                 truncated += int((kept < chunk.lengths).sum())
                 places = _places(chunk.lengths.reshape(-1), kept.reshape(-1))
                 piece = chunk.tokens if places is None else chunk.tokens[places]
-                # Unlike write, ndarray.tofile does not say why it fails.
-                file.write(written := piece.tobytes())
-                hashed.update(written)
+                hashed.update(add(piece))
                 total += len(piece)
                 lengths.append(kept.astype(np.int32))
                 labels.append(chunk.labels.astype(np.int32))
-            if not labels:
-                raise UserError(f"--data_dir: {source.name} has no {split} examples")
-            file.seek(0)
-            file.write(npy_header(np.dtype(np.uint8), (total,)))
-        for path, arrays in zip(others, (lengths, labels)):
+        if not labels:
+            raise UserError(f"--data_dir: {source.name} has no {split} examples")
+        for path, arrays in ((lengths_file, lengths), (labels_file, labels)):
             joined = np.concatenate(arrays)
             hashed.update(joined.tobytes())
-            with open(asides[path], "wb") as file:
+            with open(path, "wb") as file:
                 np.save(file, joined)
         summary = {
             "source": source.name,
@@ -176,12 +192,7 @@ def _build(source: Source, split: str, folder: Path, length: int, limit: int, nu
             "truncated": truncated,
             "digest": hashed.hexdigest(),
         }
-        asides[summary_path].write_text(json.dumps(summary, indent=1) + "\n")
-        for path, aside in asides.items():
-            aside.replace(path)
-    finally:
-        for aside in asides.values():
-            aside.unlink(missing_ok=True)
+        summary_file.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def _limited(chunks: Iterator[Chunk], limit: int) -> Iterator[Chunk]:

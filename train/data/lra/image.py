@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from train.data.files import SPLIT_OF, file_stats, rows_of
 from train.data.lra.examples import Chunk, Source, digest
-from train.data.lra.files import SPLIT_OF, file_stats, rows_of
 from train.data.lra.pathfinder import image_chunk
 from train.data.named_sources import open_tfds
 from train.engine.errors import UNREADABLE, UserError, one_line

@@ -22,9 +22,9 @@ import numpy as np
 from jaxtyping import Int, Int8, UInt8
 
 from brl_jax.fields import Checked, Natural, Range
-from train.data.lra.examples import Chunk, Source, digest
-from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
-from train.data.lra.workers import chunk_sizes, run_chunks
+from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
+from train.data.lra.examples import Chunk, Source, digest, in_chunks
+from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
 
 NUM_CLASSES = 10
@@ -197,16 +197,7 @@ def generated(
     spec: ListOpsSpec, seed: int, sizes: dict[str, int], processes: int
 ) -> dict[str, Callable[[], Iterator[Trees]]]:
     """The splits of a generated set, each the same for any number of processes."""
-    return {
-        split: functools.partial(
-            run_chunks,
-            functools.partial(_chunk, spec, seed, number),
-            chunk_sizes(sizes[split], _CHUNK),
-            processes,
-            f"listops, {split}",
-        )
-        for number, split in enumerate(_SPLIT_FILES)
-    }
+    return in_processes(functools.partial(_chunk, spec, seed), sizes, _CHUNK, processes, "listops")
 
 
 def generated_source(spec: ListOpsSpec, seed: int, sizes: dict[str, int], processes: int) -> Source:
@@ -313,9 +304,6 @@ def open_files(folder: Path) -> Source | None:
             paths[split] = packed if packed.exists() and not path.exists() else path
         if any(path.exists() for path in paths.values()):
             stats = file_stats(paths.values())
-            splits = {
-                split: functools.partial(in_chunks, functools.partial(_read, path))
-                for split, path in paths.items()
-            }
+            splits = {split: functools.partial(in_chunks, _read, path) for split, path in paths.items()}
             return Source(f"listops of {place}", digest("listops files", stats), splits)
     return None

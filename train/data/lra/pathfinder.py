@@ -26,13 +26,13 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image, ImageDraw
 
-from train.data.lra.examples import Chunk, Source, digest
-from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
-from train.data.lra.workers import chunk_sizes, run_chunks
+from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
+from train.data.lra.examples import Chunk, Source, digest, in_chunks
+from train.data.lra.workers import in_processes
+from train.data.splits import SPLITS
 from train.engine.errors import UserError, one_line
 
 NUM_CLASSES = 2
-SPLITS = ("train", "valid", "test")
 # The release's folders of images, by the number of dashes of the long paths.
 LEVELS: Mapping[int, str] = MappingProxyType(
     {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
@@ -236,16 +236,8 @@ def generated(
     marked: bool = False,
 ) -> dict[str, Callable[[], Iterator[Images]]]:
     """The splits of a generated set, each the same for any number of processes."""
-    return {
-        split: functools.partial(
-            run_chunks,
-            functools.partial(_chunk, resolution, dashes, marked, seed, number),
-            chunk_sizes(sizes[split], _CHUNK),
-            processes,
-            f"pathfinder{resolution}, {split}",
-        )
-        for number, split in enumerate(SPLITS)
-    }
+    chunk = functools.partial(_chunk, resolution, dashes, marked, seed)
+    return in_processes(chunk, sizes, _CHUNK, processes, f"pathfinder{resolution}")
 
 
 def image_chunk(
@@ -370,7 +362,7 @@ def open_files(folder: Path, resolution: int, dashes: int = HARD) -> Source | No
         if files:
             stats = file_stats(files)
             splits = {
-                split: functools.partial(in_chunks, functools.partial(_read, place, files, resolution, split))
+                split: functools.partial(in_chunks, _read, place, files, resolution, split)
                 for split in SPLITS
             }
             return Source(f"pathfinder of {place}", digest("pathfinder files", stats, resolution), splits)

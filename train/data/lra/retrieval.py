@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.lra.examples import Chunk, Source, chunk_of, digest
-from train.data.lra.files import file_stats, numbered_lines, parsed, shown
+from train.data.files import file_stats, numbered_lines, parsed, shown
+from train.data.lra.examples import Source, digest, in_chunks
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 2
@@ -21,7 +21,6 @@ _AAN_FILES = {
     "valid": "new_aan_pairs.eval.tsv",
     "test": "new_aan_pairs.test.tsv",
 }
-_PAIRS = 256
 
 
 def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
@@ -38,7 +37,7 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
     for place in (folder, folder / "tsv_data"):
         paths = {split: place / name for split, name in _AAN_FILES.items()}
         if any(path.exists() for path in paths.values()):
-            splits = {split: functools.partial(_read_aan, path) for split, path in paths.items()}
+            splits = {split: functools.partial(in_chunks, _read_aan, path) for split, path in paths.items()}
             return Source(f"AAN pairs of {place}", digest("aan", file_stats(paths.values())), splits)
     if (folder / "books.tsv").exists():
         return _open_books(folder, seed, sizes)
@@ -55,17 +54,8 @@ def _parse_aan(line: bytes) -> tuple[bytes, bytes, int]:
     return columns[3], columns[4], int(float(columns[0]))
 
 
-def _read_aan(path: Path) -> Iterator[Chunk]:
-    texts: list[bytes] = []
-    labels: list[int] = []
-    for first, second, label in parsed(path, numbered_lines(path), _parse_aan):
-        texts += (first, second)
-        labels.append(label)
-        if len(labels) == _PAIRS:
-            yield chunk_of(texts, labels, parts=2)
-            texts, labels = [], []
-    if labels:
-        yield chunk_of(texts, labels, parts=2)
+def _read_aan(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
+    return parsed(path, numbered_lines(path), _parse_aan)
 
 
 # --- passages of novels ---
@@ -91,7 +81,7 @@ def _open_books(folder: Path, seed: int, sizes: dict[str, int]) -> Source:
     stats = file_stats([folder / "books.tsv", *files.values()])
     splits = {
         split: functools.partial(
-            _draw_pairs, folder / "books.tsv", files, split, [seed, number], sizes[split]
+            in_chunks, _draw_pairs, folder / "books.tsv", files, split, [seed, number], sizes[split]
         )
         for number, split in enumerate(_SHARES)
     }
@@ -125,7 +115,7 @@ def _books(table: Path, files: dict[str, Path]) -> dict[str, list[bytes]]:
 
 def _draw_pairs(
     table: Path, files: dict[str, Path], split: str, seed: list[int], count: int
-) -> Iterator[Chunk]:
+) -> Iterator[tuple[bytes, bytes, int]]:
     """Pairs of passages from each book's share for the split, half of them by one author.
 
     An author with several books gives passages of two of them, one with a single book two passages of it; in
@@ -143,14 +133,8 @@ def _draw_pairs(
         )
         return text[start : start + _PASSAGE]
 
-    texts: list[bytes] = []
-    labels: list[int] = []
     for number in range(count):
         same = number % 2
         first, other = rng.choice(len(authors), 2, replace=False)
         book = int(rng.integers(len(authors[first][1])))
-        texts += (passage(first, book), passage(first if same else other, book + 1))
-        labels.append(same)
-        if len(labels) == _PAIRS or number == count - 1:
-            yield chunk_of(texts, labels, parts=2)
-            texts, labels = [], []
+        yield passage(first, book), passage(first if same else other, book + 1), same

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from brl_jax.json_files import parse_json
-from train.data.lra.examples import Source, digest
-from train.data.lra.files import SPLIT_OF, belongs, file_stats, in_chunks, numbered_lines, parsed, rows_of
+from train.data.files import SPLIT_OF, belongs, file_stats, numbered_lines, parsed, rows_of
+from train.data.lra.examples import Source, digest, in_chunks
 from train.data.named_sources import open_tfds
 from train.engine.errors import UserError
 
@@ -34,7 +34,7 @@ def open_tfds_source() -> Source:
             yield text if isinstance(text, bytes) else text.encode(), int(row["label"])
 
     counts = {str(name): len(source) for name, source in sources.items()}
-    splits = {split: functools.partial(in_chunks, functools.partial(read, split)) for split in SPLIT_OF}
+    splits = {split: functools.partial(in_chunks, read, split) for split in SPLIT_OF}
     return Source("tfds:imdb_reviews", digest("tfds:imdb_reviews", counts), splits)
 
 
@@ -49,27 +49,20 @@ def open_files(folder: Path) -> Source | None:
     for ending in (".jsonl", ".jsonl.gz"):
         paths = {name: folder / (name + ending) for name in ("train", "test")}
         if any(path.exists() for path in paths.values()):
-            readers = {
-                split: functools.partial(_read_jsonl, paths[name], split) for split, name in SPLIT_OF.items()
-            }
-            return _source(f"texts of {folder}", file_stats(paths.values()), readers)
+            return _source(f"texts of {folder}", file_stats(paths.values()), _read_jsonl, paths)
     for place in (folder, folder / "aclImdb"):
         if (place / "train" / "pos").is_dir():
             files = {name: _review_files(place / name) for name in ("train", "test")}
-            readers = {
-                split: functools.partial(_read_reviews, files[name], split)
-                for split, name in SPLIT_OF.items()
-            }
             stats = [
                 [file_stats(path for path, _ in paths), [label for _, label in paths], "by class"]
                 for paths in files.values()
             ]
-            return _source(f"texts of {place}", stats, readers)
+            return _source(f"texts of {place}", stats, _read_reviews, files)
     return None
 
 
-def _source(name: str, stats: Any, readers: dict[str, Any]) -> Source:
-    splits = {split: functools.partial(in_chunks, read) for split, read in readers.items()}
+def _source(name: str, stats: Any, read: Callable[..., Any], places: Mapping[str, Any]) -> Source:
+    splits = {split: functools.partial(in_chunks, read, places[of], split) for split, of in SPLIT_OF.items()}
     return Source(name, digest("text files", name, stats), splits)
 
 

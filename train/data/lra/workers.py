@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from train.data.splits import SPLITS
 from train.engine.metrics import tracked
 
 T = TypeVar("T")
 
 
-def chunk_sizes(count: int, size: int) -> list[int]:
-    """`count` examples in chunks of `size`, the last one smaller."""
-    return [min(size, count - start) for start in range(0, count, size)]
-
-
-def run_chunks(
-    make: Callable[[int, int], T], sizes: Sequence[int], processes: int, title: str
-) -> Iterator[T]:
-    """make(index, size) for each chunk, in order, with progress on stderr.
+def in_processes(
+    make: Callable[[int, int, int], T], sizes: Mapping[str, int], chunk: int, processes: int, title: str
+) -> dict[str, Callable[[], Iterator[T]]]:
+    """What reads the chunks of each split of a generated set, with progress on stderr.
 
     Args:
-      make: can be pickled. processes: how many at a time; 0: one a core. title: what is made.
+      make: makes a chunk from the number of its split, its own number and its number of examples; can be pickled.
+      sizes: examples of each split. chunk: of each chunk but the last. processes: how many at a time; 0: one a core.
+      title: what is made.
     """
+    return {
+        split: functools.partial(
+            _run,
+            functools.partial(make, number),
+            [min(chunk, sizes[split] - start) for start in range(0, sizes[split], chunk)],
+            processes,
+            f"{title}, {split}",
+        )
+        for number, split in enumerate(SPLITS)
+    }
+
+
+def _run(make: Callable[[int, int], T], sizes: Sequence[int], processes: int, title: str) -> Iterator[T]:
     processes = min(processes or os.cpu_count() or 1, len(sizes))
     if processes <= 1:
-        yield from tracked((make(index, size) for index, size in enumerate(sizes)), sizes, title)
+        yield from tracked(zip(map(make, itertools.count(), sizes), sizes), sum(sizes), title)
         return
     # Not forked: this process may have threads (JAX's, the input's), which a fork would not copy.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from tracked(pool.map(make, range(len(sizes)), sizes), sizes, title)
+        chunks = pool.map(make, range(len(sizes)), sizes)
+        yield from tracked(zip(chunks, sizes), sum(sizes), title)

@@ -18,7 +18,30 @@ UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 UNKNOWN_CHARACTER = "\ufffd"
 
 
-class CharactersTokenizer(Tokenizer):
+def _frequent(texts: Iterable[Iterable[str]], marks: list[str], min_count: int) -> list[str]:
+    """The marks, and what the texts have at least so often, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    kept = [each for each, count in counts.items() if count >= min_count and each not in marks]
+    return [*marks, *sorted(kept, key=lambda each: (-counts[each], each))]
+
+
+class _Vocabulary(Tokenizer):
+    """A tokenizer whose tokens are those of the training text."""
+
+    def _refuse(self, found: Iterable[str], kind: str) -> None:
+        """Raises UserError if some words or characters of a text are not in the vocabulary."""
+        unknown = list(dict.fromkeys(found))
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            raise UserError(
+                f"text has {len(unknown)} {kind} outside the vocabulary of {self.vocab_size}: {shown}; "
+                f"expected {kind} of the training text"
+            )
+
+
+class CharactersTokenizer(_Vocabulary):
     """The characters of the training text, and U+FFFD for all others (as in arXiv:2509.07963, section 5.1)."""
 
     def __init__(self, spec: str, characters: Sequence[str]):
@@ -35,12 +58,7 @@ class CharactersTokenizer(Tokenizer):
         cls, spec: str, pieces: Iterable[bytes], min_count: int, size: int | None
     ) -> CharactersTokenizer:
         """Keeps the characters seen `min_count` times, the `size` most frequent with U+FFFD included."""
-        counts: Counter[str] = Counter()
-        for piece in pieces:
-            counts.update(decode_piece(piece))
-        kept = [c for c, n in counts.items() if n >= min_count and c != UNKNOWN_CHARACTER]
-        kept.sort(key=lambda c: (-counts[c], c))
-        return cls(spec, [UNKNOWN_CHARACTER, *kept][:size])
+        return cls(spec, _frequent(map(decode_piece, pieces), [UNKNOWN_CHARACTER], min_count)[:size])
 
     def _find(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The token of each character, and whether that token is the character's own."""
@@ -51,13 +69,7 @@ class CharactersTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         ids, known = self._find(text)
-        unknown = list(dict.fromkeys(text[i] for i in np.flatnonzero(~known)))
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            raise UserError(
-                f"text has {len(unknown)} characters outside the vocabulary of {self.vocab_size}: {shown}; "
-                "expected characters of the training text"
-            )
+        self._refuse((text[i] for i in np.flatnonzero(~known)), "characters")
         return ids
 
     def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
@@ -79,7 +91,7 @@ class CharactersTokenizer(Tokenizer):
         return {"characters.json": json.dumps(self._characters) + "\n"}
 
 
-class WordsTokenizer(Tokenizer):
+class WordsTokenizer(_Vocabulary):
     """Words between blanks, `<eos>` at the end of each line, `<unk>` for words outside the vocabulary.
 
     As in WikiText (Merity et al. 2016, arXiv:1609.07843). A run of blanks counts as one blank. token_bytes counts a
@@ -103,22 +115,12 @@ class WordsTokenizer(Tokenizer):
     @classmethod
     def train(cls, spec: str, pieces: Iterable[bytes], min_count: int, size: int | None) -> WordsTokenizer:
         """Keeps the words seen `min_count` times, the `size` most frequent with the two marks included."""
-        counts: Counter[str] = Counter()
-        for piece in pieces:
-            counts.update(decode_piece(piece).split())
-        kept = [w for w, n in counts.items() if n >= min_count and w not in (UNKNOWN, END_OF_LINE)]
-        kept.sort(key=lambda w: (-counts[w], w))
-        return cls(spec, [UNKNOWN, END_OF_LINE, *kept][:size])
+        texts = (decode_piece(piece).split() for piece in pieces)
+        return cls(spec, _frequent(texts, [UNKNOWN, END_OF_LINE], min_count)[:size])
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         words = _words(text)
-        unknown = [w for w in dict.fromkeys(words) if w not in self._ids]
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            raise UserError(
-                f"text has {len(unknown)} words outside the vocabulary of {self.vocab_size}: {shown}; "
-                f"expected words of the training text, or {UNKNOWN}"
-            )
+        self._refuse((word for word in words if word not in self._ids), "words")
         return np.array([self._ids[w] for w in words], np.int32)
 
     def encode_example(self, text: str) -> Int[np.ndarray, " length"]:

@@ -78,8 +78,6 @@ def test_processes_share_the_rows(kind):
         for name in ("tokens", "lengths", "targets", "weights"):
             for rows, part in zip(held, parts):
                 np.testing.assert_array_equal(part[name], batch[name][rows])
-    with pytest.raises(ValueError, match=r"rows must be numbers in \[0, 4\), got \[4\]"):
-        kind(data, batch=4, buckets=BUCKETS, rows=[4])
 
 
 def test_evaluation_has_every_example_once():
