@@ -61,7 +61,7 @@ class Curves:
 
     Args:
       metrics: the fields of metrics.jsonl to draw, each with a name for the legend ("" where there is one alone).
-      ylabel, title: of the picture.
+      ylabel: of the picture.
       level: (value, name) of a horizontal line, such as the accuracy of guessing.
       ylim: of the picture; by default whatever the values need.
 
@@ -75,17 +75,10 @@ class Curves:
         metrics: Mapping[str, str],
         *,
         ylabel: str,
-        title: str = "",
         level: tuple[float, str] | None = None,
         ylim: tuple[float, float] | None = None,
     ):
-        self._metrics, self._ylabel, self._title, self._level, self._ylim = (
-            metrics,
-            ylabel,
-            title,
-            level,
-            ylim,
-        )
+        self._metrics, self._ylabel, self._level, self._ylim = metrics, ylabel, level, ylim
         self.points: dict[str, list[tuple[int, float]]] = {}
         self._measured: set[str] = set()
         self._steps = 1
@@ -134,9 +127,7 @@ class Curves:
         if self._level is not None:
             value, name = self._level
             axes.axhline(value, color="#999999", linestyle="--", linewidth=1, label=name)
-        axes.set(
-            xlabel="step", ylabel=self._ylabel, title=self._title, xlim=(0, self._steps), ylim=self._ylim
-        )
+        axes.set(xlabel="step", ylabel=self._ylabel, xlim=(0, self._steps), ylim=self._ylim)
         axes.grid(True, alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         return figure
@@ -173,15 +164,14 @@ class _Report:
         self._show(f"{self._text}, {note}")
 
 
-def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, checkpoint: str = "best") -> Run:
-    """Trains a configuration under `curves.folder`; the picture is all that it shows.
+def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str) -> Run:
+    """Trains a configuration under `curves.folder` and reads its best checkpoint; the picture is all that it shows.
 
     Args:
       task: the task of the configuration (`train.tasks.every`).
       config: the configuration; its folder, and whether it writes TensorBoard events, are decided here.
       curves: where the metrics are drawn.
       label: the run's name in the picture, and its folder's.
-      checkpoint: which one to read: "best", "last" or a step.
 
     Raises:
       UserError, RunError, Stopped: see `train.engine.loop.train`.
@@ -191,4 +181,4 @@ def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, check
     config = dataclasses.replace(config, loop=loop)
     with silent():
         run_task(task, config, curves.report(label, loop.steps))
-    return open_run([task], workdir, checkpoint)
+    return open_run([task], workdir, "best")

@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from brl_jax.fields import Fraction, Range, Rows
+from brl_jax.fields import Range, Rows
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.harness.options import StudyOptions
@@ -41,6 +41,9 @@ from train.cli.summary import mechanism_names
 from train.data.dataset import load
 from train.engine.errors import UserError
 from train.tasks.lm import LM
+
+# Sizes of the neighbourhood, as shares of the sequence.
+RATIOS = tuple(i / 20 for i in range(1, 21))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +56,6 @@ class LocalityOptions(StudyOptions):
     """Tokens of a sequence."""
     sequences: Rows = 16
     """Number of sequences, spaced evenly over the text."""
-    ratios: tuple[Fraction, ...] = tuple(i / 20 for i in range(1, 21))
-    """Sizes of the neighbourhood, as shares of the sequence."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.ratios:
-            raise ValueError("ratios must be one or more, got none")
 
 
 def locally_accumulated_score(
@@ -92,11 +88,8 @@ def uniform_score(length: int, ratios: Sequence[float]) -> np.ndarray:
 
 
 def area(ratios: Sequence[float], score: Sequence[float]) -> float:
-    """The area under score over ratio, starting at (0, 0); the score at the largest ratio is kept up to 1."""
-    order = np.argsort(ratios)
-    x = np.concatenate([[0.0], np.asarray(ratios)[order], [1.0]])
-    y = np.concatenate([[0.0], np.asarray(score)[order], [np.asarray(score)[order[-1]]]])
-    return float(np.trapezoid(y, x))
+    """The area under score over rising ratios up to 1, starting at (0, 0)."""
+    return float(np.trapezoid([0.0, *score], [0.0, *ratios]))
 
 
 def layer_weights(config: DecoderConfig, maps: Any, name: str = "weights") -> dict[int, list[Array]]:
@@ -165,7 +158,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> Measured:
         raise UserError(f"--length: the text has {len(text)} tokens, got {options.length}")
     starts = np.linspace(0, len(text) - options.length, options.sequences).astype(np.int64)
     tokens = np.stack([text[start : start + options.length] for start in starts])
-    layers = measure(model, params, tokens, options.ratios)
+    layers = measure(model, params, tokens, RATIOS)
     if not layers:
         raise UserError(f"--workdir: the mechanism of {workdir}, {mechanism}, exposes no attention matrix")
     mean = np.mean(list(layers.values()), axis=0)
@@ -176,12 +169,12 @@ def measure_run(options: LocalityOptions, workdir: str) -> Measured:
         "split": options.split,
         "length": options.length,
         "sequences": options.sequences,
-        "ratios": list(options.ratios),
+        "ratios": list(RATIOS),
         "score": mean.tolist(),
-        "area": area(options.ratios, mean.tolist()),
-        "uniform_area": area(options.ratios, uniform_score(options.length, options.ratios).tolist()),
+        "area": area(RATIOS, mean.tolist()),
+        "uniform_area": area(RATIOS, uniform_score(options.length, RATIOS).tolist()),
         "layers": [
-            {"layer": layer, "score": score.tolist(), "area": area(options.ratios, score.tolist())}
+            {"layer": layer, "score": score.tolist(), "area": area(RATIOS, score.tolist())}
             for layer, score in sorted(layers.items())
         ],
     }
@@ -203,18 +196,15 @@ def draw(measured: Sequence[Measured]) -> Figure:
         axes.set(title=label, xlabel="token read", ylabel="token")
     styles = line_styles([result["workdir"] for result in results])
     for run, result in zip(labels, results, strict=True):
-        order = np.argsort(result["ratios"])
-        x, y = (np.asarray(result[name])[order] for name in ("ratios", "score"))
         label = f"{run}, area {result['area']:.2f}"
         style = {**styles[result["workdir"]], "markersize": 5}
-        curves.plot(x, y, label=label, **style)
+        curves.plot(RATIOS, result["score"], label=label, **style)
         numbers = [layer["layer"] + 1 for layer in result["layers"]]
         areas.plot(numbers, [layer["area"] for layer in result["layers"]], label=label, **style)
     first = results[0]
-    ratios = sorted(first["ratios"])
-    even = uniform_score(first["length"], ratios)
+    even = uniform_score(first["length"], RATIOS)
     name = f"evenly over the past, area {first['uniform_area']:.2f}"
-    curves.plot(ratios, even, color="#999999", linestyle=":", label=name)
+    curves.plot(RATIOS, even, color="#999999", linestyle=":", label=name)
     areas.axhline(first["uniform_area"], color="#999999", linestyle=":", label=name)
     curves.set(
         xlabel="size of the neighbourhood r, share of the sequence",

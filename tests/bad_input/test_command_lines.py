@@ -272,7 +272,6 @@ OTHERS = {
     "eval.speed --generation --heads 0": "heads must be at least 1, got 0",
     "eval.locality --sequences 99999999999": "--sequences must be at most",
     "eval.locality --workdir /nowhere": "--workdir: no run there",
-    "eval.locality --ratios 0 1": "ratios must be above 0 and at most 1",
     "eval.locality --length 1": "length must be at least 2, got 1",
     "eval.locality --picture locality.pdf": "--picture: expected a .png file",
     "eval.gradient_std --workdir /nowhere": "--workdir",

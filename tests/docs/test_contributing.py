@@ -86,7 +86,7 @@ def mean_mix(u, p, m, d):
 """,
         },
         "tests/laws/cases.py": {
-            "VARIANTS: dict[str, dict[str, Case]] = {": '    "mean": {"": Case(MECHANISMS["mean"]())},',
+            "VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {": '    "mean": {"": _case()},',
         },
     },
     "backend": {
@@ -190,7 +190,7 @@ def test_these_files_are_enough(kind, tmp_path):
             text = text.replace(f"{line}\n", f"{line}\n{more}\n")
         (tmp_path / path).write_text(text)
     for split in ("train", "valid", "test"):
-        (tmp_path / f"{split}.txt").write_text(split * 100)
+        (tmp_path / f"{split}.txt").write_text("".join(f"{split} {i}, " for i in range(400)))
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAMS[kind])],
         cwd=tmp_path,

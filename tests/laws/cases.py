@@ -10,53 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from brl_jax.layers import (
-    MECHANISMS,
-    BilinearBTTConfig,
-    BilinearMLRConfig,
-    BRLConfig,
-    BSBRConfig,
-    CosformerConfig,
-    DeltaNetConfig,
-    DiagConfig,
-    Dimensions,
-    FlashConfig,
-    FlowformerConfig,
-    FullConfig,
-    GatedDeltaNet2Config,
-    GatedDeltaNetConfig,
-    GAUConfig,
-    GLAConfig,
-    GlobalWindowConfig,
-    HopfieldConfig,
-    InformerConfig,
-    KDAConfig,
-    KernelizedConfig,
-    LinearConfig,
-    LinformerConfig,
-    LocalConfig,
-    LongShortConfig,
-    LunaConfig,
-    Mamba2Config,
-    Mechanism,
-    MLRConfig,
-    NativeSparseConfig,
-    NormConfig,
-    NystromformerConfig,
-    PerformerConfig,
-    ReformerConfig,
-    RetNetConfig,
-    RWKV7Config,
-    SinkhornConfig,
-    SkyformerConfig,
-    SliceformerConfig,
-    SynthesizerConfig,
-    TLinFormerConfig,
-)
+from brl_jax.layers import MECHANISMS, Dimensions, Mechanism
 
 
 class Case(NamedTuple):
@@ -76,43 +34,49 @@ class Case(NamedTuple):
 _MASK = ("1011", "1100", "1010", "0111")
 
 # The paper's beta adds one matrix that the default lacks.
-_BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None, beta=0.5)
+_BRL: dict[str, Any] = {
+    "window": 5,
+    "num_compressed": 3,
+    "block_size": 8,
+    "history_size": None,
+    "beta": 0.5,
+}
 
 
-def _brl(repeats: str | None = None, **changes) -> Case:
-    return Case(dataclasses.replace(_BRL, **changes), repeats)
+def _case(repeats: str | None = None, **fields: Any) -> tuple[str | None, dict[str, Any]]:
+    """A case's `repeats`, and its configuration's fields."""
+    return repeats, fields
 
 
-VARIANTS: dict[str, dict[str, Case]] = {
+def _brl(repeats: str | None = None, **changes: Any) -> tuple[str | None, dict[str, Any]]:
+    return _case(repeats, **_BRL | changes)
+
+
+VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
     "full": {
-        "": Case(FullConfig()),
-        "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
-        "gate": Case(FullConfig(rotary_dim=2, output_gate=True, qk_norm=True), repeats="full"),
-        "post_norm": Case(FullConfig(rotary_dim=0, qk_norm="merged", post_norm=True), repeats="full"),
+        "": _case(),
+        "sinks": _case("full", sinks=True, logits_soft_cap=0.5),
+        "gate": _case("full", rotary_dim=2, output_gate=True, qk_norm=True),
+        "post_norm": _case("full", rotary_dim=0, qk_norm="merged", post_norm=True),
     },
     # tests/attention/local/test_local.py covers each pattern. Causal ones use one loop over blocks; the others add a
     # part that all queries see.
     "local": {
-        "sliding": Case(LocalConfig(window=5)),
-        "sinks": Case(LocalConfig(window=5, sinks=True, logits_soft_cap=0.5), repeats="local-sliding"),
-        "dilated": Case(LocalConfig(window=4, pattern="dilated", dilation=3), repeats="local-sliding"),
-        "block": Case(LocalConfig(window=6, pattern="block"), repeats="local-sliding"),
-        "bucketed": Case(LocalConfig(window=5, pattern="bucketed"), repeats="local-sliding"),
-        "strided": Case(LocalConfig(window=5, pattern="strided"), repeats="local-sliding"),
-        "fixed": Case(LocalConfig(window=5, pattern="fixed"), repeats="local-sliding"),
-        "global": Case(LocalConfig(window=5, pattern="global", num_global=3), repeats="local-bigbird"),
-        "bigbird": Case(LocalConfig(window=4, pattern="bigbird", num_global=4)),
-        "global_local": Case(
-            LocalConfig(window=5, pattern="global_local", num_global=3, global_segment=7),
-            repeats="local-bigbird",
+        "sliding": _case(window=5),
+        "sinks": _case("local-sliding", window=5, sinks=True, logits_soft_cap=0.5),
+        "dilated": _case("local-sliding", window=4, pattern="dilated", dilation=3),
+        "block": _case("local-sliding", window=6, pattern="block"),
+        "bucketed": _case("local-sliding", window=5, pattern="bucketed"),
+        "strided": _case("local-sliding", window=5, pattern="strided"),
+        "fixed": _case("local-sliding", window=5, pattern="fixed"),
+        "global": _case("local-bigbird", window=5, pattern="global", num_global=3),
+        "bigbird": _case(window=4, pattern="bigbird", num_global=4),
+        "global_local": _case(
+            "local-bigbird", window=5, pattern="global_local", num_global=3, global_segment=7
         ),
-        "axial": Case(LocalConfig(pattern="axial", grid_width=6), repeats="local-sliding"),
-        "neighbourhood": Case(
-            LocalConfig(window=4, pattern="neighbourhood", grid_width=7), repeats="local-sliding"
-        ),
-        "block_mask": Case(
-            LocalConfig(window=9, pattern="block_mask", block_mask=_MASK), repeats="local-sliding"
-        ),
+        "axial": _case("local-sliding", pattern="axial", grid_width=6),
+        "neighbourhood": _case("local-sliding", window=4, pattern="neighbourhood", grid_width=7),
+        "block_mask": _case("local-sliding", window=9, pattern="block_mask", block_mask=_MASK),
     },
     "brl": {
         "layer": _brl(),
@@ -153,113 +117,100 @@ VARIANTS: dict[str, dict[str, Case]] = {
         ),
     },
     "diag": {
-        "relu": Case(DiagConfig(block_size=6, score="relu")),
-        "softmax": Case(DiagConfig(block_size=6), repeats="diag-relu"),
+        "relu": _case(block_size=6, score="relu"),
+        "softmax": _case("diag-relu", block_size=6),
     },
-    "linformer": {"": Case(LinformerConfig(num_projected=5, max_length=32))},
-    "nystromformer": {"": Case(NystromformerConfig(num_landmarks=5, conv_size=3))},
-    "skyformer": {"": Case(SkyformerConfig(num_samples=6), repeats="nystromformer")},
+    "linformer": {"": _case(num_projected=5, max_length=32)},
+    "nystromformer": {"": _case(num_landmarks=5, conv_size=3)},
+    "skyformer": {"": _case("nystromformer", num_samples=6)},
     # Ranks are equal because both directions are tested with one set of parameters.
-    "long_short": {"": Case(LongShortConfig(window=5, num_projected=2, chunk_size=6, chunk_rank=2))},
-    "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
-    "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
+    "long_short": {"": _case(window=5, num_projected=2, chunk_size=6, chunk_rank=2)},
+    "hopfield": {"": _case(steps=2, beta=1.0)},
+    "kernelized": {"": _case("hopfield")},
     "synthesizer": {
-        "": Case(SynthesizerConfig(rank=3, max_length=32), repeats="hopfield"),
-        "dense": Case(SynthesizerConfig("dense", max_length=32), repeats="synthesizer"),
+        "": _case("hopfield", rank=3, max_length=32),
+        "dense": _case("synthesizer", weights="dense", max_length=32),
     },
-    "informer": {"": Case(InformerConfig(factor=1))},
+    "informer": {"": _case(factor=1)},
     # The last of a row's 27 tokens have four blocks to select two from; compressed blocks overlap.
     "native_sparse": {
-        "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
+        "": _case(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5),
     },
-    "reformer": {"": Case(ReformerConfig(num_rounds=2, num_buckets=4, chunk_size=2))},
+    "reformer": {"": _case(num_rounds=2, num_buckets=4, chunk_size=2)},
     # Dense products without a loop over tokens, like Nystromformer's; tests/attention has a fast test of padding.
-    "sinkhorn": {
-        "": Case(SinkhornConfig(block_size=5, max_length=32, iterations=3), repeats="nystromformer")
-    },
+    "sinkhorn": {"": _case("nystromformer", block_size=5, max_length=32, iterations=3)},
     "sliceformer": {
-        "": Case(SliceformerConfig(order="interleaved")),
-        "ascending": Case(SliceformerConfig(), repeats="sliceformer"),
-        "max_exchange": Case(SliceformerConfig(order="max_exchange"), repeats="sliceformer"),
+        "": _case(order="interleaved"),
+        "ascending": _case("sliceformer"),
+        "max_exchange": _case("sliceformer", order="max_exchange"),
     },
     "linear": {
-        "": Case(LinearConfig(chunk_size=8)),
+        "": _case(chunk_size=8),
     },
     "deltanet": {
-        "": Case(DeltaNetConfig(chunk_size=8)),
-        "plain": Case(DeltaNetConfig(chunk_size=8, conv_size=0), repeats="deltanet"),
+        "": _case(chunk_size=8),
+        "plain": _case("deltanet", chunk_size=8, conv_size=0),
     },
     # Two value heads share a key head; tests/attention covers convolutions over packed rows and the decays.
     "gated_deltanet": {
-        "": Case(GatedDeltaNetConfig(chunk_size=8), repeats="deltanet"),
-        "sizes": Case(
-            GatedDeltaNetConfig(
-                num_key_heads=1,
-                num_value_heads=3,
-                key_dim=6,
-                value_dim=5,
-                negative_eigenvalues=True,
-                norm_epsilon=0.1,
-                conv_size=2,
-            ),
-            repeats="gated_deltanet",
+        "": _case("deltanet", chunk_size=8),
+        "sizes": _case(
+            "gated_deltanet",
+            num_key_heads=1,
+            num_value_heads=3,
+            key_dim=6,
+            value_dim=5,
+            negative_eigenvalues=True,
+            norm_epsilon=0.1,
+            conv_size=2,
         ),
     },
-    "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
-    "gated_deltanet_2": {"": Case(GatedDeltaNet2Config(chunk_size=4, gate_rank=3), repeats="kda")},
-    "rwkv7": {"": Case(RWKV7Config(chunk_size=4, rank=3))},
-    "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
+    "kda": {"": _case("gated_deltanet", chunk_size=4)},
+    "gated_deltanet_2": {"": _case("kda", chunk_size=4, gate_rank=3)},
+    "rwkv7": {"": _case(chunk_size=4, rank=3)},
+    "retnet": {"": _case("linear", chunk_size=8)},
     # Decays from about 1/2 to 1/1000 per token; by default they are near 1.
     "gla": {
-        "": Case(GLAConfig(key_dim=4, temperature=0.2, gate_rank=3, chunk_size=8), repeats="linear"),
-        "weak": Case(GLAConfig(gate_rank=3, chunk_size=16), repeats="gla"),
+        "": _case("linear", key_dim=4, temperature=0.2, gate_rank=3, chunk_size=8),
+        "weak": _case("gla", gate_rank=3, chunk_size=16),
     },
-    "mamba2": {
-        "": Case(Mamba2Config(state_size=6, num_groups=2, conv_size=3, chunk_size=8), repeats="linear")
-    },
-    "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
+    "mamba2": {"": _case("linear", state_size=6, num_groups=2, conv_size=3, chunk_size=8)},
+    "norm": {"": _case("linear", feature_map="elu", norm="layer", chunk_size=8)},
     # Near max_length=40, ReLU leaves one row here with a single key, by less than bfloat16's rounding.
-    "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},
-    "gau": {"": Case(GAUConfig(key_dim=8, chunk_size=8))},
-    "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
-    "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
+    "cosformer": {"": _case("linear", max_length=48, chunk_size=8)},
+    "gau": {"": _case(key_dim=8, chunk_size=8)},
+    "flash": {"": _case("gau", key_dim=8, chunk_size=8)},
+    "flowformer": {"": _case(chunk_size=8)},
     # Two linear attentions, one after the other; laws 1 to 3 and the tests of states cover its packed tokens and count.
-    "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
+    "luna": {"": _case("linear", num_packed=3, chunk_size=8)},
     "bsbr": {
-        "": Case(BSBRConfig(chunk_size=6)),
-        "compressed": Case(BSBRConfig(chunk_size=8, num_compressed=5), "bsbr"),
+        "": _case(chunk_size=6),
+        "compressed": _case("bsbr", chunk_size=8, num_compressed=5),
     },
     "mlr": {
-        "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),
-        "context": Case(
-            MLRConfig(ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),
-            repeats="mlr",
-        ),
+        "": _case(ranks=(2, 1, 1), block_sizes=(None, 8, 4)),
+        "context": _case("mlr", ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),
     },
     "bilinear_mlr": {
-        "": Case(BilinearMLRConfig()),
-        "bare": Case(
-            BilinearMLRConfig(ranks=(3, 1), normalize=False, limit_weights=False), repeats="bilinear_mlr"
-        ),
+        "": _case(),
+        "bare": _case("bilinear_mlr", ranks=(3, 1), normalize=False, limit_weights=False),
     },
     "bilinear_btt": {
-        "": Case(BilinearBTTConfig(), repeats="bilinear_mlr"),
-        "rank2": Case(BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5), repeats="bilinear_btt"),
+        "": _case("bilinear_mlr"),
+        "rank2": _case("bilinear_btt", rank=2, normalize=False, score_scale=0.5),
     },
     "global_window": {
-        "": Case(GlobalWindowConfig(window=5, ranks=(1, 3))),
-        "scale": Case(
-            GlobalWindowConfig(window=5, ranks=(3, 1), score_scale=1.5, qk_norm=True), repeats="global_window"
-        ),
+        "": _case(window=5, ranks=(1, 3)),
+        "scale": _case("global_window", window=5, ranks=(3, 1), score_scale=1.5, qk_norm=True),
     },
-    "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},
-    "tlinformer": {"": Case(TLinFormerConfig(window=8, context=5, hidden=1))},
+    "performer": {"": _case("linear", num_features=6, chunk_size=8)},
+    "tlinformer": {"": _case(window=8, context=5, hidden=1)},
 }
 
 _LISTED: dict[str, Case] = {
-    "-".join(filter(None, (name, variant))): case
+    "-".join(filter(None, (name, variant))): Case(MECHANISMS[name](**fields), repeats)
     for name in MECHANISMS
-    for variant, case in VARIANTS.get(name, {"": Case(MECHANISMS[name]())}).items()
+    for variant, (repeats, fields) in VARIANTS.get(name, {"": _case()}).items()
 }
 CASES: dict[str, Mechanism] = {name: case.mechanism for name, case in _LISTED.items()}
 

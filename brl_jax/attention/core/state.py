@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.in_place import write_places
@@ -89,6 +89,26 @@ def write_tokens(
     numbers = jnp.arange(length, dtype=jnp.int32)
     places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, capacity)
     return write_places(array, new, places, axis=axis)
+
+
+def slide(
+    recent: Float[Array, "B R ..."], new: Float[Array, "B T ..."], count: Any
+) -> tuple[Float[Array, "B R+T ..."], Float[Array, "B R ..."]]:
+    """Returns [recent | new], and its last R tokens if only the first `count` new ones are valid."""
+    both = jnp.concatenate([recent, new], axis=1)
+    return both, jax.lax.dynamic_slice_in_dim(both, count, recent.shape[1], axis=1)
+
+
+def window_segments(
+    batch: int, length: int, reach: int, start: Any
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
+    """Returns segment ids of T new tokens and of the keys [recent | new]. The window's empty entries form a separate
+    segment, so that no token sees them."""
+    filled: Bool[Array, " S"] = jnp.arange(reach + length) >= reach - start
+    return (
+        jnp.ones((batch, length), jnp.int32),
+        jnp.broadcast_to(filled.astype(jnp.int32), (batch, reach + length)),
+    )
 
 
 def check_state_options(

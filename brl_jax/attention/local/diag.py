@@ -133,7 +133,13 @@ def diag_attention(
     Raises:
       ValueError: arguments do not fit together.
     """
-    _check(query, key, value, block_size, score, implementation)
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    require(
+        query.shape[1] == key.shape[1],
+        f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",
+    )
+    check_implementation(implementation, None, "xla")
     batch = query.shape[0]
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
@@ -142,10 +148,10 @@ def diag_attention(
             is_causal and query_lengths is None and key_lengths is None,
             "state and return_state must be given with is_causal=True and without lengths",
         )
-        if state is None:
-            state = init_diag_state(
-                batch, key.shape[2], key.shape[3], value.shape[3], block_size=block_size, dtype=key.dtype
-            )
+        empty = functools.partial(
+            init_diag_state, batch, key.shape[2], key.shape[3], value.shape[3], block_size=block_size, dtype=key.dtype
+        )  # fmt: skip
+        state = empty() if state is None else check_state(state, jax.eval_shape(empty), "init_diag_state")
         rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=True)
         out, state = _continue_from(state, int(block_size), rule, query, key, value, count)
         return (out, state) if return_state else out
@@ -181,16 +187,6 @@ def _whole_blocks(
 def _continue_from(
     state: DiagState, block: int, rule: _Rule, query: Array, key: Array, value: Array, count: Any
 ) -> tuple[Float[Array, "B T N V"], DiagState]:
-    fresh = functools.partial(
-        init_diag_state,
-        key.shape[0],
-        key.shape[2],
-        key.shape[3],
-        value.shape[3],
-        block_size=block,
-        dtype=key.dtype,
-    )
-    check_state(state, jax.eval_shape(fresh), "init_diag_state")
     length = query.shape[1]
     place = state.length % block
     check_within("count", count, length)
@@ -308,13 +304,3 @@ def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) 
         "bckgts,bcskv->bctkgv", weights.astype(kept), value.astype(kept), preferred_element_type=jnp.float32
     )
     return out.reshape(*query.shape[:4], -1).astype(query.dtype)
-
-
-def _check(query, key, value, block_size, score, implementation) -> None:
-    check_qkv(query, key, value)
-    check_dtypes(query, key, value)
-    require(
-        query.shape[1] == key.shape[1],
-        f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",
-    )
-    check_implementation(implementation, None, "xla")

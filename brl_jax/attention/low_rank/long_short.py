@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
-from brl_jax.attention.core.state import check_state_options
+from brl_jax.attention.core.state import check_state_options, slide, window_segments
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared
@@ -225,12 +226,8 @@ def long_short_attention(
     _check_state(state, key, projection, window, chunk_size)
     start, count, rank = state.length, length if count is None else count, projection.shape[3]
 
-    def slide(recent: Array, new: Array) -> tuple[Array, Array]:
-        """[recent | new], and the last of its valid tokens."""
-        both = jnp.concatenate([recent, new], axis=1)
-        return both, lax.dynamic_slice_in_dim(both, count, recent.shape[1], axis=1)
-
-    raw, recent = zip(*map(slide, (*state.chunk, state.logits), (key, value, projection)))
+    move = functools.partial(slide, count=count)
+    raw, recent = zip(*map(move, (*state.chunk, state.logits), (key, value, projection)))
     # Project the chunks that these tokens may complete. In `raw`, position p is at p - start + chunk_size.
     number = start // chunk_size + jnp.arange((length + chunk_size - 1) // chunk_size, dtype=jnp.int32)
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
@@ -244,7 +241,7 @@ def long_short_attention(
     projected = Tokens(*(write_places(x, new, slots) for x, new in zip(state.projected, done)))
     far = _attend_to_projected(query, projected, scale, chunk=(rank, chunk_size), query_offset=start)
 
-    (near_key, last_key), (near_value, last_value) = map(slide, state.window, local_tokens(key, value))
+    (near_key, last_key), (near_value, last_value) = map(move, state.window, local_tokens(key, value))
     reach = last_key.shape[1]
     call = PatternCall(
         pattern=SlidingWindow(reach, 0),
@@ -254,15 +251,8 @@ def long_short_attention(
         num_keys=reach + length,
         query_offset=reach,
     )
-    # The window's empty slots form their own segment, so that no token sees them.
-    filled = jnp.arange(reach + length, dtype=jnp.int32) >= reach - start
-    arrays = CallArrays(
-        turned,
-        near_key,
-        near_value,
-        query_segments=jnp.ones((batch, length), jnp.int32),
-        key_segments=jnp.broadcast_to(filled.astype(jnp.int32)[None], (batch, reach + length)),
-    )
+    query_ids, key_ids = window_segments(batch, length, reach, start)
+    arrays = CallArrays(turned, near_key, near_value, query_segments=query_ids, key_segments=key_ids)
     out = xla.attend_with(call, arrays, *far).astype(query.dtype)
     end = jnp.asarray(start + count, jnp.int32)
     new = LongShortState(Tokens(last_key, last_value), Tokens(*recent[:2]), recent[2], projected, end)

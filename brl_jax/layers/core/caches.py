@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.state import slide, window_segments
 from brl_jax.attention.local.api import local_attention
 
 
@@ -59,23 +59,3 @@ class StateCache(NamedTuple):
 
     state: Any
     length: Int[Array, ""]
-
-
-def slide(
-    recent: Float[Array, "B R ..."], new: Float[Array, "B T ..."], count: Any
-) -> tuple[Float[Array, "B R+T ..."], Float[Array, "B R ..."]]:
-    """Returns [recent | new], and its last R tokens if only the first `count` new ones are valid."""
-    both = jnp.concatenate([recent, new], axis=1)
-    return both, jax.lax.dynamic_slice_in_dim(both, count, recent.shape[1], axis=1)
-
-
-def window_segments(
-    batch: int, length: int, reach: int, start: Any
-) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Returns segment ids of T new tokens and of the keys [recent | new]. The window's empty entries form a separate
-    segment, so that no token sees them."""
-    filled: Bool[Array, " S"] = jnp.arange(reach + length) >= reach - start
-    return (
-        jnp.ones((batch, length), jnp.int32),
-        jnp.broadcast_to(filled.astype(jnp.int32), (batch, reach + length)),
-    )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.core.state import KeyValueCache
+from brl_jax.attention.core.state import KeyValueCache, slide
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
@@ -27,7 +27,7 @@ from brl_jax.attention.sorting.native_sparse import (
     native_sparse_attention,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.caches import WindowCache, slide
+from brl_jax.layers.core.caches import WindowCache
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.state import KeyValueCache
+from brl_jax.attention.core.state import KeyValueCache, slide, window_segments
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import check_split, global_window_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.caches import slide, window_segments
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.core.state import KeyValueCache, write_tokens
-from brl_jax.layers.core.caches import slide, window_segments
+from brl_jax.attention.core.state import KeyValueCache, slide, window_segments, write_tokens
 
 
 def numbered(start, length):
