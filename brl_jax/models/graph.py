@@ -15,10 +15,19 @@ from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig, check_config
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, HANLayer, HGTLayer, RGCNLayer, add_loops, by_kind
+from brl_jax.models.graph_layers import (
+    GATLayer,
+    GCNLayer,
+    HANLayer,
+    HGTLayer,
+    NodeFormerLayer,
+    RGCNLayer,
+    add_loops,
+    by_kind,
+)
 from brl_jax.models.networks import make_stack
 
-Network = Literal["tokens", "nodes", "mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han"]
+Network = Literal["tokens", "nodes", "mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodeformer"]
 
 SIMPLE_HGN_BETA = 0.05
 """How much of the previous layer's attention Simple-HGN keeps (Lv et al. 2021, arXiv:2112.14936)."""
@@ -35,7 +44,8 @@ class GraphConfig(StackConfig):
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
-    passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn", "hgt" or "han", whose edges are metapaths)."""
+    passes messages along the edges ("gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", whose edges are metapaths, or
+    "nodeformer", whose nodes also attend to all others)."""
     identities: bool = False
     """Whether each node of the graph has a learned vector, and its features are not read."""
     input_dropout: Annotated[float, Range(0, below=1)] = 0.0
@@ -139,7 +149,10 @@ class SetEncoder(nn.Module):
 
 
 class MessagePassing(nn.Module):
-    """The layers of a network without attention, or of one that passes messages, over one graph: (n, D) -> (n, D)."""
+    """The layers of a network without attention, or of one that passes messages, over one graph: (n, D) -> (n, D).
+
+    The layers of "nodeformer" sow their loss on edges into the collection "losses".
+    """
 
     config: GraphConfig
 
@@ -147,6 +160,7 @@ class MessagePassing(nn.Module):
     def __call__(
         self,
         x: Float[Array, "n D"],
+        present: Bool[Array, "n"],
         edges: Int[Array, "E 2"],
         relations: Int[Array, "E"],
         deterministic: bool,
@@ -173,6 +187,11 @@ class MessagePassing(nn.Module):
                 x = HGTLayer(d, c.kinds, c.num_relations, name=name)(x, edges, relations)
             elif c.network == "han":
                 x = HANLayer(d, c.num_relations, name=name)(x, edges, relations)
+            elif c.network == "nodeformer":
+                y, loss = NodeFormerLayer(d, name=name)(x, present, edges, deterministic)
+                x = norm(d, name=f"norm_{layer}")(x + y)
+                if not self.is_initializing():
+                    self.sow("losses", f"edges_{layer}", loss)
             else:
                 is_hgn = c.network == "simple_hgn"
                 attend = GATLayer(
@@ -239,11 +258,11 @@ class NodeClassifier(nn.Module):
                 relations = jnp.zeros((*x.shape[:1], 0), jnp.int32)
             over_rows = nn.vmap(
                 MessagePassing,
-                in_axes=(0, 0, 0, None),
-                variable_axes={"params": None},
+                in_axes=(0, 0, 0, 0, None),
+                variable_axes={"params": None, "losses": 0},
                 split_rngs={"params": False, "dropout": True},
             )
-            x = over_rows(c, name="layers")(x, edges, relations, deterministic)
+            x = over_rows(c, name="layers")(x, present, edges, relations, deterministic)
         if c.network == "tokens":
             x = kind_means(x, present, c.kinds).reshape(x.shape[0], 1, -1)
         else:

@@ -14,10 +14,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.scores import accumulation_dtype
+from brl_jax.attention.recurrent.performer import performer_projection
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions
 
@@ -38,6 +39,9 @@ def sum_at(values: Float[Array, "E *D"], receivers: Int[Array, "E"], nodes: int)
     exact = values.astype(accumulation_dtype(values.dtype))
     return jax.ops.segment_sum(exact, receivers, num_segments=nodes).astype(values.dtype)
 
+
+# Added to NodeFormer's features, the largest of which is 1, as in its authors' release.
+_MIN_FEATURE = 1e-6
 
 EDGES_OF_BLOCK = 8192
 """Edges per block on a CPU: with 64 numbers each, their messages take two megabytes and stay in its caches."""
@@ -341,3 +345,70 @@ class GATLayer(nn.Module):
             weights = (1.0 - self.beta) * weights + self.beta * earlier
         kept = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
         return sum_of_messages(projected, kept.astype(projected.dtype), edges), weights
+
+
+class NodeFormerLayer(nn.Module):
+    """Attention of each node to all nodes at linear cost, and messages along the edges, (n, D) -> (n, D) (NodeFormer,
+    Wu et al. 2022, arXiv:2306.08385, eq. 5 to 9).
+
+    Performer's features estimate the weights of the softmax over the nodes j of q_i . k_j / (t sqrt(H)). In training,
+    Gumbel noise / t is added to the logits, and the outputs are means over several samples. To each head's output comes
+    D^-1/2 A D^-1/2 V times the sigmoid of a learned number.
+
+    Args of the call:
+      present: which nodes exist; the others get no weight.
+      deterministic: False adds noise and draws new features, with the random stream "dropout".
+
+    Returns:
+      The outputs, and the loss on edges: minus the mean over the edges of the logarithm of their weights, without
+      noise, over the number of edges of the receiver, as in the authors' release.
+    """
+
+    dimensions: Dimensions
+    temperature: float = 0.25
+    features: int = 30
+    samples: int = 10
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "n D"], present: Bool[Array, "n"], edges: Int[Array, "E 2"], deterministic: bool
+    ) -> tuple[Float[Array, "n D"], Float[Array, ""]]:
+        d, nodes = self.dimensions, x.shape[0]
+        shape, axes = (d.num_heads, x.shape[1] // d.num_heads), ("embed", "heads", "head_dim")
+        query, key, value = (
+            dense(d, shape, axes, name=name, use_bias=True)(x) for name in ("query", "key", "value")
+        )
+        rng = jax.random.key(0) if deterministic else self.make_rng("dropout")
+        directions = performer_projection(rng, self.features, shape[1])
+
+        def log_features(x: Array) -> Array:
+            x = x.astype(jnp.float32) * (self.temperature * shape[1] ** 0.5) ** -0.5
+            return jnp.einsum("nhd,fd->nhf", x, directions) - jnp.sum(x**2, axis=-1, keepdims=True) / 2
+
+        there = present[:, None, None]
+        read, kept = log_features(query), jnp.where(there, log_features(key), -jnp.inf)
+        read = jnp.exp(read - read.max(axis=-1, keepdims=True)) + _MIN_FEATURE
+        kept = jnp.exp(kept - kept.max(axis=(0, 2), keepdims=True)) + jnp.where(there, _MIN_FEATURE, 0.0)
+        noise = jnp.ones((nodes, d.num_heads, 1), jnp.float32)
+        if not deterministic:
+            noise_shape = (nodes, d.num_heads, self.samples)
+            drawn = jax.random.gumbel(self.make_rng("dropout"), noise_shape, jnp.float32)
+            noise = jnp.exp((drawn - drawn.max(axis=0, keepdims=True)) / self.temperature)
+        total = jnp.einsum("nhf,nhs->hsf", kept, noise)
+        sums = jnp.einsum("nhf,nhs,nhd->hsfd", kept, noise, value.astype(jnp.float32))
+        share = 1.0 / jnp.einsum("nhf,hsf->nhs", read, total)
+        attended = jnp.einsum("nhf,hsfd,nhs->nhd", read, sums, share) / noise.shape[2]
+
+        senders, receivers = edges[:, 0], edges[:, 1]
+        degree = jnp.maximum(sum_at(jnp.ones(edges.shape[0], jnp.float32), receivers, nodes), 1.0)
+        own = degree.at[receivers].get(mode="clip")
+        bias = parameter(self, "edge_bias", nn.initializers.zeros_init(), shape[:1], ("heads",))
+        strength = jax.nn.sigmoid(bias)[None] * lax.rsqrt(own * degree[senders])[:, None]
+        attended = attended.astype(x.dtype) + sum_of_messages(value, strength.astype(x.dtype), edges)
+        y = dense(d, x.shape[1], ("inputs", "outputs"), name="out", use_bias=True)(attended.reshape(x.shape))
+
+        dots = jnp.sum(read.at[receivers].get(mode="clip") * kept[senders], axis=-1)
+        of_all = jnp.einsum("nhf,hf->nh", read, kept.sum(axis=0)).at[receivers].get(mode="clip")
+        exists = (receivers < nodes)[:, None]
+        logs = jnp.mean(jnp.log(jnp.where(exists, dots / of_all, 1.0)), axis=-1) / own
+        return y, -jnp.sum(logs) / jnp.maximum(exists.sum(dtype=jnp.float32), 1.0)

@@ -38,7 +38,7 @@ from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles
 from eval.harness.runs import open_run, run_labels
 from train.cli.summary import mechanism_names
-from train.data import load
+from train.data.dataset import load
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 

@@ -31,7 +31,8 @@ from brl_jax.speculation import Draft
 from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from train.cli.options import parse_options
-from train.data import Tokenizer, load_tokenizer
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.tasks.lm import LM

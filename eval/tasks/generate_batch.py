@@ -25,8 +25,7 @@ from rich.progress import Progress
 
 from brl_jax.batching import Request, generate_requests
 from eval.harness.runs import regular_file
-from train.data import Tokenizer
-from train.data.tokenizers.base import continuation
+from train.data.tokenizers.base import Tokenizer, continuation
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 

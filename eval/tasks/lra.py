@@ -28,7 +28,7 @@ from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
 from eval.tasks.lra_figures import PAPERS
 from train.cli.summary import mechanism_names
-from train.data.lra import LRA_TASKS
+from train.data.lra.tasks import LRA_TASKS
 from train.tasks.lra import LRA
 
 KEPT = "lra_test.json"

@@ -1,6 +1,10 @@
 """init, extend and step of every mechanism with a state: a sequence in pieces gives the same as at once."""
 
 import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,99 +29,60 @@ PROJECTION, PACKED, FURTHER = normal(16, H), normal(3, K, H), normal(2, B, T, N,
 RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
 LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
 WINDOW = {"local_window_size": (3, 0), "is_causal": True}
-# Settings, the extra arguments of each token, and the function on the whole sequence.
+
+
+class Case(NamedTuple):
+    """A mechanism's function, its settings, the extra arguments of each token, and settings of the state alone."""
+
+    function: Callable[..., Any]
+    settings: Mapping[str, Any] = MappingProxyType({})
+    more: Mapping[str, np.ndarray] = MappingProxyType({})
+    of_state: Mapping[str, Any] = MappingProxyType({})
+
+    def at_once(self, query, key, value):
+        """The function on the whole sequence."""
+        causal = {"is_causal": True} if "is_causal" in inspect.signature(self.function).parameters else {}
+        return self.function(query=query, key=key, value=value, **self.settings, **self.more, **causal)
+
+    def functions(self, name, **settings):
+        return state_functions(name.split(",")[0], **self.settings, **self.of_state, **settings)
+
+
+IDENTITY = {"normalize": False, "feature_map": "identity"}
+LEVELS = {"ranks": (4, 2, 2), "block_sizes": (None, 8, 2)}
+REVERSED = DECAY[..., ::-1]
 CASES = {
-    "local": (
-        {"local_window_size": (3, 0)},
+    "local": Case(brl_jax.local_attention, {"local_window_size": (3, 0)}),
+    "diag": Case(brl_jax.diag_attention, {"block_size": 4}),
+    "linear": Case(brl_jax.linear_attention, {"feature_map": "relu"}),
+    "linear, decayed": Case(brl_jax.linear_attention, IDENTITY, {"log_decay": -3 * BETA}),
+    "norm": Case(brl_jax.norm_attention),
+    "cosformer": Case(brl_jax.cosformer_attention, {"max_length": 16}),
+    "performer": Case(brl_jax.performer_attention, {"projection": PROJECTION}),
+    "deltanet": Case(brl_jax.delta_rule, {}, {"beta": BETA}),
+    "gated_deltanet": Case(brl_jax.gated_delta_rule, {}, {"beta": BETA, "log_decay": -3 * BETA[..., ::-1]}),
+    "kda": Case(brl_jax.kimi_delta_rule, {}, {"beta": BETA, "log_decay": DECAY}),
+    "gated_deltanet_2": Case(
+        brl_jax.gated_delta_rule_2,
         {},
-        lambda q, k, v: brl_jax.local_attention(q, k, v, local_window_size=(3, 0), is_causal=True),
+        {"erase": np.exp(DECAY), "write": 1 - np.exp(DECAY), "log_decay": REVERSED},
     ),
-    "diag": (
-        {"block_size": 4},
+    "rwkv7": Case(
+        brl_jax.rwkv7_attention,
         {},
-        lambda q, k, v: brl_jax.diag_attention(q, k, v, block_size=4, is_causal=True),
+        {"removal_key": LINEAR["linear_key"], "learning_rate": np.exp(DECAY), "log_decay": REVERSED},
     ),
-    "linear": (
-        {"feature_map": "relu"},
-        {},
-        lambda q, k, v: brl_jax.linear_attention(q, k, v, feature_map="relu", is_causal=True),
-    ),
-    "linear, decayed": (
-        {"normalize": False, "feature_map": "identity"},
-        {"log_decay": -3 * BETA},
-        lambda q, k, v: brl_jax.linear_attention(
-            q, k, v, log_decay=-3 * BETA, normalize=False, feature_map="identity", is_causal=True
-        ),
-    ),
-    "norm": ({}, {}, lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True)),
-    "cosformer": (
-        {"max_length": 16},
-        {},
-        lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=16, is_causal=True),
-    ),
-    "performer": (
-        {"projection": PROJECTION},
-        {},
-        lambda q, k, v: brl_jax.performer_attention(q, k, v, projection=PROJECTION, is_causal=True),
-    ),
-    "deltanet": ({}, {"beta": BETA}, lambda q, k, v: brl_jax.delta_rule(q, k, v, beta=BETA)),
-    "gated_deltanet": (
-        {},
-        {"beta": BETA, "log_decay": -3 * BETA[..., ::-1]},
-        lambda q, k, v: brl_jax.gated_delta_rule(q, k, v, beta=BETA, log_decay=-3 * BETA[..., ::-1]),
-    ),
-    "kda": (
-        {},
-        {"beta": BETA, "log_decay": DECAY},
-        lambda q, k, v: brl_jax.kimi_delta_rule(q, k, v, beta=BETA, log_decay=DECAY),
-    ),
-    "gated_deltanet_2": (
-        {},
-        {"erase": np.exp(DECAY), "write": 1 - np.exp(DECAY), "log_decay": DECAY[..., ::-1]},
-        lambda q, k, v: brl_jax.gated_delta_rule_2(
-            q, k, v, erase=np.exp(DECAY), write=1 - np.exp(DECAY), log_decay=DECAY[..., ::-1]
-        ),
-    ),
-    "rwkv7": (
-        {},
-        {"removal_key": LINEAR["linear_key"], "learning_rate": np.exp(DECAY), "log_decay": DECAY[..., ::-1]},
-        lambda q, k, v: brl_jax.rwkv7_attention(
-            q,
-            k,
-            v,
-            removal_key=LINEAR["linear_key"],
-            learning_rate=np.exp(DECAY),
-            log_decay=DECAY[..., ::-1],
-        ),
-    ),
-    "flowformer": ({}, {}, lambda q, k, v: brl_jax.flowformer_attention(q, k, v, is_causal=True)),
-    "luna": ({"packed": PACKED}, {}, lambda q, k, v: brl_jax.luna_attention(q, k, v, PACKED)),
-    "gau": ({"length": T}, {}, lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True)),
-    "flash": (
-        {"chunk_size": 4},
-        LINEAR,
-        lambda q, k, v: brl_jax.mixed_chunk_attention(
-            q, k, LINEAR["linear_query"], LINEAR["linear_key"], v, chunk_size=4, is_causal=True
-        ),
-    ),
-    "bsbr": (
-        {"length": T, "num_heads": N, "chunk_size": 4},
-        RETRIEVAL,
-        lambda q, k, v: brl_jax.bsbr_attention(q, k, v, **RETRIEVAL, chunk_size=4, is_causal=True),
-    ),
-    "mlr": (
-        {"length": T, "ranks": (4, 2, 2), "block_sizes": (None, 8, 2)},
-        {},
-        lambda q, k, v: brl_jax.mlr_attention(
-            q, k, v, ranks=(4, 2, 2), block_sizes=(None, 8, 2), is_causal=True
-        ),
-    ),
-    "long_short": (
-        {"length": T, "rank": 3, "window": 3, "chunk_size": 4},
+    "flowformer": Case(brl_jax.flowformer_attention),
+    "luna": Case(brl_jax.luna_attention, {"packed": PACKED}),
+    "gau": Case(brl_jax.gau_attention, of_state={"length": T}),
+    "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4}, LINEAR),
+    "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, RETRIEVAL, {"length": T, "num_heads": N}),
+    "mlr": Case(brl_jax.mlr_attention, LEVELS, of_state={"length": T}),
+    "long_short": Case(
+        brl_jax.long_short_attention,
+        {"window": 3, "chunk_size": 4},
         {"projection": DECAY[..., :3]},
-        lambda q, k, v: brl_jax.long_short_attention(
-            q, k, v, DECAY[..., :3], window=3, chunk_size=4, is_causal=True
-        ),
+        {"length": T, "rank": 3},
     ),
 }
 
@@ -129,40 +94,40 @@ def _inputs(name, dtype=jnp.float32):
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear", "flash")))
 def test_a_sequence_in_pieces_is_the_sequence(name):
-    settings, more, at_once = CASES[name]
+    case = CASES[name]
     arrays = _inputs(name)
-    expected = jax.jit(at_once)(*arrays)
-    functions = state_functions(name.split(",")[0], **settings)
+    expected = jax.jit(case.at_once)(*arrays)
+    functions = case.functions(name)
     extend, step = jax.jit(functions.extend), jax.jit(functions.step)
     state = functions.init(B, arrays[1].shape[2], H)
     outs, start = [], 0
     for size in (5, 1, 1, 3, 1):
         part = [x[:, start : start + size] for x in arrays]
-        extra = {key: x[:, start : start + size] for key, x in more.items()}
+        extra = {key: x[:, start : start + size] for key, x in case.more.items()}
         out, new = (step if size == 1 else extend)(*part, state, **extra)
         assert jax.tree.structure(new) == jax.tree.structure(state)
         assert [x.shape for x in jax.tree.leaves(new)] == [x.shape for x in jax.tree.leaves(state)]
         outs, state, start = [*outs, out], new, start + size
     np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=2e-4, atol=2e-5)
     with pytest.raises(ValueError, match="a step takes one token, got 11; extend takes any number"):
-        functions.step(*arrays, state, **more)
+        functions.step(*arrays, state, **case.more)
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear, decayed", "kda")))
 def test_states_after_each_of_the_last_tokens(name):
     """A caller who keeps only some of the last tokens goes back to the state after them."""
-    settings, more, at_once = CASES[name]
+    case = CASES[name]
     arrays = _inputs(name)
-    functions = state_functions(name.split(",")[0], **settings)
+    functions = case.functions(name)
     extend = jax.jit(functions.extend, static_argnames="return_states")
     state = functions.init(B, arrays[1].shape[2], H)
 
     def call(start, end, state, **options):
-        extra = {key: x[:, start:end] for key, x in more.items()}
+        extra = {key: x[:, start:end] for key, x in case.more.items()}
         return extend(*(x[:, start:end] for x in arrays), state, **extra, **options)
 
     _, state = call(0, 2, state)
-    expected = jax.jit(at_once)(*arrays)
+    expected = jax.jit(case.at_once)(*arrays)
     for last in (4, 6):
         out, states = call(2, 8, state, return_states=last)
         np.testing.assert_allclose(out, expected[:, 2:8], rtol=2e-4, atol=2e-5)
@@ -176,16 +141,16 @@ def test_states_after_each_of_the_last_tokens(name):
 
 @pytest.mark.parametrize("name", ["local", "diag", "linear", "bsbr"])
 def test_values_narrower_than_keys(name):
-    settings, more, at_once = CASES[name]
+    case = CASES[name]
     query, key, value = _inputs(name)
-    functions = state_functions(name, value_dim=5, **settings)
+    functions = case.functions(name, value_dim=5)
     state, pieces = functions.init(B, K, H), []
     for start, end in ((0, 6), (6, 7), (7, T)):
-        extra = {key: x[:, start:end] for key, x in more.items()}
+        extra = {key: x[:, start:end] for key, x in case.more.items()}
         tokens = (x[:, start:end] for x in (query, key, value[..., :5]))
         out, state = jax.jit(functions.extend)(*tokens, state, **extra)
         pieces.append(out)
-    expected = jax.jit(at_once)(query, key, value)[..., :5]
+    expected = jax.jit(case.at_once)(query, key, value)[..., :5]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
 
 
@@ -278,21 +243,21 @@ def test_one_token_of_a_window_takes_the_kernel_that_it_asks_for():
 @pytest.mark.parametrize("name", slow_unless(CASES, ("linear",)))
 def test_steps_under_scan_have_the_gradients_of_the_sequence(name):
     """One compiled step is enough; the gradient through the states equals the whole sequence's."""
-    settings, more, at_once = CASES[name]
+    case = CASES[name]
     arrays = _inputs(name)
-    functions = state_functions(name.split(",")[0], **settings)
+    functions = case.functions(name)
 
     def in_steps(arrays):
         def one(state, tokens):
             out, state = functions.step(*tokens[0], state, **tokens[1])
             return state, out[:, 0]
 
-        each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], (arrays, more))
+        each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], (arrays, dict(case.more)))
         outs = jax.lax.scan(one, functions.init(B, arrays[1].shape[2], H), each)[1]
         return jnp.moveaxis(outs, 0, 1)
 
     weights = jax.random.normal(jax.random.key(5), (B, T, N, H))
     ours = jax.jit(jax.grad(lambda a: jnp.sum(in_steps(a) * weights)))(arrays)
-    theirs = jax.jit(jax.grad(lambda a: jnp.sum(at_once(*a) * weights)))(arrays)
+    theirs = jax.jit(jax.grad(lambda a: jnp.sum(case.at_once(*a) * weights)))(arrays)
     for x, y in zip(ours, theirs):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * float(jnp.abs(y).max()))

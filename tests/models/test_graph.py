@@ -7,10 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.recurrent.performer import performer_projection
 from brl_jax.layers import BRLConfig, FullConfig
 from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder, first_present
-from brl_jax.models.graph_layers import GATLayer, GCNLayer, HANLayer, HGTLayer, RGCNLayer, add_loops
+from brl_jax.models.graph_layers import (
+    GATLayer,
+    GCNLayer,
+    HANLayer,
+    HGTLayer,
+    NodeFormerLayer,
+    RGCNLayer,
+    add_loops,
+)
 from tests.support.parameters import drawn
+from train.tasks.graph import EDGE_LOSS, apply_to, graph_objective
 
 NODES, WIDTH, RELATIONS = 7, 6, 3
 TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
@@ -100,6 +110,33 @@ def dense_han(x, edges, relations, w, heads):
     return np.einsum("nrd,r->nd", z, np.exp(scores) / np.sum(np.exp(scores)))
 
 
+def dense_nodeformer(x, edges, w, directions, temperature):
+    """(outputs, loss on edges): all weights (n, n) of one head after the other, from the features of lemma 1 of
+    arXiv:2009.14794."""
+    size = x.shape[1] // TINY["num_heads"]
+
+    def features(rows, axis):
+        rows = rows / np.sqrt(temperature * np.sqrt(size))
+        found = np.exp(rows @ directions.T - (rows**2).sum(-1, keepdims=True) / 2)
+        return found / found.max(axis, keepdims=True) + 1e-6
+
+    a = np.zeros((NODES, NODES))
+    for sender, receiver in edges:
+        a[receiver, sender] += 1
+    degree = np.maximum(a.sum(1), 1)
+    heads, logs = [], []
+    for h in range(TINY["num_heads"]):
+        query, key, value = (x @ w[name][:, h] + w[name + "_bias"][h] for name in ("query", "key", "value"))
+        weights = features(query, 1) @ features(key, (0, 1)).T
+        weights /= weights.sum(1, keepdims=True)
+        strength = 1 / (1 + np.exp(-w["edge_bias"][h]))
+        heads.append(weights @ value + strength * (a / np.sqrt(degree[:, None] * degree[None])) @ value)
+        logs.append((a * np.log(weights)).sum(1) / degree)
+    return np.concatenate(heads, axis=1) @ w["out"] + w["out_bias"], -np.sum(np.mean(logs, axis=0)) / len(
+        edges
+    )
+
+
 def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
     """(outputs (n, N, O), weights (n, n, N)), if no two edges join the same nodes."""
     h = np.einsum("ni,ihf->nhf", x, w["kernel"])
@@ -169,6 +206,72 @@ def test_attention_over_metapaths_equals_a_dense_one():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
+def nodeformer(rows=NODES):
+    """A layer, its rows, which of them exist, edges and parameters."""
+    rng = np.random.default_rng(12)
+    x = rng.standard_normal((rows, 8)).astype(np.float32)
+    edges, _ = random_graph(padding=5)
+    layer = NodeFormerLayer(GraphConfig(**TINY).dimensions, temperature=0.5)
+    present = np.arange(len(x)) < NODES
+    return layer, x, present, edges, drawn(lambda key: layer.init(key, x, present, edges, True))["params"]
+
+
+def test_attention_to_all_nodes_and_edges_equals_a_dense_one():
+    """Outputs, the loss on edges, and the gradient of both, by finite differences in float64."""
+    layer, x, present, edges, params = nodeformer()
+    named = [
+        (name, leaf) for name, leaves in params.items() if isinstance(leaves, dict) for leaf in leaves.items()
+    ]
+    w = {name if kind == "kernel" else f"{name}_bias": leaf for name, (kind, leaf) in named}
+    w["edge_bias"] = params["edge_bias"]
+    w = {name: np.asarray(leaf, np.float64) for name, leaf in w.items()}
+    directions = np.asarray(performer_projection(jax.random.key(0), layer.features, 4), np.float64)
+    towards = np.random.default_rng(13).standard_normal(x.shape)
+
+    def ours(x):
+        y, loss = layer.apply({"params": params}, x, present, edges, True)
+        return jnp.sum(y * towards) + loss, (y, loss)
+
+    def exact(x):
+        y, loss = dense_nodeformer(x, edges[:-5], w, directions, layer.temperature)
+        return np.sum(y * towards) + loss, (y, loss)
+
+    (_, (y, loss)), gradient = jax.value_and_grad(ours, has_aux=True)(x)
+    _, (expected, expected_loss) = exact(x.astype(np.float64))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for place in np.ndindex(x.shape):
+        step = np.zeros(x.shape)
+        step[place] = 1e-6
+        slope = (exact(x + step)[0] - exact(x - step)[0]) / 2e-6
+        np.testing.assert_allclose(gradient[place], slope, rtol=1e-3, atol=1e-4)
+
+
+def test_gumbel_noise_samples_the_softmax():
+    """With a low temperature a sample reads one node, and nodes are read as often as their weights say."""
+    x = np.zeros((NODES, 8), np.float32)
+    x[:, 0] = np.arange(NODES)
+    layer, _, present, _, params = nodeformer()
+    layer = layer.clone(temperature=0.01, samples=4000)
+    params = jax.tree.map(jnp.zeros_like, params)
+    params["value"]["kernel"] = params["value"]["kernel"].at[0, 0, 0].set(1.0)
+    params["out"]["kernel"] = params["out"]["kernel"].at[0, 0].set(1.0)
+    no_edges = np.zeros((0, 2), np.int32)
+    y, _ = layer.apply({"params": params}, x, present, no_edges, False, rngs={"dropout": jax.random.key(1)})
+    # The mean of 4,000 draws from 0 to 6 has a standard deviation of 2 / sqrt(4000) = 0.03.
+    np.testing.assert_allclose(y[:, 0], 3.0, atol=0.15)
+
+
+def test_nodes_that_do_not_exist_get_no_attention():
+    layer, x, present, edges, params = nodeformer(NODES + 2)
+    run = jax.jit(lambda x, present, edges: layer.apply({"params": params}, x, present, edges, True))
+    y, loss = run(x[:NODES], present[:NODES], edges[:-5])
+    padded = np.where(edges == NODES, NODES + 2, edges)
+    again, other = run(x, present, padded)
+    np.testing.assert_allclose(again[:NODES], y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(other, loss, rtol=1e-5)
+
+
 @pytest.mark.parametrize("hgn", [False, True])
 def test_attention_over_edges_equals_a_dense_one(hgn):
     """Simple-HGN distinguishes kinds of edges and mixes in the earlier layer's weights."""
@@ -189,17 +292,19 @@ def test_attention_over_edges_equals_a_dense_one(hgn):
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["simple_hgn", "rgcn"])
+@pytest.mark.parametrize("name", ["simple_hgn", "rgcn", "nodeformer"])
 def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
     """Neither outputs nor gradients, even if attention has large scores."""
     config = GraphConfig(**TINY, network=name, num_relations=RELATIONS)
     x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
     edges, relations = random_graph(padding=5)
     network = MessagePassing(config)
-    params = jax.jit(lambda key: network.init(key, x, edges, relations, True))(jax.random.key(0))
+    params = jax.jit(lambda key: network.init(key, x, np.ones(NODES, bool), edges, relations, True))(
+        jax.random.key(0)
+    )
 
     def loss(params, x, edges, relations):
-        y = network.apply(params, x, edges, relations, True)[:NODES]
+        y = network.apply(params, x, np.arange(len(x)) < NODES, edges, relations, True)[:NODES]
         return jnp.sum(jnp.sin(y / 30)), y  # rounding of a large output does not change this loss's slope
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -209,6 +314,33 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
     np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+
+
+def test_each_layer_of_nodeformer_leaves_its_loss_on_edges():
+    """The task adds their mean to the loss of training, and to no other."""
+    config = GraphConfig(
+        **{**TINY, "num_layers": 2}, network="nodeformer", kinds=(0,) * NODES, num_features=WIDTH
+    )
+    edges, relations = random_graph(padding=2)
+    x = np.random.default_rng(14).standard_normal((1, NODES, WIDTH)).astype(np.float32)
+    batch = {
+        "features": x, "present": np.ones((1, NODES), np.int32), "places": np.arange(4, dtype=np.int32)[None],
+        "edges": edges[None], "relations": relations[None], "targets": np.zeros((1, 4), np.int32),
+        "weights": np.ones((1, 4), np.float32),
+    }  # fmt: skip
+    model = NodeClassifier(config)
+    objective = graph_objective(model)
+    params = drawn(objective.init)
+    key = jax.random.key(2)
+    logits, sown = apply_to(model, params, batch, key, mutable=["losses"])
+    losses = jax.tree.leaves(sown["losses"])
+    assert [loss.shape for loss in losses] == [(1,), (1,)]
+    of_classes = -jax.nn.log_softmax(logits)[..., 0].mean()
+    total, weight, *_ = objective.loss(params, None, batch, key)
+    np.testing.assert_allclose(total / weight, of_classes + EDGE_LOSS * np.mean(losses), rtol=1e-5)
+    logits = apply_to(model, params, batch)
+    total, weight, *_ = objective.loss(params, None, batch, None)
+    np.testing.assert_allclose(total / weight, -jax.nn.log_softmax(logits)[..., 0].mean(), rtol=1e-5)
 
 
 def test_tokens_that_exist_come_first():
@@ -245,7 +377,9 @@ def test_a_set_that_is_compressed_has_no_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodes"])
+@pytest.mark.parametrize(
+    "network", ["mlp", "gcn", "rgcn", "gat", "simple_hgn", "hgt", "han", "nodeformer", "nodes"]
+)
 def test_nodes_have_no_order(network):
     """Permuting nodes of one type along with their edges permutes the outputs."""
     config = GraphConfig(

@@ -12,7 +12,6 @@ import pytest
 import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
 from brl_jax.models import DecoderLM
-from tests.marks import slow_unless
 from train.cli.help import first_screen, preset_list
 from train.cli.options import _join_lines, parse, parse_options
 from train.engine.config import LoopConfig
@@ -163,20 +162,6 @@ def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
         from_json(LmConfig, _with(to_json(PRESETS["small"]), path, value), "the file")
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"--workdir: no run there: .*config.json is missing"):
-        read_config([LM], tmp_path / "config.json")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json is not JSON: Expecting"):
-        read_config([LM], tmp_path / "config.json")
-    (tmp_path / "config.json").write_text('{"task": ["lm"]}')
-    with pytest.raises(UserError, match=r"config.json: task must be a string, got"):
-        read_config([LM], tmp_path / "config.json")
-    (tmp_path / "config.json").write_text('{"task": "lra"}')
-    with pytest.raises(UserError, match=r"--workdir: .*config.json is of the task 'lra'; expected lm"):
-        read_config([LM], tmp_path / "config.json")
-
-
 def test_fields_a_file_lacks_have_their_defaults():
     values = to_json(PRESETS["small"])
     del values["loop"]["keep_checkpoints"]
@@ -250,63 +235,15 @@ def test_options_of_other_commands():
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
 
 
-# How many layers have the first mechanism for each one with the second.
-HYBRIDS = {
-    "openwebtext-gated-deltanet-full": ("gated_deltanet", 3, "full"),
-    "openwebtext-gated-deltanet-brl": ("gated_deltanet", 3, "brl"),
-    "openwebtext-mamba2-full": ("mamba2", 3, "full"),
-    "openwebtext-local-full": ("local", 5, "full"),
-}
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrid_presets(name):
-    first, run, second = HYBRIDS[name]
-    config = PRESETS[name]
-    assert [mechanism_name(m) for m in config.model.mechanisms] == ([first] * run + [second]) * 2
-    changed = _parse(f"{name} --num_layers 4 --early_layers 1")
-    assert [mechanism_name(m) for m in changed.model.mechanisms] == [first, second] * 2
-
-
-# Figure 4 of the paper on structured matrices: the mechanisms of its six layers.
-CHARACTERS = {
-    "mlr": ("mlr",),
-    "full": ("full",),
-    "local": ("local",),
-    "global-window": ("global_window",),
-    "alternate": ("local", "local", "full"),
-}
-
-
-@pytest.mark.parametrize("width", [256, 384, 512, 768])
-@pytest.mark.parametrize("name", CHARACTERS)
-def test_presets_of_characters_have_the_papers_layers(name, width):
-    """Heads of 64 whose scores are over the root of it at every width, and normalised queries and keys everywhere."""
-    model = PRESETS[f"owt-chars-{name}-{width}"].model
-    assert (model.num_layers, model.d_model, model.d_model // model.num_heads) == (6, width, 64)
-    assert model.dimensions.head_score_factor == 1.0
-    assert [mechanism_name(m) for m in model.mechanisms] == [*CHARACTERS[name]] * (6 // len(CHARACTERS[name]))
-    assert all(m.qk_norm for m in model.mechanisms)
-
-
-def test_mlr_presets_are_the_papers():
-    mechanism = PRESETS["owt-chars-mlr-512"].model.mechanism
-    assert mechanism.levels(64, 1024) == {
-        "ranks": (32, 8, 6, 4, 4, 4, 4, 2),
-        "block_sizes": (None, 512, 256, 128, 64, 32, 16, 8),
-    }
-    changed = _parse("owt-chars-mlr-512 --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
-    assert changed.model.mechanism.block_sizes == (None, 64)
-    LM.build(changed)
-
-
 @pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])
 def test_presets_of_characters_take_equal_operations(name):
     """Equal within half a step; everything else matches MLR's preset."""
     mlr, other = PRESETS["chars-mlr"], PRESETS[f"chars-{name}"]
     a_step, mlr_step = (training_flops(config.model, config.loop.length) for config in (other, mlr))
     assert abs(other.loop.steps * a_step - mlr.loop.steps * mlr_step) <= a_step / 2
-    assert mechanism_name(other.model.mechanism) == CHARACTERS[name][0]
+    assert mechanism_name(other.model.mechanism) == (
+        "local" if name == "alternate" else name.replace("-", "_")
+    )
     assert all(m.qk_norm for m in other.model.mechanisms)
     mixers = ("mechanism", "late_mechanism", "schedule", "early_layers")
     alike = dataclasses.replace(other.model, **{field: getattr(mlr.model, field) for field in mixers})
@@ -343,16 +280,6 @@ def test_networks_of_a_table_differ_in_their_mechanism_alone(name, mechanism):
     )
 
 
-@pytest.mark.parametrize("variant", ["t1", "t2"])
-def test_transnormer_presets_are_the_papers(variant):
-    """docs/presets.md lists their settings."""
-    config = PRESETS[f"wikitext103-transnormer-{variant}"]
-    assert [mechanism_name(m) for m in config.model.mechanisms] == ["diag"] * 3 + ["norm"] * 3
-    shorter = _parse(f"wikitext103-transnormer-{variant} --early_layers 1 --mechanism.block_size 128")
-    assert [mechanism_name(m) for m in shorter.model.mechanisms] == ["diag"] + ["norm"] * 5
-    assert shorter.model.mechanism == dataclasses.replace(config.model.mechanism, block_size=128)
-
-
 def test_presets_have_the_papers_parameters():
     """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention; TransNormer's table 4 counts 155.99M.
     The paper's BRL has 80.96M, ours 1.8% more."""
@@ -381,27 +308,6 @@ def test_mlrs_levels_follow_the_length_of_training():
     late = LM.sized(_parse("--late_mechanism mlr --length 64")).model
     assert (late.late_mechanism.context, late.mechanism) == (64, PRESETS["stdlib"].model.mechanism)
     assert LM.sized(_parse("--mechanism mlr --mechanism.context 32")).model.mechanism.context == 32
-
-
-@pytest.mark.parametrize(
-    "name",
-    slow_unless(
-        [
-            "stdlib",
-            "wikitext103-transnormer-t1",
-            "wikitext103-local",
-            "openwebtext-brl",
-            "openwebtext-gated-deltanet-brl",
-            "openwebtext-mamba2-full",
-            "owt-chars-alternate-256",
-            "owt-chars-global-window-256",
-            "openwebtext-brl-paper",
-        ],
-        ("stdlib", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),
-    ),
-)
-def test_presets_build(name):
-    LM.build(PRESETS[name])
 
 
 def test_parts_that_do_not_fit_are_told_before_training():

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ import train.recall
 import train.tokenize
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
+from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
 from tests.support.runs import untrained
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
-from train.cli.command import command
 from train.cli.options import parse
-from train.data import load_tokenizer
+from train.data.tokenizers.named import load_tokenizer
 from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
@@ -141,9 +140,9 @@ def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_pa
     np.testing.assert_allclose(first, sums["loss"] / sums["weight"], rtol=1e-6)
     train.tokenize.main(["--data", other, "--tokenizer", "bpe:300", "--out", f"{tmp_path}/tokens"])
     line = words(f"tokens:{tmp_path}/tokens", tmp_path / "refused", BRL, "--convert_from", teacher)
-    monkeypatch.setattr(sys, "argv", ["name", *line])
-    assert command(train.lm.main, "name") == 2
-    assert f"--convert_from: {teacher} has another tokenizer than tokens:" in capsys.readouterr().err
+    status, err = command("train.lm", line, monkeypatch, capsys)
+    assert status == 2
+    assert f"--convert_from: {teacher} has another tokenizer than tokens:" in err
 
 
 def check_equal_runs(folder, run):
@@ -257,9 +256,7 @@ def test_bad_input_is_a_line_and_status_2(teacher, text, tmp_path, monkeypatch, 
         places[name].mkdir()
         (places[name] / "config.json").write_text(json.dumps(values))
     line = words(text, tmp_path / "run", *more.format(**places).split())
-    monkeypatch.setattr(sys, "argv", ["name", *line])
-    assert command(train.lm.main, "name") == 2
-    out, err = capsys.readouterr()
+    status, err = command("train.lm", line, monkeypatch, capsys)
+    assert status == 2
     assert expected.format(**places) in err.splitlines()[-1], err
-    assert out == ""
     assert not (tmp_path / "run" / "config.json").exists()

@@ -11,8 +11,6 @@ import eval.tasks.copy
 import train.copy
 from eval.harness.groups import by_network
 from tests.support.command_lines import last_wins
-from tests.train.logs import metrics_lines
-from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
 from train.data.copying import (
     CopyDataConfig,
@@ -170,23 +168,6 @@ def run(workdir, more=""):
     train.copy.main(last_wins(line))
 
 
-MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["symbols", "texts"])
-def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
-    write_pairs(tmp_path / "data")
-    options, stream = ("--length 6 12", DrawnBatches)
-    if kind == "texts":
-        options, stream = (f"--data_dir {tmp_path / 'data'} --tokenizer bpe:260", PairStream)
-    run(tmp_path / "whole", options)
-    stop_and_go_on(monkeypatch, stream, lambda: run(tmp_path / "stopped", options))
-    assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
-    with pytest.raises(UserError, match=r"is of another configuration: .*cross_window None -> 4"):
-        run(tmp_path / "stopped", f"{options} --cross_window 4")
-
-
 @pytest.mark.slow
 def test_measuring_and_the_table(tmp_path, capsys):
     run(tmp_path / "runs/a")
@@ -245,46 +226,6 @@ def test_only_what_is_right_at_its_place_counts(monkeypatch):
     batch = {"targets": targets, "weights": weights, "source": None, "source_lengths": None}
     (case,) = eval.tasks.copy.measure_batches(None, [batch])
     assert case == {"length": 3, "token_accuracy": 7 / 9, "sequence_accuracy": 1 / 3, "rows": 3}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_fit(preset):
-    COPY.build(COPY.sized(parse(PRESETS, preset, [], prog="", about="")))
-
-
-def test_paper_presets_are_figure_5():
-    for name in ("full", "performer", "linformer-64", "linformer-256", "local-50", "brl-100-10"):
-        config = PRESETS[f"figure5-{name}"]
-        model = config.model
-        assert (model.encoder_layers, model.num_layers, model.num_heads, model.d_model) == (1, 8, 8, 512)
-        assert config.loop.batch == 16
-    brl = PRESETS["figure5-brl-100-10"].model
-    assert (brl.mechanism.window, brl.mechanism.num_compressed, brl.num_summary, brl.cross_window) == (
-        100,
-        10,
-        10,
-        100,
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--order shuffle", "--order"),
-        ("--length 0", "--length must be at least 1, got 0"),
-        ("--vocabulary 1", "--vocabulary must be at least 2, got 1"),
-        ("--min_length 0", "--min_length must be at least 1, got 0"),
-        ("--encoder_mechanism loca", "--encoder_mechanism: got 'loca'; did you mean local"),
-        ("--encoder_mechanism local --encoder_mechanism.window 0", "--encoder_mechanism.window must be"),
-        ("--mechanism linformer", "mechanism: .*no causal form"),
-        ("--data_dir /nowhere --tokenizer bpe:1", "--tokenizer: bpe:SIZE needs"),
-    ],
-)
-def test_bad_options(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        run(tmp_path / "run", options)
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_encoder_of_another_mechanism():

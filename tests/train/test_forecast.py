@@ -80,18 +80,6 @@ def test_splits_are_the_standard_ones():
     assert (test[0], test[-1] + 720, len(test)) == (11520, 14400, 2880 - 720 + 1)
 
 
-def test_columns_are_normalised_by_the_training_rows(table):
-    series = load_series(config_for(table, features="multivariate"))
-    assert series.columns == ("load", "OT")
-    np.testing.assert_allclose(series.normalised[:120].mean(axis=0), 0, atol=1e-5)
-    np.testing.assert_allclose(series.normalised[:120].std(axis=0), 1, atol=1e-5)
-    assert series.normalised[120:, 1].mean() > 0.5  # the second column climbs
-    np.testing.assert_allclose(
-        series.clock[:24], series.clock[24:48] * [1, 1, 0, 0] + series.clock[:24] * [0, 0, 1, 1]
-    )
-    assert load_series(config_for(table)).columns == ("OT",)
-
-
 def test_a_column_that_training_rows_do_not_change_keeps_its_unit(tmp_path):
     """The deviation of 120 copies of 3.3 is not 0 but about 1e-15; dividing later rows by it would blow them up."""
     start, path = datetime.datetime(2016, 7, 1), tmp_path / "level.csv"
@@ -216,12 +204,6 @@ def test_commands(runs, capsys):
     assert "| waves, univariate | 6 | tokens: full |" in text
 
 
-@pytest.mark.parametrize(("minutes", "rows"), [(15, 96), (60, 24), (90, 16), (7, None), (1440, None)])
-def test_the_dates_say_how_many_rows_a_day_has(tmp_path, minutes, rows):
-    path = write_table(tmp_path / "waves.csv.gz", minutes)
-    assert load_series(config_for(path)).day == rows
-
-
 @pytest.mark.slow
 def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
     """A daily wave in rows of an hour and a half, so repeating the last day is exact."""
@@ -267,9 +249,7 @@ def test_seeds_are_averaged():
         ("--lookback 120", r"--horizon must be at most 0, .* a lookback of 120, got 6"),
         ("--split 200 60 60", r"--split: .*waves.csv.gz has 240 rows, got \(200, 60, 60\), which take 320"),
         ("--target oil", "--target: expected one of load, OT, got oil"),
-        ("--features both", "features"),
         ("--mechanism deltanet", "--mechanism: .*no bidirectional form"),
-        ("--d_model 22 --num_heads 1 --mechanism bilinear_btt", "d_model: .*22"),
     ],
 )
 def test_bad_options(table, tmp_path, options, message):

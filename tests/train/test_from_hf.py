@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ import train.lm
 from brl_jax.loading import load_run
 from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
+from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_text, write_tokenizer
-from train.cli.command import command
 from train.engine.mesh import open_mesh
 from train.tasks.lm import LM
 
@@ -163,12 +162,9 @@ def test_bad_input_is_a_line_and_status_2(folder, text, tmp_path, monkeypatch, c
     (places["moe"] / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     write_model(places["small"], folder, vocab_size=100)
     line = words(text, tmp_path / "run", "--from_hf", str(folder), *more.format(**places).split())
-    monkeypatch.setattr(sys, "argv", ["name", *line])
-    assert command(train.lm.main, "name") == 2
-    out, err = capsys.readouterr()
-    assert err.count("\n") == 1, err
+    status, err = command("train.lm", line, monkeypatch, capsys)
+    assert (status, err.count("\n")) == (2, 1), err
     assert expected.format(**places) in err
-    assert out == ""
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -229,14 +225,13 @@ def read_rest(workdir, step):
 COLOURS = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}
 
 
-def chats(place, **changes):
+def chats(place):
     """Questions and answers, a quarter of them held out."""
     lines = [
         {"messages": [{"role": "user", "content": thing}, {"role": "assistant", "content": colour}]}
         for thing, colour in COLOURS.items()
     ]
     lines += [{"prompt": thing, "completion": colour} for thing, colour in COLOURS.items()] * 2
-    lines[2] |= changes
     place.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return f"jsonl:{place}"
 
@@ -266,26 +261,3 @@ def test_a_small_set_of_chats_is_learnt(folder, tmp_path, capsys):
     eval.tasks.export.main(["--workdir", str(workdir), "--out", str(tmp_path / "out")])
     stored = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert stored["chat_template"] == TEMPLATE
-
-
-@pytest.mark.parametrize(
-    ("changes", "template", "expected"),
-    [
-        ({"messages": [{"role": "robot", "content": "a"}]}, True, "line 3: messages[0]: role must be one of"),
-        ({"messages": 1}, True, "line 3: messages must be a list, got 1"),
-        ({}, False, "line 1: a chat needs a tokenizer with a chat template"),
-    ],
-)
-def test_a_bad_chat_is_a_line_and_status_2(
-    folder, tmp_path, monkeypatch, capsys, changes, template, expected
-):
-    if not template:
-        shutil.copytree(folder, tmp_path / "mute")
-        (tmp_path / "mute" / "tokenizer_config.json").unlink()
-        folder = tmp_path / "mute"
-    data = chats(tmp_path / "chats.jsonl", **changes)
-    monkeypatch.setattr(sys, "argv", ["name", *words(data, tmp_path / "run", "--from_hf", str(folder))])
-    assert command(train.lm.main, "name") == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"name: --data: {tmp_path}/chats.jsonl, {expected}")
-    assert err.count("\n") == 1, err

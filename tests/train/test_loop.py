@@ -306,14 +306,6 @@ def test_a_state_beyond_the_memory_is_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tensorboard_events(tmp_path):
-    _train(tmp_path, steps=2, tensorboard=True)
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    content = events.read_bytes()
-    assert b"loss" in content
-    assert b"val_bits_per_byte" in content
-
-
 def test_evaluation_carries_the_memory(tmp_path):
     params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
     sums = evaluate(jax.jit(make_eval_step(OBJECTIVE)), OBJECTIVE, params, ToyHeldOut())

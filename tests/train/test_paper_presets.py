@@ -1,4 +1,6 @@
-"""Presets named after a paper train: a step of each kind of network, at small sizes."""
+"""Presets: their networks fit, and those named after a paper train, a step of each kind at small sizes."""
+
+import json
 
 import flax.linen as nn
 import jax
@@ -61,3 +63,29 @@ def test_a_step(name):
     still = [jax.tree_util.keystr(path) for path, grad in flat if not np.any(grad)]
     assert all(np.isfinite(grad).all() for _, grad in flat)
     assert not [path for path in still if "bias" not in path], still
+
+
+BUILT = [
+    *TASKS["copy"].presets,
+    *TASKS["recall"].presets,
+    "btt-8", "mlr-8", "paper-full-8-128-64", "paper-full-1-16-256", "paper-btt-8-64-256", "paper-mlr-8-32-128",
+    "lra-listops-original-linformer", "lra-image-original-sparse", "lra-image-original-longformer",
+    "lra-image-original-bigbird", "lra-image-original-local", "lra-image-transnormer-flash-quad",
+    "lra-image-transnormer-flash", "lra-retrieval-transnormer-linformer", "lra-image-full",
+    "stdlib", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl", "openwebtext-brl-paper",
+    "openwebtext-gated-deltanet-brl", "openwebtext-mamba2-full", "owt-chars-alternate-256",
+    "owt-chars-global-window-256",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_unless(BUILT, ("btt-8", "lra-image-original-bigbird", "stdlib")))
+def test_a_network_fits(name):
+    """Traced, not compiled."""
+    (task,) = (task for task in TASKS.values() if name in task.presets)
+    with jax.numpy_dtype_promotion("standard"):
+        task.build(task.sized(task.presets[name]))
+
+
+def test_presets_of_the_arena_differ():
+    configs = [json.dumps(TASKS["lra"].to_json(config)) for config in TASKS["lra"].presets.values()]
+    assert len(set(configs)) == len(configs)

@@ -13,7 +13,6 @@ import train.regression
 from eval.tasks.regression import draw, markdown
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
-from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
 from train.data.drawn import DrawnBatches
 from train.data.in_context import (
@@ -23,7 +22,6 @@ from train.data.in_context import (
     least_squares_errors,
     one_step_errors,
 )
-from train.engine.errors import UserError
 from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
@@ -169,14 +167,6 @@ def test_it_begins_at_zero_and_learns(runs):
     assert read[0]["loss"] == pytest.approx(float(np.square(first["y"]).mean()), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    stop_and_go_on(monkeypatch, DrawnBatches, lambda: run(tmp_path))
-    assert lines(tmp_path) == lines(runs / "full")
-    with pytest.raises(UserError, match="is of another configuration: pairs 5 -> 4"):
-        run(tmp_path, "--pairs 4")
-
-
 def test_measuring_and_the_table(runs, capsys):
     eval.tasks.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -223,65 +213,9 @@ def test_the_table_names_what_runs_differ_in():
     assert {f"full, 2 heads, learning_rate {rate}, width 16" for rate in (0.1, 0.2)} < texts
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "btt-8",
-        "mlr-8",
-        "paper-full-8-128-64",
-        "paper-full-1-16-256",
-        "paper-btt-8-64-256",
-        "paper-mlr-8-32-128",
-    ],
-)
-def test_presets_fit(preset):
-    """Traced, not compiled."""
-    REGRESSION.build(REGRESSION.sized(PRESETS[preset]))
-
-
-def test_presets_of_the_paper():
-    """Six layers, prompts of 2 d pairs, a curriculum from 4 numbers and 8 pairs over 6% of 500,001 steps at a constant
-    rate; scores of standard attention are over the root of the head at every width."""
-    found = {name for name in PRESETS if name.startswith("paper-")}
-    assert len(found) == 64
-    for name in found:
-        config = PRESETS[name]
-        heads, inputs, width = name.split("-")[2:]
-        model, data, optimizer = config.model, config.data, config.optimizer
-        assert (model.num_layers, model.num_heads, model.d_model) == (6, int(heads), int(width))
-        assert model.dimensions.head_score_factor == 1.0
-        assert (data.input_dim, data.pairs, data.sizes(0)) == (int(inputs), 2 * int(inputs), (4, 8))
-        assert data.sizes(30_000) == (int(inputs), 2 * int(inputs))
-        assert (config.loop.steps, config.loop.batch, optimizer.decay) == (500_001, 64, "constant")
-        assert getattr(model.mechanism, "qk_norm", True), name
-    assert PRESETS["paper-mlr-8-64-256"].model.mechanism.ranks == (8, 8, 8, 8)
-    assert PRESETS["paper-mlr-8-16-64"].model.mechanism.ranks == (4, 4)
-
-
 def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
     run(tmp_path / "run", "--dispatch 2")
     assert lines(tmp_path / "run") == lines(runs / "full")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--input_dim 0", "input_dim must be at least 1, got 0"),
-        ("--start_dims 9 --curriculum_steps 5", "start_dims must be 0 to 3, got 9"),
-        ("--start_pairs 2", "curriculum_steps must be at least 1 with start_dims or start_pairs, got 0"),
-        ("--prompt pairs", "prompt"),
-        ("--mechanism linformer", "mechanism: .*no causal form"),
-        ("--d_model 22 --num_heads 1 --mup_base_width 22 --mechanism bilinear_btt", "d_model: .*22"),
-        (
-            "--mechanism bilinear_mlr --mechanism.ranks 3 3",
-            "ranks must be at least 1 and sum to the head_dim 8",
-        ),
-    ],
-)
-def test_bad_options(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        run(tmp_path / "run", options)
-    assert not (tmp_path / "run").exists()
 
 
 def test_compilation_does_not_count_as_training(tmp_path):

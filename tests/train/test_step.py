@@ -18,7 +18,6 @@ from train.engine.step import (
     Objective,
     classification,
     init_state,
-    make_eval_step,
     make_train_step,
     random_streams,
 )
@@ -214,22 +213,6 @@ def test_rows_that_accumulation_does_not_divide():
     step, state = _start(2)
     with pytest.raises(ValueError, match="multiple of accumulation=2, got 3"):
         step(state, _batch(0, rows=3))
-
-
-def test_evaluation_has_no_dropout_and_carries_memory():
-    step = jax.jit(make_eval_step(OBJECTIVE))
-    params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
-    batch = _batch(3).arrays
-    memory = np.array([1, 2, 3, 4], np.int32)
-    logits = np.asarray(params["table"])[batch["tokens"]] + np.asarray(params["past"])[memory][:, None]
-    logits = logits.astype(np.float64)
-    expected = (
-        np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    )
-    sums, new = step(params, memory, batch)
-    np.testing.assert_allclose(sums["loss"], expected.sum(), rtol=1e-5)
-    assert float(sums["weight"]) == 12.0
-    np.testing.assert_array_equal(new, batch["tokens"][:, -1])
 
 
 def test_dropout_and_samples_use_separate_streams():

@@ -21,7 +21,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
     config = presets[name]
     chooses = "model" not in marked(type(config), Mark.DECIDED)
     shown = [
-        ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})")
+        ("--mechanism NAME", f"the attention of the layers ({mechanism_names(config.model)})")
         if chooses
         else ("--seed N", f"of the order of the data and of the new parameters ({config.loop.seed})"),
         *_of_the_data(config),
@@ -74,20 +74,16 @@ def _of_the_data(config: Any) -> list[tuple[str, str]]:
 def preset_list(presets: Mapping[str, Any]) -> str:
     """A line for each preset: its name, layers x width, mechanism, and how long it trains."""
     width = max(map(len, presets))
-    attention = max(len(_mechanisms(config)) for config in presets.values())
+    attention = max(len(mechanism_names(config.model)) for config in presets.values())
     header = f"{'preset':<{width}}  {'layers x width':>14}  {'attention':<{attention}}      training"
     return "\n".join(
         [
             header,
             *(
                 f"{name:<{width}}  {f'{config.model.num_layers} x {config.model.d_model}':>14}  "
-                f"{_mechanisms(config):<{attention}} {config.loop.steps:>9,} steps of {config.loop.batch} rows"
+                f"{mechanism_names(config.model):<{attention}} "
+                f"{config.loop.steps:>9,} steps of {config.loop.batch} rows"
                 for name, config in presets.items()
             ),
         ]
     )
-
-
-def _mechanisms(config: Any) -> str:
-
-    return mechanism_names(config.model)

@@ -62,7 +62,6 @@ class CopyDataConfig(Checked):
             raise ValueError("length must be one or more numbers, got none")
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         if self.data_dir:
             return dict.fromkeys(("order", "vocabulary", "min_length"), "with a data_dir")
         return {"tokenizer": "without a data_dir"}

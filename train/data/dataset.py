@@ -81,7 +81,6 @@ class DataConfig(Checked):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         if self.data.startswith("tokens:"):
             reason = "with tokens:DIR, whose tokens are made"
             return {"tokenizer": reason, "holdout": reason, "cache_dir": reason}

@@ -59,7 +59,6 @@ class InContextConfig(Checked):
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         grows = self.start_dims or self.start_pairs
         return {} if grows else {"curriculum_steps": "without start_dims and start_pairs"}
 

@@ -89,6 +89,5 @@ class RunConfig(Checked):
         return self
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         rotates = self.model.rotary_base is not None or self.model.rope_theta is None
         return {} if rotates else {"model.rope_theta": "in a network without rotary positions"}

@@ -61,7 +61,6 @@ class OptimizerConfig(Checked):
     """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         without = {} if self.decay == "wsd" else {"decay_share": f"with decay {self.decay}"}
         if self.decay not in ("cosine", "linear", "wsd"):
             without["final_share"] = f"with decay {self.decay}"

@@ -70,7 +70,6 @@ class ConvertibleConfig(RunConfig):
     """The highest learning rate of these steps."""
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         unused = super().without_effect()
         if not self.match_steps:
             unused["match_learning_rate"] = "with match_steps 0"

@@ -76,7 +76,6 @@ class ForecastConfig(RunConfig):
         check_choice("center", self.center, get_args(Center))
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         return super().without_effect() | {"z_loss": "with errors of numbers, which have no softmax"}
 
 

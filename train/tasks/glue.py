@@ -45,7 +45,6 @@ class GlueConfig(RunConfig):
     """Dropout rate while fine-tuning."""
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         return {"checkpoint": "with from_scratch True"} if self.from_scratch else {}
 
 

@@ -19,9 +19,8 @@ from jaxtyping import Array, Int
 from brl_jax.decoding import generate
 from brl_jax.layers.core.modules import LORA
 from brl_jax.models import DecoderLM, huggingface
-from train.data import load
 from train.data.corpus import Corpus
-from train.data.dataset import DataConfig, training_batches
+from train.data.dataset import DataConfig, load, training_batches
 from train.data.packed import PackedHeldOut, PackedStreams
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer, continuation
@@ -45,8 +44,8 @@ _SAMPLE_TEMPERATURE = 0.8
 
 
 class LmData(NamedTuple):
-    """A text: its tokenizer, its splits (`train.data.load`), and the tokens that the sample continues (None without a
-    training split)."""
+    """A text: its tokenizer, its splits (`train.data.dataset.load`), and the tokens that the sample continues (None
+    without a training split)."""
 
     tokenizer: Tokenizer
     corpora: Mapping[str, Any]

@@ -61,7 +61,6 @@ class LmLoopConfig(LoopConfig):
             raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         return {} if self.eval_tokens else {"full_eval": "with eval_tokens 0: each evaluation reads all"}
 
 
@@ -98,7 +97,6 @@ class LmConfig(ConvertibleConfig):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         unused = {} if self.sample_tokens else {"sample_prompt": "with sample_tokens 0"}
         if self.convert_from:
             unused |= {"from_hf": "with convert_from"}
@@ -168,55 +166,26 @@ def _tokenizer_in(option: str, folder: str) -> str:
     raise UserError(f"{option}: {folder} has no tokenizer.json and no tokenizer.model")
 
 
-def _stdlib() -> LmConfig:
-    """Two minutes on two CPU cores: the standard library's sources as byte pairs. A token holds some three bytes, so
-    the network reads more text in less time than `small`."""
+def _stdlib(tokenizer: str, mechanism: BRLConfig, learning_rate: float, **loop: Any) -> LmConfig:
+    """The standard library's sources, for two CPU cores."""
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=125, batch=4, length=512, eval_every=125, checkpoint_every=125, eval_tokens=32_768
-        ),
-        data=DataConfig(tokenizer="bpe:2048"),
-        model=LmModelConfig(
-            num_layers=2,
-            d_model=128,
-            num_heads=4,
-            d_ff=256,
-            mechanism=BRLConfig(window=128, num_compressed=32, compressed_dim=32, history_size=128),
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=50),
+        loop=LmLoopConfig(length=512, eval_every=125, checkpoint_every=125, **loop),
+        data=DataConfig(tokenizer=tokenizer),
+        model=LmModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=256, mechanism=mechanism),
+        optimizer=OptimizerConfig(learning_rate=learning_rate, warmup_steps=50),
     )
 
 
-def _small() -> LmConfig:
-    """Ten minutes on two CPU cores: the standard library's sources as bytes."""
-    return LmConfig(
-        loop=LmLoopConfig(
-            steps=500, batch=8, length=512, eval_every=125, checkpoint_every=125, eval_tokens=65_536
-        ),
-        data=DataConfig(),
-        model=LmModelConfig(
-            num_layers=2,
-            d_model=128,
-            num_heads=4,
-            d_ff=256,
-            mechanism=BRLConfig(window=64, num_compressed=32, compressed_dim=32),
-        ),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
-    )
+def long_loop(steps: int, batch: int, **sizes: Any) -> LmLoopConfig:
+    """The loop of a paper's run, whose evaluations read all held-out tokens."""
+    often: dict[str, Any] = {"eval_every": 2_000, "checkpoint_every": 1_000, "eval_tokens": 0}
+    return LmLoopConfig(steps=steps, batch=batch, **often | sizes)
 
 
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
     """Six layers of width 512, with nanoGPT's optimiser. The paper does not give the number of steps."""
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=100_000,
-            batch=batch,
-            accumulation=accumulation,
-            length=length,
-            eval_every=2_000,
-            checkpoint_every=1_000,
-            eval_tokens=0,
-        ),
+        loop=long_loop(100_000, batch, accumulation=accumulation, length=length),
         data=DataConfig(data=data, tokenizer="hf:gpt2"),
         model=LmModelConfig(
             num_layers=6, d_model=512, num_heads=8, d_ff=2048, dropout=0.1, mechanism=mechanism
@@ -271,15 +240,7 @@ def _words(model: LmModelConfig) -> LmConfig:
     """TransNormer's language model (its table 13): the batch is 128 rows in all, and the vocabulary of 267744 words is
     every word of the training text."""
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=100_000,
-            batch=128,
-            accumulation=8,
-            length=512,
-            eval_every=2_000,
-            checkpoint_every=1_000,
-            eval_tokens=0,
-        ),
+        loop=long_loop(100_000, 128, accumulation=8, length=512),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="words:max=267744"),
         model=dataclasses.replace(model, dropout=0.1),
         optimizer=OptimizerConfig(
@@ -318,16 +279,9 @@ def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
     """TLinFormer, section 6.2: 41M parameters, including 21.7M for GPT-2's vocabulary, and ten epochs at every
     length; the training of their public configurations."""
     rows = 256
+    steps = math.ceil(10 * _WIKITEXT103_TOKENS / (rows * length))
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=math.ceil(10 * _WIKITEXT103_TOKENS / (rows * length)),
-            batch=rows,
-            accumulation=32,
-            length=length,
-            eval_every=500,
-            checkpoint_every=250,
-            eval_tokens=0,
-        ),
+        loop=long_loop(steps, rows, accumulation=32, length=length, eval_every=500, checkpoint_every=250),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="hf:gpt2"),
         model=LmModelConfig(
             num_layers=8,
@@ -404,9 +358,7 @@ def _characters(width: int, rate: float, mixers: dict[str, Any]) -> LmConfig:
     """Six layers with heads of 64 on characters, under muP; the rate is constant, so that a run is compared with others
     at every number of operations on its way."""
     return LmConfig(
-        loop=LmLoopConfig(
-            steps=100_000, batch=32, length=1024, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
-        ),
+        loop=long_loop(100_000, 32, length=1024),
         data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="chars:max=96"),
         model=LmModelConfig(
             num_layers=6,
@@ -467,8 +419,24 @@ def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: Any) -
 
 
 PRESETS: dict[str, LmConfig] = {
-    "stdlib": _stdlib(),
-    "small": _small(),
+    # Two minutes: a token holds some three bytes, so that the network reads more text in less time than "small".
+    "stdlib": _stdlib(
+        "bpe:2048",
+        BRLConfig(window=128, num_compressed=32, compressed_dim=32, history_size=128),
+        1e-2,
+        steps=125,
+        batch=4,
+        eval_tokens=32_768,
+    ),
+    # Ten minutes.
+    "small": _stdlib(
+        "bytes",
+        BRLConfig(window=64, num_compressed=32, compressed_dim=32),
+        3e-3,
+        steps=500,
+        batch=8,
+        eval_tokens=65_536,
+    ),
     "wikitext103-full": _wikitext103(FullConfig()),
     "wikitext103-local": _wikitext103(LocalConfig(window=128)),
     "wikitext103-local-64": _wikitext103(LocalConfig(window=64)),

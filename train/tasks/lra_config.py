@@ -85,7 +85,6 @@ class LraConfig(RunConfig):
     outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         unused = {} if self.pretrained else {"checkpoint": "without pretrained"}
         return super().without_effect() | unused
 

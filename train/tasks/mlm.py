@@ -25,8 +25,7 @@ from brl_jax.layers import (
 )
 from brl_jax.models import EncoderConfig, MaskedLM
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
-from train.data import load
-from train.data.dataset import DataConfig, training_batches
+from train.data.dataset import DataConfig, load, training_batches
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
 from train.engine.batch import Arrays, HeldOut
@@ -38,7 +37,7 @@ from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, means, outputs, perplexity, weighted_sums
 from train.tasks.lm import LmData, TextTask, vocabulary_of
-from train.tasks.lm_config import LmLoopConfig
+from train.tasks.lm_config import LmLoopConfig, long_loop
 from train.tasks.task import shapes
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
@@ -121,15 +120,7 @@ def _uncased() -> MlmConfig:
 def _roberta(model: MlmModelConfig) -> MlmConfig:
     """TransNormer, table 13: RoBERTa's base network on WikiText-103."""
     return MlmConfig(
-        loop=LmLoopConfig(
-            steps=50_000,
-            batch=512,
-            accumulation=16,
-            length=512,
-            eval_every=1_000,
-            checkpoint_every=1_000,
-            eval_tokens=0,
-        ),
+        loop=long_loop(50_000, 512, accumulation=16, length=512, eval_every=1_000),
         data=MlmDataConfig(
             data="hf:Salesforce/wikitext:wikitext-103-raw-v1",
             tokenizer="hf:FacebookAI/roberta-base",

@@ -42,7 +42,6 @@ class RegressionConfig(RunConfig):
     model: Annotated[RegressionModelConfig, Flat]
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         return super().without_effect() | {"z_loss": "with errors of numbers, which have no softmax"}
 
 

@@ -201,27 +201,18 @@ def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str
 def _by_platform(x: FullArrays, *, offset, implementation, missing, **static):
     """The kernel on a TPU, cuDNN on a GPU unless its requirements are `missing`, XLA elsewhere."""
 
-    def tpu_unsupported(x: FullArrays) -> str | None:
-        from brl_jax.attention.dense import full_tpu
+    def on_tpu(name: str, *of_call: Any, **options: Any) -> Any:
+        from brl_jax.attention.dense import full_tpu  # which loads Pallas
 
-        return full_tpu.unsupported(x, static["is_causal"], offset)
-
-    def run_on_tpu(x: FullArrays, *, interpret: bool):
-        from brl_jax.attention.dense import full_tpu
-
-        return full_tpu.attend(x, offset=offset, interpret=interpret, **static)
-
-    def tpu_gradient(*of_call: Any, interpret: bool):
-        from brl_jax.attention.dense import full_tpu
-
-        return full_tpu.gradient(*of_call, offset=offset, interpret=interpret, **static)
+        return getattr(full_tpu, name)(*of_call, offset=offset, **static, **options)
 
     of_cudnn = {"scale": static["scale"], "is_causal": static["is_causal"]}
 
     def run_cudnn(x: FullArrays, *, interpret: bool, **known: Any):
         return _with_cudnn(x, **known, **of_cudnn)
 
-    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_unsupported, gradient=tpu_gradient)]}
+    tpu = functools.partial(functools.partial, on_tpu)
+    backends = {"tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), gradient=tpu("gradient"))]}
     # If cuDNN cannot take the call, no warning is due: XLA has the same cost.
     if not missing and _cudnn_unsupported(x, **of_cudnn) is None:
         gradient = gradient_of_known(run_cudnn)

@@ -20,7 +20,7 @@ from pallas_kernels.absent import mark_absent
 _ANY = 1 << 30
 
 
-def unsupported(x: FullArrays, is_causal: bool, offset: int | None) -> str | None:
+def unsupported(x: FullArrays, *, is_causal: bool, offset: int | None, **static: Any) -> str | None:
     """Why the kernel does not support a call, or None. Traces nothing."""
     query, key, value, bias, mask, *_ = x
     if mask is not None and mask.shape[1:3] != (1, 1):

@@ -27,5 +27,4 @@ class KernelizedAttention(AttentionLayer, config=KernelizedConfig):
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         query, scale = distance_scale(self.dimensions, query)
         lengths = options["key_value_seq_lengths"]
-        del options["is_causal"]  # always False
         return kernelized_attention(query, key, value, scale=scale, query_seq_lengths=lengths, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eval.tasks.lra_figures import BRL, PAPERS, TRANSNORMER
 from eval.tasks.paper_tables.table import PaperTable
-from train.data.lra import LRA_TASKS
+from train.data.lra.tasks import LRA_TASKS
 
 
 def _rows(task: str) -> dict[str, tuple[str | float, ...]]:

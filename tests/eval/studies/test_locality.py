@@ -13,7 +13,7 @@ from eval.studies.locality import RATIOS, area, layer_weights, locally_accumulat
 from tests.support.parameters import drawn
 from tests.support.runs import untrained
 from train.cli.options import parse
-from train.data import load
+from train.data.dataset import load
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS

@@ -15,7 +15,7 @@ from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
-from train.data import load_tokenizer
+from train.data.tokenizers.named import load_tokenizer
 from train.engine.config_file import to_json
 from train.engine.errors import UserError
 from train.tasks.lm import LM

@@ -1,8 +1,7 @@
 """The example in the protocol's docstring is a working mechanism."""
 
-import dataclasses
 import textwrap
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +22,13 @@ def mean_config():
     text = protocol.__doc__
     start, end = text.index("    class MeanCache"), text.index("To list it")
     names = {
-        **{name: getattr(protocol, name) for name in ("Mechanism", "MechanismLayer")},
-        **{
-            "dataclasses": dataclasses,
-            "ClassVar": ClassVar,
-            "NamedTuple": NamedTuple,
-            "jax": jax,
-            "jnp": jnp,
-        },
-        **{"dense": dense, "merge_heads": merge_heads, "__name__": __name__},
+        **vars(protocol),
+        "NamedTuple": NamedTuple,
+        "jax": jax,
+        "dense": dense,
+        "merge_heads": merge_heads,
     }
+    names["__name__"] = __name__
     exec(compile(textwrap.dedent(text[start:end]), "the protocol's example", "exec"), names)
     return names["MeanConfig"]()
 

@@ -1,7 +1,6 @@
 """Loading: data are made once, kept complete or not at all, and fixed when the run starts."""
 
 import functools
-import json
 import resource
 import shutil
 from pathlib import Path
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 from train.data import corpus as corpus_module
-from train.data import load
-from train.data.dataset import DataConfig, forget_unstarted
+from train.data.dataset import DataConfig, forget_unstarted, load
 from train.data.streams import EvalStream
 from train.data.tokenizers.base import text_pieces
 from train.data.tokenizers.named import BytesTokenizer, load_tokenizer
@@ -76,14 +74,6 @@ def test_a_full_disk_is_named_and_leaves_nothing(text, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "run").rglob("*.npy"))
     assert not hidden(tmp_path / "run")
-
-
-def test_words_of_another_vocabulary_count_the_same_bytes(text, tmp_path):
-    sizes = [
-        load(config(text, tokenizer=spec), tmp_path / f"run{i}")[1]["valid"].num_bytes()
-        for i, spec in enumerate(["words", "words:max=5", "words:max=3"])
-    ]
-    assert sizes == [(text / "valid.txt").stat().st_size] * 3
 
 
 def test_a_run_keeps_its_text(text, tmp_path):
@@ -254,34 +244,3 @@ def test_a_place_that_cannot_be_written_is_named(text, tmp_path, option):
     workdir, cache = (place, None) if option == "workdir" else (tmp_path / "run", str(place))
     with pytest.raises(UserError, match=f"^--{option}: cannot write under .*file/run.*: Not a directory$"):
         load(config(text, cache_dir=cache), workdir)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        DataConfig(data="nowhere"),
-        DataConfig(tokenizer="bpe:1"),
-        DataConfig(holdout=2.0),
-        DataConfig(data="text:/nowhere/*"),
-    ],
-)
-def test_bad_input_writes_nothing(tmp_path, bad):
-    with pytest.raises(UserError):
-        load(bad, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_empty_split_and_a_damaged_manifest(text, tmp_path):
-    load(config(text), tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "data.json").read_text())["splits"] == ["train", "valid", "test"]
-    (tmp_path / "run" / "data.json").write_text("{")
-    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is not JSON"):
-        load(config(text), tmp_path / "run")
-
-
-def test_the_default_trains_on_this_machine(tmp_path):
-    tokenizer, corpora = load(DataConfig(), tmp_path / "run")
-    assert tokenizer.vocab_size == 256
-    assert corpora["train"].tokens.dtype == np.uint8
-    assert corpora["train"].num_bytes() == len(corpora["train"].tokens)
-    assert "def __init__(self" in tokenizer.decode(corpora["train"].tokens[:200_000])

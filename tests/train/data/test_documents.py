@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from train.data import documents as documents_module
-from train.data import load
 from train.data import sources as sources_module
 from train.data.corpus import Corpus
-from train.data.dataset import DataConfig
+from train.data.dataset import DataConfig, load
 from train.data.documents import check_documents, cut_documents
 from train.data.mixture import SEGMENT_STEPS, MixedStreams, Mixture, joined
 from train.data.splits import DocumentStart

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
-from train.data.graphs.images import describe
+from train.data.graphs.documents import describe
 from train.data.graphs.load import GraphDataConfig, load_graph
-from train.data.graphs.metapath_graph import metapath_graph
-from train.data.graphs.poly_tokens import PolyTokens, metapaths
+from train.data.graphs.poly_tokens import PolyTokens, metapath_graph, metapaths
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.errors import UserError
 

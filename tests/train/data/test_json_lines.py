@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.train.pretrained import TEMPLATE, write_tokenizer
-from train.data import DataConfig, load
 from train.data.chat import ChatTemplate, template_of
 from train.data.corpus import Corpus
+from train.data.dataset import DataConfig, load
 from train.data.mixture import MixedStreams, Mixture, joined
 from train.data.packed import PackedHeldOut, PackedStreams, fill_rows
 from train.data.streams import EvalStream, TokenStreams

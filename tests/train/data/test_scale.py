@@ -9,9 +9,9 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.cli.command import command
-from train.data import hf_stream, load
+from train.data import hf_stream
 from train.data.corpus import Corpus
-from train.data.dataset import DataConfig, training_batches
+from train.data.dataset import DataConfig, load, training_batches
 from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
 from train.data.shards import open_shards
 from train.data.sources import open_source

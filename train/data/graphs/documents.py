@@ -1,4 +1,5 @@
-"""Nodes without a graph: newsgroup posts as word counts, images or features from a file, and a graph of nearest nodes.
+"""Nodes without a graph: newsgroup posts as word counts, images as numbers that say where edges lie and in which
+direction, or features from a file, and a graph of nearest nodes.
 
 The protocol follows NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
 section A.1) follows: one type of nodes, half of them for training and a quarter each for validation and test.
@@ -16,8 +17,11 @@ import scipy.sparse as sp
 from brl_jax.json_files import check_regular, parse_json
 from train.data.files import numbered_lines, shown
 from train.data.graphs.graph import RawGraph, Relation
-from train.data.graphs.images import describe
 from train.engine.errors import UNREADABLE, UserError, one_line
+
+# Of an image: cells a side, and directions of edges in each.
+CELLS, DIRECTIONS = 4, 8
+_IMAGES = 1024  # described at once
 
 
 def post_files(folder: Path) -> list[Path]:
@@ -60,7 +64,7 @@ def read_posts(folder: Path) -> RawGraph:
 
 def read_nodes(path: Path) -> RawGraph:
     """Nodes of an .npz file with "features" (N, F) and "labels" (N,) integers from 0 on, or with images and their
-    labels as "x_train", "y_train", "x_test" and "y_test" (see `train.data.graphs.images.describe`).
+    labels as "x_train", "y_train", "x_test" and "y_test" (see `describe`).
 
     Raises:
       UserError: the file cannot be read, or has other arrays.
@@ -90,6 +94,42 @@ def read_nodes(path: Path) -> RawGraph:
     if not features.size or not np.isfinite(features).all():
         raise UserError(f"--data_dir: {path}: expected finite features, at least one a node")
     return _lone_nodes(str(path), sp.csr_matrix(features.astype(np.float32)), labels)
+
+
+def describe(images: np.ndarray) -> np.ndarray:
+    """Histograms of gradients (Dalal & Triggs, CVPR 2005) of images (N, H, W) or (N, H, W, 3), as (N, 128) float32.
+
+    An image is divided into 4 x 4 cells. In each, the lengths of the brightness's gradients are summed by their
+    direction, of eight between 0 and 180 degrees, a gradient between two directions in proportion. The numbers of an
+    image are scaled to the mean 1, so that contrast does not count, and their square roots taken.
+
+    Raises:
+      ValueError: images of another shape, or of fewer than 4 x 4 pixels.
+    """
+    if (
+        images.ndim not in (3, 4)
+        or images.shape[3:] not in ((), (1,), (3,))
+        or min(images.shape[1:3]) < CELLS
+    ):
+        raise ValueError(f"expected images (N, H, W) or (N, H, W, 3) of at least 4 x 4, got {images.shape}")
+    parts = [_describe(images[start : start + _IMAGES]) for start in range(0, len(images), _IMAGES)]
+    return np.concatenate([np.zeros((0, CELLS * CELLS * DIRECTIONS), np.float32), *parts])
+
+
+def _describe(images: np.ndarray) -> np.ndarray:
+    grey = images.astype(np.float32)
+    if grey.ndim == 4:
+        grey = grey.mean(axis=-1)
+    down, right = np.gradient(grey, axis=(1, 2))
+    turn = np.arctan2(down, right) / np.pi * DIRECTIONS  # in steps from one direction to the next
+    apart = np.abs((turn[..., None] - np.arange(DIRECTIONS) + DIRECTIONS / 2) % DIRECTIONS - DIRECTIONS / 2)
+    sums = np.hypot(down, right)[..., None] * np.maximum(1.0 - apart, 0.0)
+    for axis in (1, 2):
+        starts = np.arange(CELLS) * grey.shape[axis] // CELLS
+        sums = np.add.reduceat(sums, starts, axis=axis)
+    numbers = sums.reshape(len(images), -1)
+    mean = numbers.mean(axis=1, keepdims=True)
+    return np.sqrt(numbers / np.where(mean > 0, mean, 1.0)).astype(np.float32)
 
 
 def _lone_nodes(name: str, features: Any, labels: np.ndarray) -> RawGraph:

@@ -42,7 +42,6 @@ class ReleaseOptions(Checked):
     """Processes at a time; 0: one a core."""
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         others = ("resolution", "dashes") if self.task == "listops" else ("listops",)
         return dict.fromkeys(others, f"on {self.task}")
 

@@ -98,7 +98,6 @@ class LraDataConfig(Checked):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """See `train.cli.options.parse_options`."""
         unused: dict[str, str] = {}
         if self.data_dir is not None:
             unused |= dict.fromkeys(("listops", "processes"), "with a data_dir")

@@ -211,7 +211,6 @@ def test_bad_folders_and_specifications(tmp_path):
     for changes, message in (
         ({"min_tokens": 2000}, "min_tokens must be 0 to max_tokens - 2 = 1998, got 2000"),
         ({"max_depth": 1}, "max_depth must be at least 2, got 1"),
-        ({"max_args": 1}, "max_args must be 2 to 64, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             ListOpsSpec(**changes)

@@ -202,8 +202,6 @@ def test_damaged_and_missing_files(tmp_path):
         read(tmp_path, "text", tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         read(tmp_path, "text", tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"--data_dir: expected a folder with new_aan_pairs.*got none"):
-        read(tmp_path, "retrieval", None)
 
 
 # --- pairs ---
