@@ -87,3 +87,12 @@ def plus_minus(mean: float, spread: float, count: int, digits: int = 2) -> str:
 def percent(values: Sequence[float]) -> str:
     """`mean_range` of shares, in percent with one digit."""
     return mean_range([100 * value for value in values], 1)
+
+
+def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+    """The least squares line, its slope, its value at 0 and R^2."""
+    slope, start = np.polyfit(np.asarray(tokens, float), np.asarray(values, float), 1)
+    rest = np.asarray(values) - (slope * np.asarray(tokens) + start)
+    spread = np.sum((np.asarray(values) - np.mean(values)) ** 2)
+    share = 1 - np.sum(rest**2) / spread if spread else 1.0
+    return {"slope": float(slope), "at_0": float(start), "r_squared": float(share)}

@@ -33,11 +33,10 @@ from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import TLinFormerOptions
 from eval.harness.output import json_path, make_folder
-from eval.harness.table import Table
+from eval.harness.table import Table, straight_line
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, Program, check_memory, compile_lowered, measure
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
-from eval.studies.tlinformer_operations import straight_line
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 

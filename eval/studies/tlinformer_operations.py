@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -36,6 +36,7 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions, TLinFormerOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles, panels
+from eval.harness.table import straight_line
 from eval.studies.operations import products
 from train.engine.errors import UserError
 
@@ -121,15 +122,6 @@ def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
     first = count(tokens, 0)
     hit = count(tokens + options.window // 2, tokens // options.window)
     return {"miss": first + (options.window - 1) * hit, "first": first, "hit": hit}
-
-
-def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, float]:
-    """The least squares line, its slope, its value at 0 and R^2."""
-    slope, start = np.polyfit(np.asarray(tokens, float), np.asarray(values, float), 1)
-    rest = np.asarray(values) - (slope * np.asarray(tokens) + start)
-    spread = np.sum((np.asarray(values) - np.mean(values)) ** 2)
-    share = 1 - np.sum(rest**2) / spread if spread else 1.0
-    return {"slope": float(slope), "at_0": float(start), "r_squared": float(share)}
 
 
 def measure(options: OperationsOptions) -> Iterator[Measured]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from eval.harness.output import Measured
+from eval.harness.table import straight_line
 from eval.studies import compute, gradient_std, jacobian, tlinformer_operations
 from eval.studies.coordinates import WidthOptions, text_batch
 
@@ -54,9 +55,9 @@ def test_equations_4_and_5_of_tlinformer():
     assert tlinformer_operations.pair_slope("miss", options) == 2 * 10 * 13
     assert tlinformer_operations.pair_slope("first", options) == 2 * 10 * 11
     assert tlinformer_operations.pair_slope("hit", options) == 2 * 10 * 2
-    line = tlinformer_operations.straight_line([1, 2, 3], [2.0, 4.0, 6.0])
+    line = straight_line([1, 2, 3], [2.0, 4.0, 6.0])
     assert line == pytest.approx({"slope": 2.0, "at_0": 0.0, "r_squared": 1.0}, abs=1e-9)
-    bent = tlinformer_operations.straight_line([1, 2, 3], [0.0, 3.0, 0.0])
+    bent = straight_line([1, 2, 3], [0.0, 3.0, 0.0])
     assert bent["r_squared"] == pytest.approx(0.0, abs=1e-9)
 
 
