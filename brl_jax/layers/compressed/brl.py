@@ -38,14 +38,14 @@ class BRLConfig(PatternConfig):
     """
 
     num_compressed: Annotated[int, Range(0, 256)] = 64
-    """Compressed tokens of a block [m], at most 256; 0 leaves only local attention. Recall needs about two for each fact
-    that a history holds (docs/recall.md)."""
+    """Compressed tokens of a block [m], at most 256; 0 leaves only local attention. Recall needs about two for each
+    fact that a history holds (docs/recall.md)."""
     compressed_dim: Count | None = None
     """Their width [d_ct]; None for the model's. Tokens half as wide recall as much with three quarters of the
     operations, but learn it in more steps (docs/recall.md)."""
     block_size: Count | None = None
     """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. Shorter
-    blocks cost more and recall no more. In a longer block, tokens of the block beyond the window are not seen at all."""
+    blocks cost more and recall no more. In a longer one, tokens of the block beyond the window are not seen at all."""
     history_size: Count | None = 512
     """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size."""
     memory: Memory = "layer"
