@@ -188,6 +188,7 @@ def draw(results: Sequence[Result]) -> Figure:
     wanted = (len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
     figure, axs = panels(1, 2 + sum(wanted), (5 * sum(wanted) + 13, 5.5))
     by_bytes, by_operations, *others = axs[0]
+    costs = ((by_bytes, kibibytes), (by_operations, megaflops))
     free = iter(others)
     by_records, by_length = (next(free) if want else None for want in wanted)
     styles = line_styles(list(groups))
@@ -198,7 +199,7 @@ def draw(results: Sequence[Result]) -> Figure:
         mean = float(np.mean(accuracies))
         around = [[mean - min(accuracies)], [max(accuracies) - mean]]
         point = {**style, "linestyle": "none", "fillstyle": "none" if is_hybrid(runs[0]) else "full"}
-        for axes, cost in ((by_bytes, kibibytes), (by_operations, megaflops)):
+        for axes, cost in costs:
             axes.errorbar([cost(runs[0])], [mean], around, label=label, capsize=3, **point)
         cases = [
             (*case, float(np.mean([100 * c["accuracy"] for c in found])))
@@ -211,7 +212,7 @@ def draw(results: Sequence[Result]) -> Figure:
         if by_length is not None:
             most = max(pairs for _, pairs, _ in cases)
             by_length.plot(*zip(*sorted((length, y) for length, p, y in cases if p == most)), **style)
-    for axes, cost in ((by_bytes, kibibytes), (by_operations, megaflops)):
+    for axes, cost in costs:
         curve = [(x, 100 * y) for x, y in frontier(groups.values(), cost)]
         label = "the best at no higher cost"
         axes.step(*zip(*curve), where="post", color="#999999", linewidth=1, label=label, zorder=0)

@@ -257,6 +257,15 @@ def test_gumbel_noise_samples_the_softmax():
     params["value"]["kernel"] = params["value"]["kernel"].at[0, 0, 0].set(1.0)
     params["out"]["kernel"] = params["out"]["kernel"].at[0, 0].set(1.0)
     no_edges = np.zeros((0, 2), np.int32)
+    one = layer.clone(samples=1)
+
+    def read(key):
+        return one.apply({"params": params}, x, present, no_edges, False, rngs={"dropout": key})[0][0, 0]
+
+    reads = np.asarray(jax.jit(jax.vmap(read))(jax.random.split(jax.random.key(3), 200)))
+    nearest = np.round(reads)
+    assert set(nearest) == set(range(NODES))
+    assert np.mean(np.abs(reads - nearest) < 0.05) > 0.8
     y, _ = layer.apply({"params": params}, x, present, no_edges, False, rngs={"dropout": jax.random.key(1)})
     # The mean of 4,000 draws from 0 to 6 has a standard deviation of 2 / sqrt(4000) = 0.03.
     np.testing.assert_allclose(y[:, 0], 3.0, atol=0.15)
