@@ -349,7 +349,7 @@ class GATLayer(nn.Module):
 
 class NodeFormerLayer(nn.Module):
     """Attention of each node to all nodes at linear cost, and messages along the edges, (n, D) -> (n, D) (NodeFormer,
-    Wu et al. 2022, arXiv:2306.08385, eq. 5 to 9).
+    Wu et al. 2022, arXiv:2306.08385).
 
     Performer's features estimate the weights of the softmax over the nodes j of q_i . k_j / (t sqrt(H)). In training,
     Gumbel noise / t is added to the logits, and the outputs are means over several samples. To each head's output comes
