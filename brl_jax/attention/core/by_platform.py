@@ -255,9 +255,11 @@ def _primitive(name: str, run: Callable[..., list], result_types: Callable[..., 
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, **params: result_types(**params))
-    primitive.def_impl(
-        lambda *arrays, **params: jax.jit(functools.partial(primitive.bind, **params))(*arrays)
-    )
+
+    @primitive.def_impl
+    def compiled(*arrays: Any, **params: Any) -> list:
+        with jax.disable_jit(False):  # there is no other way to run a primitive than to compile it
+            return jax.jit(functools.partial(primitive.bind, **params))(*arrays)
 
     def rule_of(platform: str) -> Callable[..., Any]:
         def run_there(*arrays: Any, **params: Any) -> list:

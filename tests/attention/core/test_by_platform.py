@@ -58,6 +58,15 @@ def test_derivatives(wrap):
     np.testing.assert_allclose(jax.vmap(jax.grad(total))(jnp.stack([x, 2 * x])), [2 * x, 4 * x])
 
 
+def test_runs_without_jit():
+    """jax.disable_jit, with which people debug, leaves a primitive no other way than to be compiled."""
+    call = squares([])
+    x = jnp.asarray([1.0, 2.0, -3.0])
+    with jax.disable_jit():
+        np.testing.assert_array_equal(call(x), x**2)
+        np.testing.assert_allclose(jax.grad(lambda x: call(x).sum())(x), 2 * x)
+
+
 def test_a_scan_keeps_what_the_gradient_needs():
     call = squares([])
 
