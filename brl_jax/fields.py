@@ -264,6 +264,8 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
         complaints = [complaint_about(value, kind, within) for kind in arguments if kind is not type(None)]
         if (value is None and type(None) in arguments) or None in complaints:
             return None
+        if alike := [kind for kind in arguments if _has_type(value, kind)]:
+            return complaint_about(value, alike[0], within)
         return " or ".join(dict.fromkeys(complaint for complaint in complaints if complaint))
     if origin is Literal:
         fits = any(
@@ -300,12 +302,23 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     return None
 
 
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is a number or a tuple and the annotation asks for one, so that at most its range is wrong."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _has_type(value, typing.get_args(hint)[0])
+    if hint in (int, float):
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
+    return origin is tuple and isinstance(value, tuple | list)
+
+
+_NUMBERS = {int: int | np.integer, float: int | float | np.integer | np.floating}
+
+
 def _number_complaint(value: Any, kind: type, within: Range | None) -> str | None:
+    if not _has_type(value, kind):
+        return "an integer" if kind is int else "a number"
     if kind is int:
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            return "an integer"
         return (within or Range(-MOST, MOST)).complaint(int(value))
-    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-        return "a number"
     complaint = None if within is None else within.complaint(float(value))
     return complaint or (None if math.isfinite(value) else "finite")

@@ -524,7 +524,16 @@ DECLARED = [
         "query_weights must be a list, got None",
     ),
     (lambda: brl.transnormer("t1", "x"), "kind must be a class of config.* got 'x'"),
-    (lambda: brl.local_attention(Q, K, V, local_window_size=(10**12, 0)), "local_window_size must be"),
+    (
+        lambda: brl.local_attention(Q, K, V, local_window_size=(10**12, 0)),
+        "local_window_size must be at most",
+    ),
+    (
+        lambda: brl.local_attention(Q, K, V, local_window_size=-1),
+        "local_window_size must be at least 0, got -1",
+    ),
+    (lambda: brl.local_attention(Q, K, V, local_window_size=(3,)), r"must be a tuple of 2, got \(3,\)"),
+    (lambda: brl.local_attention(Q, K, V, local_window_size="3"), "must be an integer or a tuple, got '3'"),
     # Networks.
     (lambda: stack(None), "mechanisms and dimensions must be a network's, .* got None and Dimensions"),
     (lambda: stack(("full",)), "mechanisms and dimensions must be .* got .'full',. and Dimensions"),

@@ -289,7 +289,7 @@ def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:
         return bias
     require(
         bias is None or isinstance(bias, jax.Array),
-        f"mask must be None with a {type(bias).__name__}; give the bias as an array",
+        f"mask must be None with {type(bias).__name__}; give the bias as an array",
     )
     seen = jnp.zeros((), jnp.float32) if bias is None else bias
     return jnp.where(mask, seen, jnp.array(-jnp.inf, seen.dtype))

@@ -312,7 +312,7 @@ def test_bad_input(arrays, options, message):
 
 
 def test_a_mask_with_a_position_bias_is_refused():
-    with pytest.raises(ValueError, match="mask must be None with a ALiBi"):
+    with pytest.raises(ValueError, match="mask must be None with ALiBi"):
         local_attention(Q, KV, KV, ALiBi(alibi_slopes(4)), jnp.ones((10, 10), bool), **WINDOW)
 
 
