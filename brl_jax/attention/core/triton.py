@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.dispatch import Backend
 
 
@@ -27,10 +28,7 @@ def triton_backend(
     """
 
     def checked(*operands: Any, interpret: bool) -> Any:
-        # Imported here because the kernels' modules are slow to import.
-        from pallas_kernels import triton
-
-        triton.check_interpretation(interpret)
+        kernels.triton.check_interpretation(interpret)
         return run(*operands)
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"

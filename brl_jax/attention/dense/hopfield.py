@@ -14,7 +14,8 @@ from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense import sharded
-from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.attention.dense.attend import MANY_TOKENS
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.fields import Count
 
 

@@ -42,7 +42,7 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.dense.full import MANY_TOKENS, attend
+from brl_jax.attention.dense.attend import MANY_TOKENS, attend
 from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.fields import Positive
 from brl_jax.sharding import sequence_axis

@@ -102,7 +102,7 @@ class CallArrays(NamedTuple):
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
     bias: Any = None
     query_lengths: Int[Array, " B"] | None = None
     key_lengths: Int[Array, " B"] | None = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
-from brl_jax.attention.dense import full, full_xla
+from brl_jax.attention.dense import attend, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.oracles import attention as oracles
@@ -28,7 +28,7 @@ run = functools.partial(outputs_and_gradients, full_attention)
 def blocks(request, monkeypatch):
     """The form for few tokens, and the form for many: blocks of queries, grouped if causal."""
     if request.param == "in blocks":
-        monkeypatch.setattr(full, "MANY_TOKENS", 1)
+        monkeypatch.setattr(attend, "MANY_TOKENS", 1)
         monkeypatch.setattr(full_xla, "QUERY_BLOCK", 3)
 
 
