@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -129,24 +131,21 @@ def check_state_options(
         require(given is None, f"{name} must be None with a state; use count")
 
 
-def check_state(state: Any, expected: State, maker: str) -> State:
-    """Returns the state, or `expected` if it is None.
-
-    Args:
-      expected: a state of the right type, shapes and dtypes.
-      maker: name of the function that makes such states, for messages.
+def check_state(state: Any, init: Callable[..., State], *sizes: Any, **options: Any) -> State:
+    """Returns the state, or `init(*sizes, **options)` if it is None.
 
     Raises:
-      ValueError: the state's type, shapes or dtypes differ from `expected`.
+      ValueError: the state's shapes or dtypes differ from those of `init(*sizes, **options)`.
     """
     if state is None:
-        return expected
+        return init(*sizes, **options)
+    expected = jax.eval_shape(functools.partial(init, *sizes, **options))
     right, given = (
         jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: leaf is None) for x in (expected, state)
     )
     require(
         [path for path, _ in right] == [path for path, _ in given],
-        f"state must have {len(right)} arrays, as from {maker} with these sizes, got {len(given)}",
+        f"state must have {len(right)} arrays, as from {init.__name__} with these sizes, got {len(given)}",
     )
     for (path, leaf), (_, own) in zip(right, given):
         fits = leaf is own or (None not in (leaf, own) and (own.shape, own.dtype) == (leaf.shape, leaf.dtype))

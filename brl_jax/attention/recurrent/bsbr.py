@@ -440,10 +440,9 @@ def _check_retrieval(
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
-    fresh = init_bsbr_state(
-        query.shape[0], key.shape[2], key.shape[3], inputs["value"].shape[3], length=length, num_heads=query.shape[2],
-        retrieval_dim=inputs["retrieval_key"].shape[3],
+    check_state(
+        state, init_bsbr_state, query.shape[0], key.shape[2], key.shape[3], inputs["value"].shape[3],
+        length=length, num_heads=query.shape[2], retrieval_dim=inputs["retrieval_key"].shape[3],
         num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
-    check_state(state, fresh, "init_bsbr_state")

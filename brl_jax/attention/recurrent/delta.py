@@ -335,8 +335,7 @@ def _attend(
             x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
             f"{expected}{x.dtype} of shape {x.shape}",
         )
-    fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
-    state = check_state(state, fresh, "init_delta_state")
+    state = check_state(state, init_delta_state, key.shape[0], *key.shape[2:], value.shape[3])
 
     def step(state: DeltaState, chunk: Any, visibility: ChunkVisibility) -> tuple[DeltaState, Array]:
         state, out = _step(chunk, state, visibility, normalize_keys)

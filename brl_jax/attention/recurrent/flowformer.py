@@ -151,8 +151,7 @@ def flowformer_attention(
     if positions is not None:
         options["positions"] = (check_positions(positions, query, key),) * 2
         options["rotation"] = functools.partial(rotate, theta=rope_theta)
-    fresh = init_flowformer_state(batch, heads, head_dim, value.shape[3])
-    state = check_state(state, fresh, "init_flowformer_state")
+    state = check_state(state, init_flowformer_state, batch, heads, head_dim, value.shape[3])
     group = heads // key.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value))
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))

@@ -258,10 +258,10 @@ def feature_sums(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
 
-    def fresh() -> LinearState:  # a function, because dispatched functions must not close over arrays
-        return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
-
-    state = check_state(state, fresh(), "init_linear_state")
+    sizes = (batch, kv_heads, num_features, value_dim)
+    state = check_state(state, init_linear_state, *sizes, normalize=normalize)
+    # A function, because dispatched functions must not close over arrays.
+    fresh = functools.partial(init_linear_state, *sizes, normalize=normalize)
     query_positions, key_positions = (None, None) if positions is None else positions
 
     def both(features: Features, x: Array, positions: Any) -> _Both:

@@ -125,8 +125,7 @@ def luna_attention(
     )
     scale = check_scale(scale, head_dim)
     many = packed.shape[0]
-    fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
-    before = check_state(state, fresh, "init_luna_state")
+    before = check_state(state, init_luna_state, batch, kv_heads, head_dim, value_dim, num_packed=many)
     exact = [x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value)]
     weights = elu_plus_one(jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale)
     turned = exact[:2]

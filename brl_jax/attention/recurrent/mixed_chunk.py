@@ -135,11 +135,8 @@ def mixed_chunk_attention(
     }
     if state is None and not return_state:
         return _whole_sequence(inputs, prepared.segments, bias, is_causal, chunk_size)[1]
-    kv_heads, head_dim = key.shape[2:]
-    fresh = init_mixed_chunk_state(
-        query.shape[0], kv_heads, head_dim, value.shape[3], chunk_size=chunk_size, dtype=key.dtype
-    )
-    state = check_state(state, fresh, "init_mixed_chunk_state")
+    sizes = (query.shape[0], *key.shape[2:], value.shape[3])
+    state = check_state(state, init_mixed_chunk_state, *sizes, chunk_size=chunk_size, dtype=key.dtype)
 
     def step(
         state: MixedChunkState, chunk: Any, visibility: ChunkVisibility

@@ -181,12 +181,11 @@ def reformer_attention(
     num_buckets = 2 * shape[2]
     batch, length = query.shape[:2]
     if state is not None:
-        fresh = functools.partial(
-            init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
-            length=state.past.keys.shape[2] if isinstance(state, ReformerState) else 1,
-            num_heads=query.shape[2], num_rounds=rotations.shape[0], num_buckets=num_buckets, dtype=dtype,
+        check_state(
+            state, init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
+            length=state.past.keys.shape[2], num_heads=query.shape[2], num_rounds=shape[0], num_buckets=num_buckets,
+            dtype=dtype,
         )  # fmt: skip
-        check_state(state, jax.eval_shape(fresh), "init_reformer_state")
         out, state = _extend(query, value, rotations, state, count, chunk_size, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
     buckets = hash_buckets(exact_query, rotations)
