@@ -147,9 +147,12 @@ def test_bad_input(arrays, options, message):
         full_attention(*arrays, **options)
 
 
-def test_cudnn_takes_half_precision():
-    with pytest.raises(NotImplementedError, match=r"only with bfloat16 or float16 .got float32."):
-        full_attention(Q, KV, KV, implementation="cudnn")
+def test_cudnn_takes_half_precision_and_heads_of_one_size():
+    message = (
+        r"only with bfloat16 or float16 .got float32.; with equal head_dims of value and query .got 3 and 8."
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        full_attention(Q, KV, KV[..., :3], implementation="cudnn")
 
 
 def test_rows_whose_bias_is_minus_infinity_give_zero():
