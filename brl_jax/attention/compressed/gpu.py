@@ -11,8 +11,7 @@ from jaxtyping import Array
 import pallas_kernels as kernels
 from brl_jax.attention.compressed.xla_blocks import block_windows
 from brl_jax.attention.core.by_platform import gradient_of_known
-from brl_jax.attention.core.dispatch import Backend, bias_unsupported
-from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.core.dispatch import Backend, bias_unsupported, triton_backend
 
 
 def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.arguments import pad_features
 from brl_jax.attention.core.by_platform import by_platform, gradient_of_known
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
-from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
 from brl_jax.attention.local import cudnn, gpu, tpu, xla
 from brl_jax.attention.local.patterns import CallArrays, PatternCall
 
@@ -22,16 +21,12 @@ from brl_jax.attention.local.patterns import CallArrays, PatternCall
 def attend(call: PatternCall, implementation: Implementation | None, x: CallArrays) -> Any:
     """`local_attention` of checked arguments, with a float32 residual."""
     head_dim, value_dim = x.key.shape[3], x.value.shape[3]
-    if value_dim == head_dim:
-        return _attend(call, implementation, x)
-    query, key, value = (pad_features(each, max(head_dim, value_dim)) for each in x[:3])
-    result = _attend(call, implementation, x._replace(query=query, key=key, value=value))
-    if call.return_residual:
-        return result[0][..., :value_dim], result[1]
-    return result[..., :value_dim]
-
-
-def _attend(call: PatternCall, implementation: Implementation | None, x: CallArrays) -> Any:
+    if value_dim != head_dim:
+        query, key, value = (pad_features(each, max(head_dim, value_dim)) for each in x[:3])
+        found = attend(call, implementation, x._replace(query=query, key=key, value=value))
+        out, *residual = found if call.return_residual else (found,)
+        out = out[..., :value_dim]
+        return (out, *residual) if call.return_residual else out
     batch, length, heads, _ = x.query.shape
     residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
     results = (x.query, residual) if call.return_residual else x.query

@@ -16,9 +16,8 @@ from brl_jax.attention.core.arguments import check_scale, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.core.state import check_state
+from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import prepare_inputs

@@ -13,10 +13,8 @@ import pallas_kernels as kernels
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.decorators import attention_function
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
-from brl_jax.attention.core.in_place import write_places
-from brl_jax.attention.core.state import check_state
-from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
+from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis

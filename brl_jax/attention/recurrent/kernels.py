@@ -15,8 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from brl_jax.attention.core.dispatch import Backend
-from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.core.dispatch import Backend, triton_backend
 from brl_jax.attention.recurrent.decay import clip_log_decay
 from brl_jax.sharding import Names, sequence_axis, shard_call
 

@@ -13,11 +13,10 @@ from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.on_mesh import whole_rows
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import MASKED, block_sums
-from brl_jax.attention.core.state import KeyValueCache, check_state
+from brl_jax.attention.core.state import KeyValueCache, check_state, write_places
 from brl_jax.attention.sorting.buckets import (
     alone_sees_itself,
     attend_in_buckets,

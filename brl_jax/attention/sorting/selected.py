@@ -12,12 +12,11 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.decorators import divided
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
 from brl_jax.attention.core.on_mesh import rows_and_heads
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.tpu_blocks import all_blocks
-from brl_jax.attention.core.triton import triton_backend
 
 # Queries at a time: each reads M * size different keys, the largest array in memory.
 _QUERY_BLOCK = 64
