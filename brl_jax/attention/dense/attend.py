@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from brl_jax.attention.core import cudnn
-from brl_jax.attention.core.arguments import is_int
 from brl_jax.attention.core.by_platform import Form, by_platform, gradient_of_known, without_kept
+from brl_jax.attention.core.checks import is_int
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import FullArrays, attend_at_once, attend_in_blocks, zero_unseen

@@ -7,18 +7,18 @@ from typing import Literal, overload
 
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import (
     check_bias,
     check_dtypes,
     check_lengths,
     check_mask,
     check_offset,
+    check_qkv,
     check_scale,
     check_segments,
     check_sinks,
 )
-from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_qkv
 from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.dense import sharded

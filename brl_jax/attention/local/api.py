@@ -12,19 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import (
     check_bias,
     check_dtypes,
     check_lengths,
     check_mask,
     check_offset,
+    check_qkv,
     check_scale,
     check_segments,
     check_sinks,
     is_int,
+    require,
 )
-from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.decorators import batch_optional, divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local import sharded

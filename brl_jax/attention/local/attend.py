@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from brl_jax.attention.core.arguments import pad_features
 from brl_jax.attention.core.by_platform import by_platform, gradient_of_known
+from brl_jax.attention.core.checks import pad_features
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
 from brl_jax.attention.local import cudnn, gpu, tpu, xla
 from brl_jax.attention.local.patterns import CallArrays, PatternCall

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.by_platform import Form, gradient_of_known
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.cudnn import Found, attention, cudnn_unsupported
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
+    check_qkv,
     check_scale,
+    check_within,
+    require,
     zero_padding,
 )
-from brl_jax.attention.core.by_platform import Form, by_platform
-from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import is_int
+from brl_jax.attention.core.checks import is_int
 from brl_jax.attention.local.parts import (
     Extent,
     Part,

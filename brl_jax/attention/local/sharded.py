@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
+    check_qkv,
     check_scale,
     check_segments,
     check_sinks,
+    require,
 )
-from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.halo import with_halo
 from brl_jax.attention.core.on_mesh import Cut, absent

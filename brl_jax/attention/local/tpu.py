@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
-from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
 from brl_jax.attention.local.patterns import (

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.checks import starts, zero_padding
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
     MASKED,

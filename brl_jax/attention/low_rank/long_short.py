@@ -10,14 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
     check_positions_shape,
+    check_qkv,
     check_scale,
+    check_within,
+    require,
     zero_padding,
 )
-from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks

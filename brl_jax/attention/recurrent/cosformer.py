@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, is_int
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_lengths, check_qkv, is_int, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from brl_jax.attention.core.arguments import check_positions_shape, zero_padding
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_positions_shape, check_qkv, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
-from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.checks import (
+    check_dtypes,
+    check_lengths,
+    check_qkv,
+    check_within,
+    require,
+    zero_padding,
+)
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
