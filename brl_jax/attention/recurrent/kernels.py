@@ -19,8 +19,6 @@ from brl_jax.attention.core.dispatch import Backend, triton_backend
 from brl_jax.attention.recurrent.decay import clip_log_decay
 from brl_jax.sharding import Names, sequence_axis, shard_call
 
-# Importing Pallas and Triton takes time, so each is imported where it is needed.
-
 # XLA takes rows shorter than this, which are only a few chunks.
 _SHORTEST_ON_TPU, _SHORTEST_ON_GPU = 512, 128
 
