@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float
 
 import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
-from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
 from brl_jax.attention.local.patterns import (
@@ -306,6 +305,7 @@ def _exists(count: int, lengths: Array | None) -> Bool[Array, "#B T"]:
 
 def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> CallArrays:
     """Pads the call with absent tokens, and expresses lengths as segment ids."""
+    x = x.without_padding()
     query_ids = None if x.query_segments is None else _pad(x.query_segments, query_pad)
     key_ids = None if x.key_segments is None else _pad(x.key_segments, key_pad)
     # Absent queries need no mark, because their results are dropped.
@@ -318,9 +318,9 @@ def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, 
             x.query.shape[0],
         )
     return CallArrays(
-        _pad(zero_padding(x.query, x.query_lengths), query_pad),
-        _pad(zero_padding(x.key, x.key_lengths), key_pad),
-        _pad(zero_padding(x.value, x.key_lengths), key_pad),
+        _pad(x.query, query_pad),
+        _pad(x.key, key_pad),
+        _pad(x.value, key_pad),
         query_segments=query_ids,
         key_segments=key_ids,
     )
