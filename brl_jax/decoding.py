@@ -289,6 +289,10 @@ def check_rows(
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
     """Returns rows of tokens ("prompts" or "source") and their lengths as arrays, after checking them."""
     of = "lengths" if name == "prompts" else f"{name}_lengths"
+    require(
+        not any(isinstance(x, jax.core.Tracer) for x in (rows, lengths)),
+        f"{name} and {of} must be known: generate compiles its own programs, so call it outside jax.jit",
+    )
     try:
         rows = np.asarray(rows)
     except ValueError as error:  # rows of different lengths

@@ -338,6 +338,7 @@ CALLS = [
     (lambda: generate(jnp.full((1, 2), 16)), "prompts must hold"),
     (lambda: generate(jnp.zeros((1, 2))), "prompts must be"),
     (lambda: generate([[1, 2], [3]]), "prompts must have rows of equal length"),
+    (lambda: jax.jit(generate)(IDS), "prompts and lengths must be known: .* outside jax.jit"),
     (lambda: generate(temperature=1.0), "rng is needed"),
     (lambda: generate(lengths=np.asarray([9])), "lengths must"),
     (lambda: generate(variables={}), "variables must"),
