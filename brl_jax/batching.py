@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import is_int
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import is_int, require
 from brl_jax.decoding import (
     PREFILL,
     absorb,

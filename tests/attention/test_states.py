@@ -23,66 +23,93 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)  # slices of NumPy's arrays need no compiler
 
 
-BETA = RNG.random((B, T, K)).astype(np.float32)
-DECAY = -np.exp(3 * normal(B, T, K, H))
-PROJECTION, PACKED, FURTHER = normal(16, H), normal(3, K, H), normal(2, B, T, N, H)
-RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
-LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
-WINDOW = {"local_window_size": (3, 0), "is_causal": True}
-
-
 class Case(NamedTuple):
-    """A mechanism's function, its settings, the extra arguments of each token, and settings of the state alone."""
+    """A mechanism's function, its settings, the further arguments of tokens with these queries, keys and values, and
+    settings of the state alone."""
 
     function: Callable[..., Any]
     settings: Mapping[str, Any] = MappingProxyType({})
-    more: Mapping[str, np.ndarray] = MappingProxyType({})
+    more: Callable[[Any, Any, Any], Mapping[str, Any]] = lambda *_: {}
     of_state: Mapping[str, Any] = MappingProxyType({})
 
-    def at_once(self, query, key, value):
+    def at_once(self, query, key, value, **options):
         """The function on the whole sequence."""
         causal = {"is_causal": True} if "is_causal" in inspect.signature(self.function).parameters else {}
-        return self.function(query=query, key=key, value=value, **self.settings, **self.more, **causal)
+        # Gates are not differentiated: what they are in padding must not matter.
+        gates = jax.lax.stop_gradient(self.more(query, key, value))
+        return self.function(
+            query=query, key=key, value=value, **gates, **{**self.settings, **causal, **options}
+        )
 
     def functions(self, name, **settings):
-        return state_functions(name.split(",")[0], **self.settings, **self.of_state, **settings)
+        return state_functions(name.split(",")[0], **{**self.settings, **self.of_state, **settings})
 
 
+def beta(query, key, value):
+    return {"beta": jax.nn.sigmoid(3 * value[..., 0])}
+
+
+def gated(query, key, value):
+    return beta(query, key, value) | {"log_decay": -jnp.exp(2 * value[..., 1])}
+
+
+def gated_by_feature(query, key, value):
+    return beta(query, key, value) | feature_decay(query, key, value)
+
+
+def feature_decay(query, key, value):
+    return {"log_decay": -jnp.exp(2 * key)}
+
+
+def two_gates(query, key, value):
+    gates = {"erase": jax.nn.sigmoid(3 * value), "write": jax.nn.sigmoid(2 * key)}
+    return gates | feature_decay(query, key, value)
+
+
+def removal(query, key, value):
+    gates = {"removal_key": key[..., ::-1], "learning_rate": jax.nn.sigmoid(3 * value)}
+    return gates | feature_decay(query, key, value)
+
+
+def retrieval(query, key, value):
+    return {"retrieval_query": query[..., ::-1], "retrieval_key": -key}
+
+
+def second_linear(query, key, value):
+    return {"linear_query": query[..., ::-1], "linear_key": -key}
+
+
+def projected(query, key, value):
+    return {"projection": -jnp.exp(3 * key[..., :3])}
+
+
+WINDOW = {"local_window_size": (3, 0), "is_causal": True}
 IDENTITY = {"normalize": False, "feature_map": "identity"}
 LEVELS = {"ranks": (4, 2, 2), "block_sizes": (None, 8, 2)}
-REVERSED = DECAY[..., ::-1]
+BIAS = {"bias": brl_jax.RotaryBias(jnp.asarray(normal(N, H) / 4), jnp.asarray(normal(N, H) / 4))}
+ROOM = {"length": 2048}
 CASES = {
     "local": Case(brl_jax.local_attention, {"local_window_size": (3, 0)}),
     "diag": Case(brl_jax.diag_attention, {"block_size": 4}),
     "linear": Case(brl_jax.linear_attention, {"feature_map": "relu"}),
-    "linear, decayed": Case(brl_jax.linear_attention, IDENTITY, {"log_decay": -3 * BETA}),
+    "linear, head decay": Case(brl_jax.linear_attention, {**IDENTITY, "log_decay": jnp.full((K,), -0.1)}),
+    "linear, decayed": Case(brl_jax.linear_attention, {**IDENTITY, "feature_map": "elu"}, feature_decay),
     "norm": Case(brl_jax.norm_attention),
     "cosformer": Case(brl_jax.cosformer_attention, {"max_length": 16}),
-    "performer": Case(brl_jax.performer_attention, {"projection": PROJECTION}),
-    "deltanet": Case(brl_jax.delta_rule, {}, {"beta": BETA}),
-    "gated_deltanet": Case(brl_jax.gated_delta_rule, {}, {"beta": BETA, "log_decay": -3 * BETA[..., ::-1]}),
-    "kda": Case(brl_jax.kimi_delta_rule, {}, {"beta": BETA, "log_decay": DECAY}),
-    "gated_deltanet_2": Case(
-        brl_jax.gated_delta_rule_2,
-        {},
-        {"erase": np.exp(DECAY), "write": 1 - np.exp(DECAY), "log_decay": REVERSED},
-    ),
-    "rwkv7": Case(
-        brl_jax.rwkv7_attention,
-        {},
-        {"removal_key": LINEAR["linear_key"], "learning_rate": np.exp(DECAY), "log_decay": REVERSED},
-    ),
+    "performer": Case(brl_jax.performer_attention, {"projection": normal(16, H)}),
+    "deltanet": Case(brl_jax.delta_rule, {}, beta),
+    "gated_deltanet": Case(brl_jax.gated_delta_rule, {}, gated),
+    "kda": Case(brl_jax.kimi_delta_rule, {}, gated_by_feature),
+    "gated_deltanet_2": Case(brl_jax.gated_delta_rule_2, {}, two_gates),
+    "rwkv7": Case(brl_jax.rwkv7_attention, {}, removal),
     "flowformer": Case(brl_jax.flowformer_attention),
-    "luna": Case(brl_jax.luna_attention, {"packed": PACKED}),
-    "gau": Case(brl_jax.gau_attention, of_state={"length": T}),
-    "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4}, LINEAR),
-    "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, RETRIEVAL, {"length": T, "num_heads": N}),
+    "luna": Case(brl_jax.luna_attention, {"packed": normal(3, K, H)}),
+    "gau": Case(brl_jax.gau_attention, BIAS, of_state=ROOM),
+    "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4, **BIAS}, second_linear),
+    "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, retrieval, {**ROOM, "num_heads": N}),
     "mlr": Case(brl_jax.mlr_attention, LEVELS, of_state={"length": T}),
     "long_short": Case(
-        brl_jax.long_short_attention,
-        {"window": 3, "chunk_size": 4},
-        {"projection": DECAY[..., :3]},
-        {"length": T, "rank": 3},
+        brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "rank": 3}
     ),
 }
 
@@ -103,14 +130,13 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
     outs, start = [], 0
     for size in (5, 1, 1, 3, 1):
         part = [x[:, start : start + size] for x in arrays]
-        extra = {key: x[:, start : start + size] for key, x in case.more.items()}
-        out, new = (step if size == 1 else extend)(*part, state, **extra)
+        out, new = (step if size == 1 else extend)(*part, state, **case.more(*part))
         assert jax.tree.structure(new) == jax.tree.structure(state)
         assert [x.shape for x in jax.tree.leaves(new)] == [x.shape for x in jax.tree.leaves(state)]
         outs, state, start = [*outs, out], new, start + size
     np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=2e-4, atol=2e-5)
     with pytest.raises(ValueError, match="a step takes one token, got 11; extend takes any number"):
-        functions.step(*arrays, state, **case.more)
+        functions.step(*arrays, state, **case.more(*arrays))
 
 
 @pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear, decayed", "kda")))
@@ -123,8 +149,8 @@ def test_states_after_each_of_the_last_tokens(name):
     state = functions.init(B, arrays[1].shape[2], H)
 
     def call(start, end, state, **options):
-        extra = {key: x[:, start:end] for key, x in case.more.items()}
-        return extend(*(x[:, start:end] for x in arrays), state, **extra, **options)
+        part = [x[:, start:end] for x in arrays]
+        return extend(*part, state, **case.more(*part), **options)
 
     _, state = call(0, 2, state)
     expected = jax.jit(case.at_once)(*arrays)
@@ -146,9 +172,8 @@ def test_values_narrower_than_keys(name):
     functions = case.functions(name, value_dim=5)
     state, pieces = functions.init(B, K, H), []
     for start, end in ((0, 6), (6, 7), (7, T)):
-        extra = {key: x[:, start:end] for key, x in case.more.items()}
-        tokens = (x[:, start:end] for x in (query, key, value[..., :5]))
-        out, state = jax.jit(functions.extend)(*tokens, state, **extra)
+        tokens = [x[:, start:end] for x in (query, key, value[..., :5])]
+        out, state = jax.jit(functions.extend)(*tokens, state, **case.more(*tokens))
         pieces.append(out)
     expected = jax.jit(case.at_once)(query, key, value)[..., :5]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
@@ -182,9 +207,9 @@ def test_bad_input():
         ValueError,
         match=r"state.logits must be float32 of shape \(2, 16, 2, 3\), got float32 of shape \(2, 16, 2, 1\)",
     ):
-        long_short.extend(*_inputs("long_short"), long_short.init(B, K, H), projection=DECAY[..., :3])
+        long_short.extend(*tokens, long_short.init(B, K, H), **projected(*tokens))
     with pytest.raises(ValueError, match="state must be of type LongShortState, got"):
-        long_short.extend(*_inputs("long_short"), (), projection=DECAY[..., :3])
+        long_short.extend(*tokens, (), **projected(*tokens))
     with pytest.raises(ValueError, match="state must be of type LocalState, got"):
         brl_jax.local_attention(*_inputs("local"), **WINDOW, state=(1, 2, 3))
 
@@ -249,10 +274,10 @@ def test_steps_under_scan_have_the_gradients_of_the_sequence(name):
 
     def in_steps(arrays):
         def one(state, tokens):
-            out, state = functions.step(*tokens[0], state, **tokens[1])
+            out, state = functions.step(*tokens, state, **jax.lax.stop_gradient(case.more(*tokens)))
             return state, out[:, 0]
 
-        each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], (arrays, dict(case.more)))
+        each = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in arrays]
         outs = jax.lax.scan(one, functions.init(B, arrays[1].shape[2], H), each)[1]
         return jnp.moveaxis(outs, 0, 1)
 

@@ -90,12 +90,10 @@ def mean_mix(u, p, m, d):
         },
     },
     "backend": {
-        "brl_jax/attention/local/api.py": {
-            "def _backends(call: PatternCall) -> dict[str, list[Backend]]:": (
-                '    plain = Backend("plain", *(_imported("plain", call, n) for n in ("attend", "unsupported")))'
-            ),
-            '        "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],': (
-                '        "cpu": [plain],'
+        "brl_jax/attention/local/attend.py": {
+            "from brl_jax.attention.local import cudnn, gpu, tpu, xla": "from brl_jax.attention.local import plain",
+            "    return {": (
+                '        "cpu": [Backend("plain", of_call(plain.attend), of_call(plain.unsupported))],'
             ),
         },
         "brl_jax/attention/core/dispatch.py": {

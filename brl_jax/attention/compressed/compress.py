@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
-from brl_jax.attention.core.arguments import check_lengths, check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, without_kept
 from brl_jax.attention.core.checks import (
     check_bias_shape,
     check_floating,
+    check_lengths,
     check_qkv,
+    check_scale,
     check_within,
     require,
 )

@@ -8,30 +8,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+import pallas_kernels as kernels
 from brl_jax.attention.compressed.xla_blocks import block_windows
 from brl_jax.attention.core.by_platform import gradient_of_known
-from brl_jax.attention.core.dispatch import Backend, bias_unsupported
-from brl_jax.attention.core.triton import triton_backend
-
-# Triton is imported inside the functions, because it is slow to import.
+from brl_jax.attention.core.dispatch import Backend, bias_unsupported, triton_backend
 
 
 def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
     def unsupported(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
-        from pallas_kernels import triton
-
         if mask is not None:
             return "mask must be None, got an array"
         if axis_name is not None:
             return f"axis_name must be None, got {axis_name!r}"
-        return bias_unsupported(bias) or triton.compress_unsupported(query, value)
+        return bias_unsupported(bias) or kernels.triton.compress_unsupported(query, value)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, known=None):
-        from pallas_kernels import triton
-
-        return triton.compress(
+        return kernels.triton.compress(
             query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, return_parts=True,
             known=known and known[1], **static,
         )  # fmt: skip
@@ -46,14 +40,10 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
     """
 
     def unsupported(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
-        from pallas_kernels import triton
-
         rows = jax.ShapeDtypeStruct((1, *query.shape[2:]), query.dtype)
-        return bias_unsupported(bias) or triton.compress_unsupported(rows, value)
+        return bias_unsupported(bias) or kernels.triton.compress_unsupported(rows, value)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths, *, known=None):
-        from pallas_kernels import triton
-
         batch, blocks = query.shape[:2]
         sizes = {"blocks": blocks, "block_size": block_size, "history_size": history_size}
 
@@ -63,7 +53,7 @@ def compress_blocks_backend(*, block_size: int, history_size: int, scale: float,
 
         if lengths is not None:
             lengths = jnp.broadcast_to(lengths, (batch, blocks)).reshape(batch * blocks)
-        found = triton.compress(
+        found = kernels.triton.compress(
             query.reshape(batch * blocks, *query.shape[2:]),
             windows(key),
             None if contrast_key is None else windows(contrast_key),
@@ -84,13 +74,9 @@ def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
     def unsupported(query, key, value, strength, bias) -> str | None:
-        from pallas_kernels import triton
-
-        return bias_unsupported(bias) or triton.propagate_unsupported(query, key, value)
+        return bias_unsupported(bias) or kernels.triton.propagate_unsupported(query, key, value)
 
     def run(query, key, value, strength, bias):
-        from pallas_kernels import triton
-
-        return triton.propagate(query, key, value, strength=strength, **static)
+        return kernels.triton.propagate(query, key, value, strength=strength, **static)
 
     return triton_backend(run, unsupported)

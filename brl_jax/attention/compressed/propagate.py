@@ -15,10 +15,9 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import gpu, tpu
-from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import without_kept
-from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
+from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, check_scale, require
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.on_mesh import Cut

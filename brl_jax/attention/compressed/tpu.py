@@ -6,23 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.dispatch import Backend
-
-# Pallas is imported inside the functions, because it is slow to import.
 
 
 def compress_backend(**static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
     def unsupported(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
-        from pallas_kernels import tpu
-
-        return tpu.compress_unsupported(query, key, contrast_key, value, bias=bias, mask=mask)
+        return kernels.tpu.compress_unsupported(query, key, contrast_key, value, bias=bias, mask=mask)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret, known=None):
-        from pallas_kernels import tpu
-
         if mask is not None:
             # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
             seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
@@ -30,7 +25,7 @@ def compress_backend(**static: Any) -> Backend:
                 None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
                 for x in (key, contrast_key, value)
             )
-        return tpu.compress(
+        return kernels.tpu.compress(
             query, key, contrast_key, value, gamma=gamma, bias=bias, mask=mask, key_lengths=lengths,
             return_parts=True, known=known and known[1], interpret=interpret, **static,
         )  # fmt: skip
@@ -43,14 +38,10 @@ def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any
     sizes: dict[str, Any] = {"block_size": block_size, "history_size": history_size}
 
     def unsupported(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
-        from pallas_kernels import tpu
-
-        return tpu.compress_blocks_unsupported(query, key, contrast_key, value, bias=bias, **sizes)
+        return kernels.tpu.compress_blocks_unsupported(query, key, contrast_key, value, bias=bias, **sizes)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret, known=None):
-        from pallas_kernels import tpu
-
-        return tpu.compress_blocks(
+        return kernels.tpu.compress_blocks(
             query, key, contrast_key, value, gamma=gamma, history_lengths=lengths, bias=bias,
             return_parts=True, known=known and known[1], interpret=interpret, **sizes, **static,
         )  # fmt: skip
@@ -62,14 +53,12 @@ def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
     def unsupported(query, key, value, strength, bias) -> str | None:
-        from pallas_kernels import tpu
-
-        return tpu.propagate_unsupported(query, key, value, bias=bias)
+        return kernels.tpu.propagate_unsupported(query, key, value, bias=bias)
 
     def run(query, key, value, strength, bias, *, interpret):
-        from pallas_kernels import tpu
-
         strength = strength.astype(jnp.float32)
-        return tpu.propagate(query, key, value, strength=strength, bias=bias, interpret=interpret, **static)
+        return kernels.tpu.propagate(
+            query, key, value, strength=strength, bias=bias, interpret=interpret, **static
+        )
 
     return Backend("pallas", run, unsupported)

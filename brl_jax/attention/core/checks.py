@@ -1,14 +1,19 @@
-"""Checks whose errors name the argument, its value and what was expected."""
+"""Checks of arguments, whose errors name the argument, its value and what was expected, and one normal form for each
+argument that attention functions share."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brl_jax.attention.core.biases import PositionBias
 
 
 def require(condition: bool, message: str) -> None:
@@ -82,3 +87,156 @@ def concrete_values(array: Any) -> np.ndarray | None:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return None
     return np.asarray(array)
+
+
+def check_dtype(name: str, array: Array) -> None:
+    require(
+        array.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
+        f"{name} must be float32, bfloat16 or float16, got {array.dtype}",
+    )
+
+
+def check_dtypes(query: Array, key: Array, value: Array) -> None:
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        check_dtype("query", query)
+    for array, name in ((key, "key"), (value, "value")):
+        if array.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, got {array.dtype}")
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def starts(*places: Any) -> tuple[Any, ...]:
+    """Makes a slice's start indices all int32: with `jax_enable_x64` an int would be int64, and types must match."""
+    return tuple(np.int32(p) if is_int(p) else p for p in places)
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    is_number = isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
+    require(is_number, f"scale must be a Python number (multiply the query by a traced one), got {scale!r}")
+    require(math.isfinite(scale), f"scale must be finite, got {scale!r}")
+    return float(scale)
+
+
+def check_offset(name: str, offset: Any) -> None:
+    """Raises ValueError for an array that is not an int scalar; annotations check the rest."""
+    if not (is_int(offset) or (offset.shape == () and jnp.issubdtype(offset.dtype, jnp.integer))):
+        raise ValueError(f"{name} must be an integer scalar, got {offset.dtype} of shape {offset.shape}")
+
+
+def check_sinks(sinks: Any, heads: int) -> Array | None:
+    """The sinks in float32, one for each of the query's heads."""
+    if sinks is None:
+        return None
+    require(
+        hasattr(sinks, "dtype") and sinks.shape == (heads,) and jnp.issubdtype(sinks.dtype, jnp.floating),
+        f"sinks must be a floating-point array of shape ({heads},), one logit per query head, got "
+        + (f"{sinks.dtype} of shape {sinks.shape}" if hasattr(sinks, "dtype") else repr(sinks)),
+    )
+    return jnp.asarray(sinks).astype(jnp.float32)
+
+
+def check_bias(bias: Any, query: Array, key: Array) -> Any:
+    """The bias; an array gets the shape (B or 1, N or 1, T or 1, S or 1)."""
+    if bias is None:
+        return bias
+    if isinstance(bias, PositionBias):
+        require(
+            not any(leaf is bias for leaf in jax.tree.leaves(bias)),
+            f"bias must be a pytree if it is called with positions (ALiBi and T5Bias are; a dataclass becomes one by "
+            f"jax.tree_util.register_dataclass), got {type(bias).__name__}",
+        )
+        return bias
+    require(
+        hasattr(bias, "shape") and hasattr(bias, "dtype"),
+        f"bias must be a PositionBias or an array, got {type(bias).__name__}",
+    )
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    require(
+        len(bias.shape) <= 4 and all(s in (1, f) for s, f in zip(bias.shape[::-1], full[::-1])),
+        f"bias must broadcast to (batch, heads, queries, keys) = {full}, got shape {bias.shape}",
+    )
+    require(jnp.issubdtype(bias.dtype, jnp.floating), f"bias must be floating point, got {bias.dtype}")
+    return jnp.asarray(bias).reshape((1,) * (4 - len(bias.shape)) + tuple(bias.shape))
+
+
+def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
+    """The mask, with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
+    if mask is None:
+        return None
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    require(
+        hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
+        f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
+    )
+    require(
+        len(mask.shape) <= 4 and all(s in (1, f) for s, f in zip(mask.shape[::-1], full[::-1])),
+        f"mask must broadcast to (batch, heads, queries, keys) = {full}, got shape {mask.shape}",
+    )
+    return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
+
+
+def check_lengths(name: str, lengths: Any, batch: int, longest: int | None = None) -> Array | None:
+    """Lengths (B,) as int32, clipped to `longest`."""
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    require(
+        lengths.shape == (batch,) and jnp.issubdtype(lengths.dtype, jnp.integer),
+        f"{name} must be ints of shape ({batch},), got {lengths.dtype} of shape {lengths.shape}",
+    )
+    lengths = lengths.astype(jnp.int32)
+    return lengths if longest is None else jnp.minimum(lengths, longest)
+
+
+def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tuple:
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, (tuple, list)):
+        require(
+            query_shape[1] == key_shape[1],
+            f"segment_ids must be a pair (queries', keys') where their lengths differ: "
+            f"{query_shape[1]} queries, {key_shape[1]} keys",
+        )
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be an array or a pair of them, got {len(segment_ids)}")
+    ids = []
+    for x, shape, whose in zip(segment_ids, (query_shape, key_shape), ("queries", "keys")):
+        x = jnp.asarray(x)
+        if x.shape != shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids of the {whose} must be ints of shape {shape[:2]}, got {x.dtype} of shape {x.shape}"
+            )
+        ids.append(x.astype(jnp.int32))
+    return tuple(ids)
+
+
+def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
+    """Raises ValueError unless positions are (1, T) or (B, T), and queries and keys are the same tokens."""
+    batch, length = query.shape[:2]
+    shape = getattr(positions, "shape", type(positions).__name__)
+    dtype = getattr(positions, "dtype", jnp.int32)
+    require(jnp.issubdtype(dtype, jnp.integer), f"positions must be integers, got {dtype}")
+    require(
+        key.shape[1] == length and shape in ((1, length), (batch, length)),
+        f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
+        f"tokens, got {shape} with {key.shape[1]} keys",
+    )
+
+
+def pad_features(x: Float[Array, "*rows H"], width: int) -> Float[Array, "*rows W"]:
+    """x with zeros after its features, up to `width` of them."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def zero_padding(x: Array, lengths: Array | None) -> Array:
+    """Sets x (B, T, ...) to zero from each length on, because a NaN in the padding times a weight of 0 is still NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))

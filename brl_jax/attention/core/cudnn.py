@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
+
 #: What cuDNN returns: its output and the statistics of each row's softmax, which only its backward pass reads.
 Found = tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]
 
 
 def cudnn_unsupported(with_cudnn: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function that calls cuDNN cannot be compiled for the target GPU, or None."""
-    from pallas_kernels import triton
-
-    capability = triton.target_capability()
-    if capability < triton.LEAST_CAPABILITY:
+    capability = kernels.triton.target_capability()
+    if capability < kernels.triton.LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
     # JAX refuses to trace the call, on any platform, if cuDNN is missing or its version does not support the call.
     try:

@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
-from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.checks import (
+    check_dtypes,
+    check_lengths,
+    check_qkv,
+    check_scale,
+    check_within,
+    require,
+    zero_padding,
+)
 from brl_jax.attention.core.dispatch import check_implementation
 from brl_jax.attention.core.state import check_state_options
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.in_place import write_places
 
 State = TypeVar("State", bound=tuple)
 
@@ -63,6 +65,38 @@ class KeyValueCache(NamedTuple):
             write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
             start + (length if count is None else count),
         )
+
+
+def write_places(
+    array: Float[Array, "*S"], new: Float[Array, "*T"], places: Int[Array, "*#B T"], *, axis: int = 1
+) -> Float[Array, "*S"]:
+    """`array` with `new` written at `places` along `axis`. Places at or beyond the end are ignored.
+
+    XLA turns a write to one place into an update slice. Its CPU compiler computes that twice, for the new array and
+    inside the product that reads it, so neither can happen in place and both copy the array. A write to two places
+    stays a scatter, which happens in place; so on a CPU a single write gets a second place, beyond the end.
+
+    Args:
+      array: floats or integers, with tokens along `axis`.
+      new: an array like it, with T tokens along `axis`.
+      places: (T,) ints for all rows; or (B, T), one list for each row, with axis=1.
+    """
+    size = array.shape[axis]
+
+    def write(array: Array, new: Array, places: Array) -> Array:
+        if places.ndim == 1:
+            return array.at[(slice(None),) * axis + (places,)].set(new, mode="drop")
+        rows = jnp.arange(array.shape[0], dtype=jnp.int32)[:, None]
+        return array.at[rows, places].set(new, mode="drop")
+
+    def write_with_another(array: Array, new: Array, places: Array) -> Array:
+        places = jnp.concatenate([places, jnp.full_like(places, size)], axis=-1)
+        return write(array, jnp.concatenate([new, new], axis=axis), places)
+
+    new = new.astype(array.dtype)
+    if places.shape[-1] > 1:
+        return write(array, new, places)
+    return branches(array, new, places, cpu=write_with_another, default=write)
 
 
 def write_tokens(
@@ -129,24 +163,21 @@ def check_state_options(
         require(given is None, f"{name} must be None with a state; use count")
 
 
-def check_state(state: Any, expected: State, maker: str) -> State:
-    """Returns the state, or `expected` if it is None.
-
-    Args:
-      expected: a state of the right type, shapes and dtypes.
-      maker: name of the function that makes such states, for messages.
+def check_state(state: Any, init: Callable[..., State], *sizes: Any, **options: Any) -> State:
+    """Returns the state, or `init(*sizes, **options)` if it is None.
 
     Raises:
-      ValueError: the state's type, shapes or dtypes differ from `expected`.
+      ValueError: the state's shapes or dtypes differ from those of `init(*sizes, **options)`.
     """
     if state is None:
-        return expected
+        return init(*sizes, **options)
+    expected = jax.eval_shape(functools.partial(init, *sizes, **options))
     right, given = (
         jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: leaf is None) for x in (expected, state)
     )
     require(
         [path for path, _ in right] == [path for path, _ in given],
-        f"state must have {len(right)} arrays, as from {maker} with these sizes, got {len(given)}",
+        f"state must have {len(right)} arrays, as from {init.__name__} with these sizes, got {len(given)}",
     )
     for (path, leaf), (_, own) in zip(right, given):
         fits = leaf is own or (None not in (leaf, own) and (own.shape, own.dtype) == (leaf.shape, leaf.dtype))

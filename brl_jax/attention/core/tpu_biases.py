@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.biases import ALiBi, DistanceBias
 from brl_jax.attention.core.checks import require
-from pallas_kernels import tpu
 
 
 class Distances(NamedTuple):
@@ -40,28 +40,30 @@ def unsupported(bias: Any) -> str | None:
     return f"bias must be None or depend on the distance alone (`DistanceBias`), got {given}"
 
 
-def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
+def described(bias: Any, distances: Distances) -> kernels.tpu.RelativeBias | None:
     """The bias as `tpu.window_unsupported` and `tpu.block_unsupported` take it."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):
-        return tpu.RelativeBias(0)
+        return kernels.tpu.RelativeBias(0)
     first, count = distances.within(bias)
-    return tpu.RelativeBias(count, first)
+    return kernels.tpu.RelativeBias(count, first)
 
 
-def for_kernel(bias: Any, heads: int, distances: Distances) -> tpu.Slopes | tpu.DistanceTable | None:
+def for_kernel(
+    bias: Any, heads: int, distances: Distances
+) -> kernels.tpu.Slopes | kernels.tpu.DistanceTable | None:
     """The bias as `tpu.window_attention` and `tpu.block_attention` take it; differentiable."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):
         slopes = bias.checked_slopes()
         _check_shape(slopes.shape, (heads,))
-        return tpu.Slopes(slopes * distances.step)
+        return kernels.tpu.Slopes(slopes * distances.step)
     first, count = distances.within(bias)
     numbers = bias.by_distance((first + jnp.arange(count, dtype=jnp.int32)) * distances.step)
     _check_shape(numbers.shape, (heads, count))
-    return tpu.DistanceTable(numbers, first)
+    return kernels.tpu.DistanceTable(numbers, first)
 
 
 def _check_shape(got: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense.full_xla import FullArrays
-from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 
 #: Larger than any distance between two tokens.
@@ -32,7 +32,7 @@ def unsupported(x: FullArrays, *, is_causal: bool, offset: int | None, **static:
     width = max(query.shape[3], value.shape[3])
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key, value)]
     described = tpu_biases.described(bias, _distances(query, key, is_causal, offset))
-    return tpu.block_unsupported(
+    return kernels.tpu.block_unsupported(
         *shapes, bias=described, **all_blocks(query.shape[1], key.shape[1], is_causal, offset)
     )
 
@@ -97,7 +97,7 @@ def _run(
     # The kernel has one head dimension; lanes of zeros change neither scores nor gradients.
     width = max(query_dim, value_dim)
     query, key, value = (_widened(x, width) for x in (query, key, value))
-    out, lse = tpu.block_attention(
+    out, lse = kernels.tpu.block_attention(
         query,
         key,
         value,

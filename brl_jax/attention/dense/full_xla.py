@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.scores import seen_with_bias, soft_cap
 from brl_jax.attention.core.softmax import MASKED, rounded

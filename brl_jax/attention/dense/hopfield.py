@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_segments, zero_padding
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_qkv
+from brl_jax.attention.core.checks import check_lengths, check_qkv, check_segments, zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense import sharded
-from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.attention.dense.attend import MANY_TOKENS
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.fields import Count
 
 

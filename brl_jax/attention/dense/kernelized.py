@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_qkv
+from brl_jax.attention.core.checks import check_dtypes, check_lengths, check_qkv, check_scale, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks

@@ -23,14 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
+    check_qkv,
     check_scale,
     check_segments,
     check_sinks,
+    require,
 )
-from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.on_mesh import Cut, absent
 from brl_jax.attention.core.softmax import (
@@ -42,7 +43,7 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.dense.full import MANY_TOKENS, attend
+from brl_jax.attention.dense.attend import MANY_TOKENS, attend
 from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.fields import Positive
 from brl_jax.sharding import sequence_axis

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtype, check_lengths, check_offset, zero_padding
-from brl_jax.attention.core.checks import check_floating, require
+from brl_jax.attention.core.checks import (
+    check_dtype,
+    check_floating,
+    check_lengths,
+    check_offset,
+    require,
+    zero_padding,
+)
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks

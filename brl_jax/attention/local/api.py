@@ -6,48 +6,33 @@ pattern can reach (`parts.py`), and a mask computed from positions hides those t
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import (
     check_bias,
     check_dtypes,
     check_lengths,
     check_mask,
     check_offset,
+    check_qkv,
     check_scale,
     check_segments,
     check_sinks,
     is_int,
-    pad_features,
+    require,
 )
-from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.by_platform import by_platform, gradient_of_known
-from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.decorators import batch_optional, divided
-from brl_jax.attention.core.dispatch import (
-    Backend,
-    Implementation,
-    dispatch,
-)
-from brl_jax.attention.core.on_mesh import Cut
-from brl_jax.attention.core.triton import triton_backend
-from brl_jax.attention.local import cudnn, xla
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.local import sharded
+from brl_jax.attention.local.attend import attend
 from brl_jax.attention.local.generation import LocalState, continue_from
 from brl_jax.attention.local.patterns import CallArrays, Pattern, PatternCall, SlidingWindow
 from brl_jax.fields import Natural, Positive
-
-
-def _cut(*args: Any, **arguments: Any) -> Cut | None:
-    from brl_jax.attention.local import sharded  # it imports this module
-
-    return sharded.cut(*args, **arguments)
 
 
 @overload
@@ -87,7 +72,7 @@ def local_attention(
 
 
 @batch_optional
-@divided(_cut)
+@divided(sharded.cut)
 def local_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -191,9 +176,6 @@ def local_attention(
         }
         out, state = continue_from(state, pattern.left, local_attention, query, key, value, **options)
         return (out, state) if return_state else out
-    value_dim = value.shape[3]
-    if value_dim != key.shape[3]:
-        query, key, value = (pad_features(x, max(key.shape[3], value_dim)) for x in (query, key, value))
     call = PatternCall(
         pattern=pattern,
         is_causal=bool(is_causal),
@@ -217,70 +199,8 @@ def local_attention(
         traced_key_offset,
         sinks,
     )
-    result = _choose(call, implementation, arrays)
-    out = result[0] if return_residual else result
-    out = out if out.shape[3] == value_dim else out[..., :value_dim]
-    return (out, result[1].astype(query.dtype)) if return_residual else out
-
-
-# Compiled on its own, so that calls outside jit are traced once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
-    batch, length, heads, _ = x.query.shape
-    residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
-    results = (x.query, residual) if call.return_residual else x.query
-    kept = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    plain = functools.partial(xla.plain, call)
-    if implementation == "cudnn":  # a request by name accepts more calls than the automatic choice
-        cudnn.check(call, x)
-        form = cudnn.form(call, x)
-        return by_platform(lambda *_: form, x, results=results, kept=kept, plain=plain, needs_devices=True)
-    backends = _backends(call)
-    if implementation is not None:
-        backends["cuda"] = backends["cuda"][1:]
-    return dispatch(
-        "local_attention",
-        implementation,
-        backends,
-        plain,
-        x,
-        forms=xla.forms(call),
-        results=results,
-        kept=kept,
-    )
-
-
-def _backends(call: PatternCall) -> dict[str, list[Backend]]:
-    # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
-    few = call.num_queries < min(128, call.num_keys)
-
-    def with_cudnn(x: CallArrays, *, interpret: bool, **known: Any) -> Any:
-        return cudnn.attend(call, x, **known)
-
-    tpu, gpu = functools.partial(_imported, "tpu", call), functools.partial(_imported, "gpu", call)
-    return {
-        "tpu": [Backend("pallas", tpu("attend"), tpu("unsupported"), few, tpu("gradient"))],
-        "cuda": [
-            Backend(
-                "cudnn",
-                with_cudnn,
-                functools.partial(cudnn.unsupported, call),
-                few,
-                gradient_of_known(with_cudnn),
-            ),
-            triton_backend(gpu("attend"), gpu("unsupported"), few, gpu("gradient")),
-        ],
-    }
-
-
-def _imported(module: str, call: PatternCall, name: str) -> Callable[..., Any]:
-    """A backend's function, applied to a call. Its module is imported when needed: Pallas and Triton load slowly."""
-
-    def run(*operands: Any, **options: Any) -> Any:
-        function = getattr(importlib.import_module(f"brl_jax.attention.local.{module}"), name)
-        return function(call, *operands, **options)
-
-    return run
+    result = attend(call, implementation, arrays)
+    return (result[0], result[1].astype(query.dtype)) if return_residual else result
 
 
 def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:

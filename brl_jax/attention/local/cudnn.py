@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.by_platform import Form, gradient_of_known
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.cudnn import Found, attention, cudnn_unsupported
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow
 
@@ -59,18 +59,17 @@ def attend(
     """`local_attention`, and cuDNN's statistics unless there is a bias. With `known`, what an earlier run returned,
     only the backward pass does work."""
     assert isinstance(call.pattern, SlidingWindow)
-    # Padding may be NaN, and 0 times NaN is NaN.
-    query = zero_padding(x.query, x.query_lengths)
-    key, value = zero_padding(x.key, x.key_lengths), zero_padding(x.value, x.key_lengths)
+    x = x.without_padding()
     options: dict[str, Any] = {
         "scale": call.scale, "is_causal": True, "query_seq_lengths": x.query_lengths,
         "key_value_seq_lengths": x.key_lengths, "local_window_size": (call.pattern.left, 0),
     }  # fmt: skip
     statistics = None
     if x.bias is None:
-        out, statistics = attention(query, key, value, known=known, **options)
+        out, statistics = attention(x.query, x.key, x.value, known=known, **options)
     else:
-        out = jax.nn.dot_product_attention(query, key, value, x.bias, implementation="cudnn", **options)
+        arrays = (x.query, x.key, x.value, x.bias)
+        out = jax.nn.dot_product_attention(*arrays, implementation="cudnn", **options)
     if x.key_lengths is not None:  # cuDNN's output for a row that sees nothing is unspecified
         first = jnp.maximum(jnp.arange(call.num_queries) - call.pattern.left, 0)
         seen = first[None] < x.key_lengths[:, None]

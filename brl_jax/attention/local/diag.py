@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
+    check_qkv,
     check_scale,
+    check_within,
+    require,
     zero_padding,
 )
-from brl_jax.attention.core.by_platform import Form, by_platform
-from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
@@ -148,10 +150,8 @@ def diag_attention(
             is_causal and query_lengths is None and key_lengths is None,
             "state and return_state must be given with is_causal=True and without lengths",
         )
-        empty = functools.partial(
-            init_diag_state, batch, key.shape[2], key.shape[3], value.shape[3], block_size=block_size, dtype=key.dtype
-        )  # fmt: skip
-        state = empty() if state is None else check_state(state, jax.eval_shape(empty), "init_diag_state")
+        sizes = (batch, *key.shape[2:], value.shape[3])
+        state = check_state(state, init_diag_state, *sizes, block_size=block_size, dtype=key.dtype)
         rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=True)
         out, state = _continue_from(state, int(block_size), rule, query, key, value, count)
         return (out, state) if return_state else out

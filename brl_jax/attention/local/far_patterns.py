@@ -19,6 +19,7 @@ from brl_jax.attention.local.parts import (
     Extent,
     Part,
     QueryBlock,
+    Rule,
     aligned_bands,
     band,
     columns,
@@ -147,10 +148,12 @@ class GlobalWindow(Pattern):
         local = (query_positions >= self.num_global) & (key_positions >= self.num_global)
         return local & (ahead >= -self.left) & (ahead <= self.right)
 
+    def _from_global(self, query_positions, key_positions, num_positions=None):
+        return query_positions < self.num_global
+
     def visible(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        near = (ahead >= -self.left) & (ahead <= self.right)
-        return near | (query_positions < self.num_global) | (key_positions < self.num_global)
+        seen = self._near(query_positions, key_positions) | (key_positions < self.num_global)
+        return seen | self._from_global(query_positions, key_positions)
 
     def _static_parts(self, call, query_block):
         near = band(call, query_block, self.left, self.right, self._near)
@@ -158,7 +161,7 @@ class GlobalWindow(Pattern):
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalLocal(Pattern):
+class GlobalLocal(GlobalWindow):
     """The global-local attention of ETC (Ainslie et al. 2020, arXiv:2004.08483, section 3).
 
     The first `num_global` positions are global tokens, the others are the long input. Every token sees all global
@@ -167,39 +170,19 @@ class GlobalLocal(Pattern):
     tokens from num_global + g * segment on (the hard masks of section 3.3, for a sentence or a block each).
     """
 
-    left: Natural
-    right: Natural
-    num_global: Count
     segment: Count | None = None
-
-    causal_ok: ClassVar[bool] = False
-
-    def _near(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        local = (query_positions >= self.num_global) & (key_positions >= self.num_global)
-        return local & (ahead >= -self.left) & (ahead <= self.right)
 
     def _from_global(self, query_positions, key_positions, num_positions=None):
         is_global = query_positions < self.num_global
         if self.segment is None:
-            return is_global & (key_positions >= 0)
+            return is_global
         own = floor_divide(key_positions - self.num_global, self.segment) == query_positions
         return is_global & ((key_positions < self.num_global) | own)
 
-    def visible(self, query_positions, key_positions, num_positions=None):
-        of_tokens = (key_positions < self.num_global) & (query_positions >= self.num_global)
-        near = self._near(query_positions, key_positions)
-        return self._from_global(query_positions, key_positions) | of_tokens | near
-
     def _static_parts(self, call, query_block):
-        parts = [band(call, query_block, self.left, self.right, self._near)]
-        rows = min(max(self.num_global - call.first_position, 0), call.num_queries)
-        cols = min(max(self.num_global - call.key_offset, 0), call.num_keys)
-        if rows:
-            parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), self._from_global))
-        if cols and rows < call.num_queries:
-            parts.append(dense(call, query_block, (rows, call.num_queries), (0, cols), None))
-        return parts
+        near = band(call, query_block, self.left, self.right, self._near)
+        rule = None if self.segment is None else self._from_global
+        return [near, *_global_parts(call, query_block, self.num_global, rule)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,14 +311,17 @@ class BlockMask(Pattern):
         return tables(call, self.block, lists, None)
 
 
-def _global_parts(call: Extent, query_block: QueryBlock, num_global: int) -> list[Part]:
-    """The global positions as queries on all keys, and all other queries on the global keys."""
+def _global_parts(
+    call: Extent, query_block: QueryBlock, num_global: int, rule: Rule | None = None
+) -> list[Part]:
+    """The global positions as queries on all keys that `rule` lets them see, and all other queries on the global
+    keys."""
     assert call.key_offset is not None
     rows = min(max(num_global - call.first_position, 0), call.num_queries)
     cols = min(max(num_global - call.key_offset, 0), call.num_keys)
     parts = []
     if rows:
-        parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), None))
+        parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), rule))
     if cols and rows < call.num_queries:
         parts.append(dense(call, query_block, (rows, call.num_queries), (0, cols), None))
     return parts

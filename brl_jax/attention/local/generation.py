@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,13 +74,12 @@ def continue_from(
         query.shape[1] == length, f"key must have {query.shape[1]} tokens, as query has, got {key.shape[1]}"
     )
     size, window = (left, 0), left + 1
-    init = functools.partial(
-        init_local_state, batch, kv_heads, head_dim, value.shape[3], local_window_size=size, dtype=key.dtype
-    )
-    if state is None:
+    sizes = (batch, kv_heads, head_dim, value.shape[3])
+    given = state is not None
+    state = check_state(state, init_local_state, *sizes, local_window_size=size, dtype=key.dtype)
+    if not given:
         out = attend(query, key, value, local_window_size=size, is_causal=True, **options)
-        return out, _push(init(), key, value)[2]
-    check_state(state, jax.eval_shape(init), "init_local_state")
+        return out, _push(state, key, value)[2]
     if length == 1 and options["implementation"] in (None, "xla"):
         place = state.length % window
         keys, values = (

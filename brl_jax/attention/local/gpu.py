@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.dispatch import bias_unsupported
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
 from brl_jax.attention.local.patterns import CallArrays, Dilated, PatternCall, SlidingWindow
-from pallas_kernels import triton
 
 # Each run of this many queries lists the keys it can see; no more than a kernel's block, so that lists stay tight.
 _RUN = 32
@@ -25,7 +25,7 @@ def unsupported(call: PatternCall, x: CallArrays) -> str | None:
         return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
     if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
         return f"key_offset must be a static int with {name}, got a traced one"
-    return triton.local_unsupported(x.query, x.key, x.value)
+    return kernels.triton.local_unsupported(x.query, x.key, x.value)
 
 
 def attend(call: PatternCall, x: CallArrays) -> tuple[Any, Float[Array, "B N T"]]:
@@ -52,7 +52,7 @@ def gradient(
 
 
 def _launch(call: PatternCall, x: CallArrays, **options: Any) -> Any:
-    return triton.local_attention(
+    return kernels.triton.local_attention(
         x.query,
         x.key,
         x.value,
@@ -68,7 +68,7 @@ def _launch(call: PatternCall, x: CallArrays, **options: Any) -> Any:
     )
 
 
-def _listed(call: PatternCall) -> triton.Pattern:
+def _listed(call: PatternCall) -> kernels.triton.Pattern:
     """Describes the pattern to the kernel."""
     pattern = call.pattern
     # If key_offset is traced, the pattern depends only on distances, and any position of key 0 will do.
@@ -86,7 +86,7 @@ def _listed(call: PatternCall) -> triton.Pattern:
     else:
         parts = pattern.parts(call, lambda width: _RUN)
         rectangles = tuple(rectangle for part in parts for rectangle in part.rectangles())
-    return triton.Pattern(
+    return kernels.triton.Pattern(
         rectangles,
         pattern.visible,
         call.is_causal,

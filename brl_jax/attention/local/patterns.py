@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import is_int
+from brl_jax.attention.core.checks import is_int, zero_padding
 from brl_jax.attention.local.parts import (
     Extent,
     Part,
@@ -102,7 +102,7 @@ class CallArrays(NamedTuple):
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
     bias: Any = None
     query_lengths: Int[Array, " B"] | None = None
     key_lengths: Int[Array, " B"] | None = None
@@ -110,6 +110,14 @@ class CallArrays(NamedTuple):
     key_segments: Int[Array, "B S"] | None = None
     key_offset: Int[Array, ""] | None = None
     sinks: Float[Array, " N"] | None = None
+
+    def without_padding(self) -> CallArrays:
+        """Zeros instead of padding, which may be NaN: 0 times NaN is NaN."""
+        return self._replace(
+            query=zero_padding(self.query, self.query_lengths),
+            key=zero_padding(self.key, self.key_lengths),
+            value=zero_padding(self.value, self.key_lengths),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

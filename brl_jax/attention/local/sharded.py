@@ -14,13 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_segments
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import (
+    check_dtypes,
+    check_lengths,
+    check_qkv,
+    check_scale,
+    check_segments,
+    check_sinks,
+    require,
+)
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.halo import with_halo
 from brl_jax.attention.core.on_mesh import Cut, absent
-from brl_jax.attention.local import api
-from brl_jax.attention.local.patterns import Dilated, Pattern, SlidingWindow
+from brl_jax.attention.local.attend import attend
+from brl_jax.attention.local.patterns import CallArrays, Dilated, Pattern, PatternCall, SlidingWindow
 from brl_jax.sharding import sequence_axis
 from pallas_kernels.absent import mark_absent
 
@@ -78,6 +85,7 @@ def local_attention(
       ValueError: the pattern is unbounded, or `brl_jax.local_attention` refuses the arguments.
     """
     check_qkv(query, key, value)
+    check_dtypes(query, key, value)
     require(
         query.shape[1] == key.shape[1], f"key must have query's {query.shape[1]} tokens, got {key.shape[1]}"
     )
@@ -116,18 +124,24 @@ def local_attention(
     query_ids, key_ids = mark_absent(query_ids, key_ids, query_exists, key_exists, batch)
     # Windows do not depend on absolute positions.
     moves = isinstance(pattern, (SlidingWindow, Dilated))
-    out = api.local_attention(
+    call = PatternCall(
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=check_scale(scale, query.shape[3]),
+        num_queries=query.shape[1],
+        num_keys=key.shape[1],
+        query_offset=query_offset,
+        key_offset=0 if moves else None,
+        logits_soft_cap=logits_soft_cap and float(logits_soft_cap),
+    )
+    arrays = CallArrays(
         query,
         key,
         value,
-        pattern=pattern,
-        is_causal=is_causal,
-        scale=scale,
-        segment_ids=(query_ids, key_ids),
-        query_offset=query_offset,
-        key_offset=0 if moves else first - before,
-        sinks=sinks,
-        logits_soft_cap=logits_soft_cap,
-        implementation=implementation,
+        query_segments=query_ids,
+        key_segments=key_ids,
+        key_offset=None if moves else first - before,
+        sinks=check_sinks(sinks, query.shape[2]),
     )
+    out = attend(call, implementation, arrays)
     return lax.slice_in_dim(out, before, before + size, axis=1) if padded else out

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
-from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.local.far_patterns import Axial, Fixed, Strided
 from brl_jax.attention.local.patterns import (
@@ -31,7 +31,6 @@ from brl_jax.attention.local.patterns import (
     PatternCall,
     SlidingWindow,
 )
-from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.positions import floor_divide
 
@@ -111,7 +110,7 @@ class _Launch:
     def unsupported(self, bias: Any) -> str | None:
         names = ("left", "right") if self.window else ("key_blocks", "block_q", "block_k", "granules")
         options = {name: self.options[name] for name in names if name in self.options}
-        function = tpu.window_unsupported if self.window else tpu.block_unsupported
+        function = kernels.tpu.window_unsupported if self.window else kernels.tpu.block_unsupported
         bias = tpu_biases.described(bias, self._distances())
         return function(self.query, self.key, self.key, bias=bias, **options)
 
@@ -133,7 +132,7 @@ class _Launch:
         options = self.options | ({"shift": x.key_offset} if self.shifted else {})
         if x.bias is not None:
             options["bias"] = tpu_biases.for_kernel(x.bias, x.query.shape[2], self._distances())
-        function = tpu.window_attention if self.window else tpu.block_attention
+        function = kernels.tpu.window_attention if self.window else kernels.tpu.block_attention
         out, log_sum = function(
             arranged.query,
             arranged.key,
@@ -306,6 +305,7 @@ def _exists(count: int, lengths: Array | None) -> Bool[Array, "#B T"]:
 
 def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> CallArrays:
     """Pads the call with absent tokens, and expresses lengths as segment ids."""
+    x = x.without_padding()
     query_ids = None if x.query_segments is None else _pad(x.query_segments, query_pad)
     key_ids = None if x.key_segments is None else _pad(x.key_segments, key_pad)
     # Absent queries need no mark, because their results are dropped.
@@ -318,9 +318,9 @@ def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, 
             x.query.shape[0],
         )
     return CallArrays(
-        _pad(zero_padding(x.query, x.query_lengths), query_pad),
-        _pad(zero_padding(x.key, x.key_lengths), key_pad),
-        _pad(zero_padding(x.value, x.key_lengths), key_pad),
+        _pad(x.query, query_pad),
+        _pad(x.key, key_pad),
+        _pad(x.value, key_pad),
         query_segments=query_ids,
         key_segments=key_ids,
     )
@@ -417,13 +417,13 @@ def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: PatternCall, s
     ]
 
 
-def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granules:
+def _granules(call: PatternCall, lists: list[list[int]], size: int) -> kernels.tpu.Granules:
     """The visibility of each listed pair of blocks, for a pattern that looks it up in a table."""
     pattern, granule, first_key = call.pattern, call.pattern.granule, call.key_offset
     assert granule is not None
     assert first_key is not None
     positions = max(first_key + call.num_keys, call.first_position + call.num_queries)
-    count = tpu.Granules.touched(size, granule)
+    count = kernels.tpu.Granules.touched(size, granule)
 
     def touched(first: int, blocks: list[int]) -> np.ndarray:
         """A position in each granule of each block. Those past the end are never looked up."""
@@ -437,7 +437,7 @@ def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granu
         )
         packed = np.packbits(np.asarray(seen).reshape(len(keys), -1), axis=1, bitorder="little")
         bits.append(tuple(int.from_bytes(row.tobytes(), "little") for row in packed))
-    return tpu.Granules(granule, tuple(bits))
+    return kernels.tpu.Granules(granule, tuple(bits))
 
 
 def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], int]) -> list[list[int]]:

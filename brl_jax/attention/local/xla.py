@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.checks import starts, zero_padding
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -186,15 +186,6 @@ def _parts(call: PatternCall, loop: bool) -> list[Part]:
     return call.pattern.parts(call, _query_block_loop if loop else _query_block_batched)
 
 
-def _without_padding(x: CallArrays) -> CallArrays:
-    """Replaces padding, which may be NaN, by zeros."""
-    return x._replace(
-        query=zero_padding(x.query, x.query_lengths),
-        key=zero_padding(x.key, x.key_lengths),
-        value=zero_padding(x.value, x.key_lengths),
-    )
-
-
 def _on_cpu(call: PatternCall, x: CallArrays) -> tuple[Any, Any] | None:
     """The plan and the module of a call's faster form on a CPU, or None."""
     if x.bias is not None:
@@ -252,7 +243,7 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
             every.append(SoftmaxSums(*restored))
         return normalise(merge_sums(*every))
 
-    x = _without_padding(x)
+    x = x.without_padding()
     fast = _on_cpu(call, x) if loop else None
     if fast is not None:
         plan, module = fast
@@ -324,7 +315,7 @@ def _backward(
         return rows.restore(dq, 3, num_queries), dk, dv, d_bias
 
     out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
-    x = _without_padding(x)
+    x = x.without_padding()
     fast = _on_cpu(call, x) if loop else None
     if fast is not None:
         plan, module = fast

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.arguments import starts
+from brl_jax.attention.core.checks import starts
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_dtypes, check_lengths, check_qkv, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.low_rank.few_keys import attend_to_few

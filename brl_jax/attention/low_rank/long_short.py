@@ -10,21 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
     check_positions_shape,
+    check_qkv,
     check_scale,
+    check_within,
+    require,
     zero_padding,
 )
-from brl_jax.attention.core.checks import check_qkv, check_within, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
-from brl_jax.attention.core.state import check_state_options, slide, window_segments
+from brl_jax.attention.core.state import check_state_options, slide, window_segments, write_places
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import (
+from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
+    check_qkv,
     check_segments,
+    require,
     zero_padding,
 )
-from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import check_implementation
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 

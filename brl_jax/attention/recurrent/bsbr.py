@@ -12,13 +12,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, zero_padding
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, check_scale, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.core.state import check_state
+from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import prepare_inputs
@@ -440,10 +438,9 @@ def _check_retrieval(
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
-    fresh = init_bsbr_state(
-        query.shape[0], key.shape[2], key.shape[3], inputs["value"].shape[3], length=length, num_heads=query.shape[2],
-        retrieval_dim=inputs["retrieval_key"].shape[3],
+    check_state(
+        state, init_bsbr_state, query.shape[0], key.shape[2], key.shape[3], inputs["value"].shape[3],
+        length=length, num_heads=query.shape[2], retrieval_dim=inputs["retrieval_key"].shape[3],
         num_compressed=None if compression is None else compression[0].shape[2],
         chunk_size=chunk_size, dtype=query.dtype,
     )  # fmt: skip
-    check_state(state, fresh, "init_bsbr_state")

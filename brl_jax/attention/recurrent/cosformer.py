@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, is_int
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_lengths, check_qkv, is_int, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
@@ -98,9 +97,8 @@ def cosformer_attention(
             f"max_length must be an int of at least the sequence's length {length}, got {max_length!r}",
         )
     batch, _, kv_heads, head_dim = key.shape
-    fresh = init_cosformer_state(batch, kv_heads, head_dim, value.shape[3])
-    given = None if state is None else check_state(state, fresh, "init_cosformer_state")
-    index = fresh.length if given is None else given.length
+    given = check_state(state, init_cosformer_state, batch, kv_heads, head_dim, value.shape[3])
+    index = given.length
 
     # Use an array max_length only here: features must not close over arrays, as kernels may compute them.
     def angles(length: int) -> Array:
@@ -115,7 +113,7 @@ def cosformer_attention(
     (total, weight), sums = feature_sums(
         query, key, value, features, features, num_features=2 * head_dim, normalize=True, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
-        state=None if given is None else LinearState(given.key_value, given.key), return_state=return_state,
+        state=None if state is None else LinearState(given.key_value, given.key), return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
         positions=(angles(query.shape[1]), angles(key.shape[1])), name="cosformer_attention",
     )  # fmt: skip

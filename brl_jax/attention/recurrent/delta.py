@@ -11,8 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.state import check_state
@@ -335,8 +334,7 @@ def _attend(
             x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
             f"{expected}{x.dtype} of shape {x.shape}",
         )
-    fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
-    state = check_state(state, fresh, "init_delta_state")
+    state = check_state(state, init_delta_state, key.shape[0], *key.shape[2:], value.shape[3])
 
     def step(state: DeltaState, chunk: Any, visibility: ChunkVisibility) -> tuple[DeltaState, Array]:
         state, out = _step(chunk, state, visibility, normalize_keys)

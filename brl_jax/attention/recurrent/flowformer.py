@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.core.running import last_token, running_log_sum, running_sum, token_numbers
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
@@ -151,8 +151,7 @@ def flowformer_attention(
     if positions is not None:
         options["positions"] = (check_positions(positions, query, key),) * 2
         options["rotation"] = functools.partial(rotate, theta=rope_theta)
-    fresh = init_flowformer_state(batch, heads, head_dim, value.shape[3])
-    state = check_state(state, fresh, "init_flowformer_state")
+    state = check_state(state, init_flowformer_state, batch, heads, head_dim, value.shape[3])
     group = heads // key.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value))
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -221,11 +220,11 @@ def _causal_flows_of_shard(
     axis: str | None,
 ) -> tuple[_Flows, FlowformerState]:
     """`_causal_flows` for one shard of every row; without an axis, for whole rows."""
-    number = jnp.minimum(token_numbers(q.shape[1], axis)[None] + 1, counts[:, None])
+    number = jnp.minimum(_token_numbers(q.shape[1], axis)[None] + 1, counts[:, None])
     number = jnp.maximum(state.length[:, None] + number, 1).astype(jnp.float32)[..., None]
 
     def up_to(before: Float[Array, "B N F"], x: Float[Array, "B T N F"]) -> Float[Array, "B T N F"]:
-        return before[:, None] + running_sum(x, axis)
+        return before[:, None] + _running_sum(x, axis)
 
     queries, keys = up_to(state.query, q), up_to(state.key, k)
     incoming, outgoing = _flow(q, keys) / number, _flow(k, queries) / number
@@ -235,16 +234,60 @@ def _causal_flows_of_shard(
     if exists is not None:
         conserved_sources = jnp.where(exists[..., None], conserved_sources, _LOG_ZERO)
     # In logarithms, because a sum of exponentials relative to the largest would look at later tokens.
-    competition = jnp.logaddexp(state.competition[:, None], running_log_sum(conserved_sources, axis))
+    competition = jnp.logaddexp(state.competition[:, None], _running_log_sum(conserved_sources, axis))
     flows = _Flows(
         jax.nn.sigmoid(conserved_sinks) / (incoming * number),
         jnp.exp(conserved_sources - competition) * number,
     )
     return flows, state._replace(
-        query=last_token(queries, axis),
-        key=last_token(keys, axis),
-        sink=last_token(sinks, axis),
-        source=last_token(sources, axis),
-        competition=last_token(competition, axis),
+        query=_last_token(queries, axis),
+        key=_last_token(keys, axis),
+        sink=_last_token(sinks, axis),
+        source=_last_token(sources, axis),
+        competition=_last_token(competition, axis),
         length=state.length + counts,
     )
+
+
+# Cumulative sums over rows that may be sharded over a mesh axis, in the order of its devices, which exchange only the
+# totals of their shards. Without `axis_name` the arrays have all tokens.
+
+
+def _running_sum(x: Float[Array, "B T *F"], axis_name: str | None) -> Float[Array, "B T *F"]:
+    """For each token, the sum up to and including it."""
+    within = lax.cumsum(x, axis=1)
+    if axis_name is None:
+        return within
+    return within + _earlier(within[:, -1], axis_name, 0.0).sum(0)[:, None]
+
+
+def _running_log_sum(x: Float[Array, "B T *F"], axis_name: str | None) -> Float[Array, "B T *F"]:
+    """For each token, the log of the sum of exponentials up to and including it."""
+    within = lax.associative_scan(jnp.logaddexp, x, axis=1)
+    if axis_name is None:
+        return within
+    # Finite, so that differences are not NaN.
+    before = jax.nn.logsumexp(_earlier(within[:, -1], axis_name, -1e30), axis=0)
+    return jnp.logaddexp(within, before[:, None])
+
+
+def _token_numbers(length: int, axis_name: str | None) -> Int[Array, " T"]:
+    """The positions, in whole rows, of this device's `length` tokens."""
+    first = 0 if axis_name is None else lax.axis_index(axis_name) * jnp.int32(length)
+    return first + jnp.arange(length, dtype=jnp.int32)
+
+
+def _last_token(x: Float[Array, "B T *F"], axis_name: str | None) -> Float[Array, "B *F"]:
+    """The entry of each row's last token, on every device."""
+    own = x[:, -1]
+    if axis_name is None:
+        return own
+    is_last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    return lax.psum(jnp.where(is_last, own, jnp.zeros((), own.dtype)), axis_name)
+
+
+def _earlier(own: Array, axis_name: str, otherwise: float) -> Array:
+    """Every device's `own`, (devices, ...), with `otherwise` instead for this device and the later ones."""
+    every = lax.all_gather(own, axis_name)
+    before = jnp.arange(every.shape[0], dtype=jnp.int32) < lax.axis_index(axis_name)
+    return jnp.where(before.reshape(-1, *[1] * own.ndim), every, jnp.asarray(otherwise, own.dtype))

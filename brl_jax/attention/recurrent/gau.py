@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.decorators import attention_function
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
-from brl_jax.attention.core.in_place import write_places
-from brl_jax.attention.core.state import check_state
-from brl_jax.attention.core.triton import triton_backend
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
+from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
@@ -150,8 +149,8 @@ def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
-    expected = init_gau_state(batch, kv_heads, head_dim, value.shape[3], length=room, dtype=key.dtype)
-    check_state(state, expected, "init_gau_state")
+    sizes = (batch, kv_heads, head_dim, value.shape[3])
+    check_state(state, init_gau_state, *sizes, length=room, dtype=key.dtype)
     require(length <= room, f"state must have room for {length} tokens, got room for {room}")
     return state
 
@@ -175,8 +174,6 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
     """The Triton kernel for operands (query, key, value, bias, positions, segments, key_segments)."""
 
     def unsupported(query, key, value, bias: PositionBias | None, *_) -> str | None:
-        from pallas_kernels import triton
-
         features = query
         if bias is not None:
             if not isinstance(bias, RotaryBias):
@@ -187,16 +184,16 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
                 )
             width = query.shape[3] + bias.left.shape[-1]
             features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
-        return triton.squared_relu_unsupported(features, key, value)
+        return kernels.triton.squared_relu_unsupported(features, key, value)
 
     def run(query, key, value, bias, positions, segments, key_segments):
-        from pallas_kernels import triton
-
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
         # float16 would lose small scores; the kernel computes float32 in TF32.
         dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
         rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
-        out = triton.squared_relu_attention(rows, columns, value.astype(dtype), triton.Ranges(*ranges))
+        out = kernels.triton.squared_relu_attention(
+            rows, columns, value.astype(dtype), kernels.triton.Ranges(*ranges)
+        )
         return out.astype(query.dtype)
 
     return triton_backend(run, unsupported, unsuited)

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.dispatch import Backend
-from brl_jax.attention.core.triton import triton_backend
+import pallas_kernels as kernels
+from brl_jax.attention.core.dispatch import Backend, triton_backend
 from brl_jax.attention.recurrent.decay import clip_log_decay
 from brl_jax.sharding import Names, sequence_axis, shard_call
-
-# Importing Pallas and Triton takes time, so each is imported where it is needed.
 
 # XLA takes rows shorter than this, which are only a few chunks.
 _SHORTEST_ON_TPU, _SHORTEST_ON_GPU = 512, 128
@@ -82,14 +80,10 @@ def recurrence_backends(
     by_feature = log_decay is not None and log_decay.ndim == 4
 
     def tpu_unsupported(*_: Any) -> str | None:
-        from pallas_kernels import tpu
-
-        return refused or tpu.recurrence_unsupported(*shapes, delta=delta, by_feature=by_feature)
+        return refused or kernels.tpu.recurrence_unsupported(*shapes, delta=delta, by_feature=by_feature)
 
     def gpu_unsupported(*_: Any) -> str | None:
-        from pallas_kernels import triton
-
-        return refused or triton.recurrence_unsupported(*shapes)
+        return refused or kernels.triton.recurrence_unsupported(*shapes)
 
     length = key.shape[1]
     sharded = sequence_axis(length, chunk_size) is not None
@@ -103,12 +97,11 @@ def recurrence_backends(
 
 def _walk_on_gpu(arrays: Walked, *, out_dtype: Any) -> Any:
     """The `Sums` of the kernels; each device computes its own rows and heads."""
-    from pallas_kernels import triton
 
     def attend(*arrays: Any) -> Any:
-        return tuple(triton.recurrence(triton.Operands(*arrays), out_dtype=out_dtype))
+        return tuple(kernels.triton.recurrence(kernels.triton.Operands(*arrays), out_dtype=out_dtype))
 
-    return triton.Sums(*shard_call(attend, arrays, *_axes(arrays)))
+    return kernels.triton.Sums(*shard_call(attend, arrays, *_axes(arrays)))
 
 
 def _axes(arrays: Walked) -> tuple[Any, Any]:
@@ -122,28 +115,25 @@ def _axes(arrays: Walked) -> tuple[Any, Any]:
 
 def walk_on_tpu(arrays: Walked, *, interpret: bool) -> Any:
     """The `Sums` of the kernel; each device computes its own rows and heads."""
-    from pallas_kernels import tpu
 
     def attend(*arrays: Any) -> Any:
         walked = Walked(*arrays)
         factors, segments = _factors(walked), walked.segments
-        return tuple(tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
+        return tuple(kernels.tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
 
-    return tpu.Sums(*shard_call(attend, arrays, *_axes(arrays)))
+    return kernels.tpu.Sums(*shard_call(attend, arrays, *_axes(arrays)))
 
 
 def _factors(arrays: Walked) -> Any:
     """How much of the state before its chunk each token reads, and how much it adds to the state after it."""
-    from pallas_kernels import tpu
-
     log, segments = arrays.log_decay, arrays.segments
     length, heads = arrays.key.shape[1:3]
     start = end = total = None
     if log is not None:
         log = clip_log_decay(log.astype(jnp.float32))
     if log is not None and log.ndim == 3:
-        chunked = _chunks(log, tpu.CHUNK)
-        up_to = jnp.tri(tpu.CHUNK)
+        chunked = _chunks(log, kernels.tpu.CHUNK)
+        up_to = jnp.tri(kernels.tpu.CHUNK)
 
         def summed(which: Array) -> Array:
             """Sums over the given tokens; differences of cumulative sums would lose precision (see `decay`)."""
@@ -153,7 +143,7 @@ def _factors(arrays: Walked) -> Any:
         start, end = (jnp.exp(x).reshape(x.shape[0], -1, heads)[:, :length] for x in (sums, rest))
         total = jnp.exp(sums[:, :, -1])
     if segments is not None:
-        chunked = _chunks(segments, tpu.CHUNK, -1)
+        chunked = _chunks(segments, kernels.tpu.CHUNK, -1)
         # Numbers grow along a row and padding has -1, so the largest is the newest.
         after = lax.cummax(jnp.maximum(chunked.max(axis=2), 0), axis=1)
         before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
@@ -166,7 +156,7 @@ def _factors(arrays: Walked) -> Any:
         start = masked(start, chunked == before[..., None])[:, :length]
         end = masked(end, chunked == after[..., None])[:, :length]
         total = masked(total, before == after)
-    return tpu.Factors(start, end, log, arrays.beta, total)
+    return kernels.tpu.Factors(start, end, log, arrays.beta, total)
 
 
 def _chunks(x: Array, size: int, fill: int = 0) -> Array:

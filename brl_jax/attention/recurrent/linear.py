@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from brl_jax.attention.core.arguments import check_positions_shape, zero_padding
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_positions_shape, check_qkv, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
@@ -258,10 +257,10 @@ def feature_sums(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
 
-    def fresh() -> LinearState:  # a function, because dispatched functions must not close over arrays
-        return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
-
-    state = check_state(state, fresh(), "init_linear_state")
+    sizes = (batch, kv_heads, num_features, value_dim)
+    state = check_state(state, init_linear_state, *sizes, normalize=normalize)
+    # A function, because dispatched functions must not close over arrays.
+    fresh = functools.partial(init_linear_state, *sizes, normalize=normalize)
     query_positions, key_positions = (None, None) if positions is None else positions
 
     def both(features: Features, x: Array, positions: Any) -> _Both:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_scale, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
@@ -125,8 +124,7 @@ def luna_attention(
     )
     scale = check_scale(scale, head_dim)
     many = packed.shape[0]
-    fresh = init_luna_state(batch, kv_heads, head_dim, value_dim, num_packed=many)
-    before = check_state(state, fresh, "init_luna_state")
+    before = check_state(state, init_luna_state, batch, kv_heads, head_dim, value_dim, num_packed=many)
     exact = [x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value)]
     weights = elu_plus_one(jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale)
     turned = exact[:2]

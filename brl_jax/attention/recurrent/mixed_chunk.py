@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_qkv, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
@@ -135,11 +134,8 @@ def mixed_chunk_attention(
     }
     if state is None and not return_state:
         return _whole_sequence(inputs, prepared.segments, bias, is_causal, chunk_size)[1]
-    kv_heads, head_dim = key.shape[2:]
-    fresh = init_mixed_chunk_state(
-        query.shape[0], kv_heads, head_dim, value.shape[3], chunk_size=chunk_size, dtype=key.dtype
-    )
-    state = check_state(state, fresh, "init_mixed_chunk_state")
+    sizes = (query.shape[0], *key.shape[2:], value.shape[3])
+    state = check_state(state, init_mixed_chunk_state, *sizes, chunk_size=chunk_size, dtype=key.dtype)
 
     def step(
         state: MixedChunkState, chunk: Any, visibility: ChunkVisibility

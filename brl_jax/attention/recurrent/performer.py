@@ -151,8 +151,9 @@ def performer_attention(
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
     directions = _choose_projection(rng, projection, num_features, query.shape[3])
-    fresh = init_performer_state(batch, kv_heads, query.shape[3], value_dim, num_features=directions.shape[0])
-    state = check_state(state, fresh, "init_performer_state")
+    sizes = (batch, kv_heads, query.shape[3], value_dim)
+    state = check_state(state, init_performer_state, *sizes, num_features=directions.shape[0])
+    fresh = init_performer_state(*sizes, num_features=directions.shape[0])
     inputs = {"query": query, "key": key, "value": value}
 
     def step(state: PerformerState, chunk: Any, visibility: ChunkVisibility) -> tuple[PerformerState, Any]:

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import is_int
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import is_int, require
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.on_mesh import whole_rows
@@ -169,12 +168,10 @@ def informer_attention(
     )  # fmt: skip
     batch, length, heads, head_dim = query.shape
     if state is not None:
-        fresh = functools.partial(
-            init_informer_state, batch, key.shape[2], head_dim, value.shape[3],
-            length=state.past.keys.shape[2] if isinstance(state, InformerState) else 1,
-            num_heads=heads, factor=factor, dtype=dtype,
+        check_state(
+            state, init_informer_state, batch, key.shape[2], head_dim, value.shape[3],
+            length=state.past.keys.shape[2], num_heads=heads, factor=factor, dtype=dtype,
         )  # fmt: skip
-        check_state(state, jax.eval_shape(fresh), "init_informer_state")
         out, state = _extend(query, given_key, given_value, state, count, rng, factor, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_segments
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_dtypes, check_qkv, check_scale, check_segments, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks

@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.on_mesh import whole_rows
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import MASKED, block_sums
-from brl_jax.attention.core.state import KeyValueCache, check_state
+from brl_jax.attention.core.state import KeyValueCache, check_state, write_places
 from brl_jax.attention.sorting.buckets import (
     alone_sees_itself,
     attend_in_buckets,
@@ -181,12 +179,11 @@ def reformer_attention(
     num_buckets = 2 * shape[2]
     batch, length = query.shape[:2]
     if state is not None:
-        fresh = functools.partial(
-            init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
-            length=state.past.keys.shape[2] if isinstance(state, ReformerState) else 1,
-            num_heads=query.shape[2], num_rounds=rotations.shape[0], num_buckets=num_buckets, dtype=dtype,
+        check_state(
+            state, init_reformer_state, batch, value.shape[2], query.shape[3], value.shape[3],
+            length=state.past.keys.shape[2], num_heads=query.shape[2], num_rounds=shape[0], num_buckets=num_buckets,
+            dtype=dtype,
         )  # fmt: skip
-        check_state(state, jax.eval_shape(fresh), "init_reformer_state")
         out, state = _extend(query, value, rotations, state, count, chunk_size, scale)
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
     buckets = hash_buckets(exact_query, rotations)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels as kernels
 from brl_jax.attention.core.by_platform import gradient_of_known
 from brl_jax.attention.core.decorators import divided
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
 from brl_jax.attention.core.on_mesh import rows_and_heads
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.tpu_blocks import all_blocks
-from brl_jax.attention.core.triton import triton_backend
 
 # Queries at a time: each reads M * size different keys, the largest array in memory.
 _QUERY_BLOCK = 64
@@ -155,16 +155,11 @@ def _pallas(
     blocks = all_blocks(query.shape[1], key.shape[1], True, static)
     unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
 
-    # Importing Pallas takes time, so it is imported where it is needed.
     def unsupported(query, key, value, starts, offset) -> str | None:
-        from pallas_kernels import tpu
-
-        return tpu.block_unsupported(query, key, value, chosen_runs=starts.shape[3], **blocks)
+        return kernels.tpu.block_unsupported(query, key, value, chosen_runs=starts.shape[3], **blocks)
 
     def run(query, key, value, starts, offset, *, interpret, known=None):
-        from pallas_kernels import tpu
-
-        out, log_sums = tpu.block_attention(
+        out, log_sums = kernels.tpu.block_attention(
             query,
             key,
             value,
@@ -188,20 +183,15 @@ def _pallas(
 def _triton(*, size: int, scale: float) -> Backend:
     """The GPU kernel for operands (query, key, value, starts, offset)."""
 
-    # Importing Triton takes time, so it is imported where it is needed.
     def unsupported(query, key, value, starts, offset) -> str | None:
-        from pallas_kernels import triton
-
         if value.shape[3] != key.shape[3]:
             return f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}"
-        return triton.selected_unsupported(query, key)
+        return kernels.triton.selected_unsupported(query, key)
 
     def run(query, key, value, starts, offset, *, known=None):
-        from pallas_kernels import triton
-
         positions = offset + jnp.arange(query.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, query.shape[:2])
-        out, log_sums = triton.selected_attention(
+        out, log_sums = kernels.triton.selected_attention(
             query, key, value, starts, positions, size=size, scale=scale, return_log_sum_exp=True,
             known=known and (known[0], known[1].swapaxes(1, 2)),
         )  # fmt: skip

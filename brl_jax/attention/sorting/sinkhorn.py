@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.arguments import starts, zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import require, starts, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
@@ -129,11 +127,8 @@ def sinkhorn_attention(
     batch, length = query.shape[:2]
     if state is not None:
         require(rng is None, "rng must be None with a state: noise is for training")
-        fresh = functools.partial(
-            init_sinkhorn_state, batch, key.shape[2], key.shape[3], value.shape[3],
-            length=state.keys.shape[2] if isinstance(state, KeyValueCache) else 1, block_size=block_size, dtype=dtype,
-        )  # fmt: skip
-        check_state(state, jax.eval_shape(fresh), "init_sinkhorn_state")
+        sizes, room = (batch, *key.shape[2:], value.shape[3]), state.keys.shape[2]
+        check_state(state, init_sinkhorn_state, *sizes, length=room, block_size=block_size, dtype=dtype)
         blocks = state.keys.shape[2] // block_size
         _check_logits(sort_logits, (batch, blocks, key.shape[2], blocks))
         weights = balanced(sort_logits, None, iterations, temperature, True, None)

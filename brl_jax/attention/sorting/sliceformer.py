@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtype, check_lengths, zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_dtype, check_lengths, require, zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.on_mesh import whole_rows

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_scale, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype

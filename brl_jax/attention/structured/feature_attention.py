@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import check_lengths, check_segments, is_int, require, zero_padding
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention

@@ -6,13 +6,18 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
-from brl_jax.attention.core.checks import check_qkv, check_within, require
+from brl_jax.attention.core.checks import (
+    check_dtypes,
+    check_lengths,
+    check_qkv,
+    check_within,
+    require,
+    zero_padding,
+)
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
@@ -123,13 +128,10 @@ def mlr_attention(
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if state is not None:
-        fresh = jax.eval_shape(
-            lambda: init_mlr_state(
-                batch, key.shape[2], head_dim, value.shape[3], ranks=ranks, block_sizes=block_sizes, dtype=key.dtype,
-                length=state.value.shape[2] if isinstance(state, MLRState) else 1,
-            )
+        check_state(
+            state, init_mlr_state, batch, key.shape[2], head_dim, value.shape[3], ranks=ranks,
+            block_sizes=block_sizes, dtype=key.dtype, length=state.value.shape[2],
         )  # fmt: skip
-        check_state(state, fresh, "init_mlr_state")
         query = query * feature_scales(ranks, scale, query.dtype)
         out, state = extend(query, key, value, state, count)
         return (out, state) if return_state else out

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
+from brl_jax.attention.core.state import write_places
 from brl_jax.attention.structured.mlr_levels import check_block_sizes, check_ranks, doubling_block_sizes
 from brl_jax.fields import Count, declared
 

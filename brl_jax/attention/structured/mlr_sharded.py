@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense import sharded
-from brl_jax.attention.dense.full import attend
+from brl_jax.attention.dense.attend import attend
 from brl_jax.attention.dense.full_xla import FullArrays
 from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr_rectangles import rectangles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,16 +12,13 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import merge_heads, project_unrotated
-from brl_jax.layers.core.protocol import LayerCall, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.core.protocol import LayerCall
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class CosformerConfig(Mechanism):
+class CosformerConfig(StateConfig):
     """cosFormer (Qin et al. 2022, arXiv:2202.08791)."""
-
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     max_length: Count | None = None
     """The distance at which a weight reaches 0, at least the length of the longest sequence. None uses the length of
@@ -31,8 +28,6 @@ class CosformerConfig(Mechanism):
     """If `max_length` is None, the distance at which a weight reaches 0 in shorter rows and caches. Training a language
     model sets it to the length of its rows (`Mechanism.for_training`), so that generating a shorter text weighs
     distances as in training."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
     def furthest(self, length: int) -> int:
         """Returns the distance at which a weight reaches 0, in rows or a cache of `length` tokens."""

@@ -11,26 +11,21 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import delta_rule
-from brl_jax.fields import Count, Natural
+from brl_jax.fields import Natural
 from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
-from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.gated_deltanet import unit
-from brl_jax.layers.recurrent.state_layer import StateAttention
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetConfig(Mechanism):
+class DeltaNetConfig(StateConfig):
     """The delta rule (Yang et al. 2024, arXiv:2406.06484)."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     conv_size: Natural = 4
     """Width in tokens of the convolutions of queries, keys and values; 0 disables them."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class DeltaNet(ConvolvedLayer, config=DeltaNetConfig):

@@ -13,20 +13,15 @@ from brl_jax.attention.recurrent.flowformer import (
     flowformer_attention,
     init_flowformer_state,
 )
-from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class FlowformerConfig(Mechanism):
+class FlowformerConfig(StateConfig):
     """Linear attention with conserved flows (Flowformer, arXiv:2202.06258)."""
 
-    linear_cost: ClassVar[bool] = True
-
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
+    packs: ClassVar[bool] = False
 
 
 class FlowformerAttention(StateLayer, config=FlowformerConfig):

@@ -13,19 +13,17 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
 from brl_jax.fields import Count, NonNegative
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
-from brl_jax.layers.recurrent.state_layer import StateAttention
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig(Mechanism):
+class GatedDeltaNetConfig(StateConfig):
     """The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
     any_head_dim: ClassVar[bool] = True
 
     num_key_heads: Count | None = None
@@ -44,8 +42,6 @@ class GatedDeltaNetConfig(Mechanism):
     """Added to the mean square of a head's output; None for the network's."""
     conv_size: Count = 4
     """Width in tokens of the convolutions of queries, keys and values."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

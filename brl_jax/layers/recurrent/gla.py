@@ -13,17 +13,14 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class GLAConfig(Mechanism):
+class GLAConfig(StateConfig):
     """Gated linear attention (Yang et al. 2023, arXiv:2312.06635)."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     key_dim: Count | None = None
     """Features of a head's queries and keys; None for half the head dimension."""
@@ -31,8 +28,6 @@ class GLAConfig(Mechanism):
     """Rank of the map from tokens to decays."""
     temperature: Positive = 16.0
     """Decays are the tau-th root of a sigmoid [tau]; larger values decay more slowly."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class GLA(StateLayer, config=GLAConfig):

@@ -14,20 +14,17 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.delta import kimi_delta_rule
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
-from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
 from brl_jax.layers.recurrent.gated_deltanet import unit
-from brl_jax.layers.recurrent.state_layer import StateAttention
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class KDAConfig(Mechanism):
+class KDAConfig(StateConfig):
     """Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692)."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
     any_head_dim: ClassVar[bool] = True
 
     conv_size: Count = 4

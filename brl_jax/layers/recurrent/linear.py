@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
-from brl_jax.fields import Count
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearConfig(Mechanism):
+class LinearConfig(StateConfig):
     """Linear attention (Katharopoulos et al. 2020, arXiv:2006.16236), with or without its denominator."""
-
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     normalize: bool = True
     """Whether to divide by the sum of the weights."""
     feature_map: FeatureMap = "elu+1"
     """Feature map [phi] of the queries and keys."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class LinearAttention(StateLayer, config=LinearConfig):

@@ -13,21 +13,19 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, merge_heads, parameter
-from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
+from brl_jax.layers.core.protocol import Dimensions, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
-from brl_jax.layers.recurrent.state_layer import StateAttention
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2Config(Mechanism):
+class Mamba2Config(StateConfig):
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 
     A layer includes its feed-forward network, so d_ff has no effect. It has `expansion` times the network's heads."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
     residual: ClassVar[Residual] = "mixer"
 
     expansion: Count = 2

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
-from brl_jax.fields import Count
 from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class NormConfig(Mechanism):
+class NormConfig(StateConfig):
     """Linear attention with a norm over the merged heads instead of the denominator (TransNormer, arXiv:2210.10340,
     eq. 14)."""
-
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     feature_map: FeatureMap = "elu+1"
     """Feature map [phi] of the queries and keys: "elu" (T1), "elu+1" (T2) or "relu"."""
     norm: Norm = "rms"
     """The norm over the merged heads."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class NormAttention(StateLayer, config=NormConfig):

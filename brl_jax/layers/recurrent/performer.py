@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +20,18 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.modules import project_qkv
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class PerformerConfig(Mechanism):
+class PerformerConfig(StateConfig):
     """FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794)."""
-
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     num_features: Count | None = None
     """Random features for each head; None for head_dim ln(head_dim), rounded."""
     seed: Seed = 0
     """Seed of the random features, which all heads and layers share, in training and in generation. If the network is
     called with a key "projection" among its rngs, each layer draws other features from that key."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
     def features(self, head_dim: int) -> int:
         """Returns the number of random features of a head of this size."""

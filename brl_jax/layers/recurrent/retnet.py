@@ -13,22 +13,17 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, rotary_options
-from brl_jax.layers.core.protocol import Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class RetNetConfig(Mechanism):
+class RetNetConfig(StateConfig):
     """Multi-scale retention (Sun et al. 2023, arXiv:2307.08621)."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
 
     expansion: Count = 2
     """Width of values and gates, as a multiple of the model's width."""
-    chunk_size: Count = 64
-    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class RetNet(StateLayer, config=RetNetConfig):

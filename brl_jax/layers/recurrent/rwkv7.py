@@ -16,18 +16,15 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import dense, parameter, scale_scores
-from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
-from brl_jax.layers.recurrent.state_layer import StateAttention
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class RWKV7Config(Mechanism):
+class RWKV7Config(StateConfig):
     """RWKV-7 (Peng et al. 2025, arXiv:2503.14456)."""
 
     bidirectional: ClassVar[bool] = False
-    linear_cost: ClassVar[bool] = True
-    packs: ClassVar[bool] = True
     any_head_dim: ClassVar[bool] = True
     # Tokens are mixed with the one before.
     conv_size: ClassVar[int] = 2

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.fields import Count
 from brl_jax.layers.core.caches import StateCache
 from brl_jax.layers.core.modules import merge_heads, sow_weights
-from brl_jax.layers.core.protocol import LayerCall, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 class StateAttention(NamedTuple):
@@ -27,6 +29,17 @@ class StateAttention(NamedTuple):
     function: Callable[..., Any]
     value: Float[Array, "B T K V"]
     linear_part: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateConfig(Mechanism):
+    """What most recurrent mechanisms share."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+
+    chunk_size: Count = 64
+    """Tokens in a chunk; changes time and memory, not results."""
 
 
 class StateLayer(MechanismLayer):

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.core.state import KeyValueCache, slide
+from brl_jax.attention.core.state import KeyValueCache, slide, write_places
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,

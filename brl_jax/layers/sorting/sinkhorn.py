@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.fields import Count, Positive

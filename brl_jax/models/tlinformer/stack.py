@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.in_place import write_places
+from brl_jax.attention.core.state import write_places
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.models.cross_attention import CrossSizes
 from brl_jax.models.stack import Stack

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
-from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.attention.dense.attend import MANY_TOKENS
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients

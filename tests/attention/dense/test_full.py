@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
-from brl_jax.attention.dense import full, full_xla
+from brl_jax.attention.dense import attend, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.oracles import attention as oracles
@@ -28,7 +28,7 @@ run = functools.partial(outputs_and_gradients, full_attention)
 def blocks(request, monkeypatch):
     """The form for few tokens, and the form for many: blocks of queries, grouped if causal."""
     if request.param == "in blocks":
-        monkeypatch.setattr(full, "MANY_TOKENS", 1)
+        monkeypatch.setattr(attend, "MANY_TOKENS", 1)
         monkeypatch.setattr(full_xla, "QUERY_BLOCK", 3)
 
 
@@ -147,9 +147,12 @@ def test_bad_input(arrays, options, message):
         full_attention(*arrays, **options)
 
 
-def test_cudnn_takes_half_precision():
-    with pytest.raises(NotImplementedError, match=r"only with bfloat16 or float16 .got float32."):
-        full_attention(Q, KV, KV, implementation="cudnn")
+def test_cudnn_takes_half_precision_and_heads_of_one_size():
+    message = (
+        r"only with bfloat16 or float16 .got float32.; with equal head_dims of value and query .got 3 and 8."
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        full_attention(Q, KV, KV[..., :3], implementation="cudnn")
 
 
 def test_rows_whose_bias_is_minus_infinity_give_zero():

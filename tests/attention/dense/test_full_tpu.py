@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
-from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.attention.dense.attend import MANY_TOKENS
+from brl_jax.attention.dense.full import full_attention
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
 from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv, with_padding

@@ -14,9 +14,7 @@ from brl_jax.attention.local.patterns import SlidingWindow
 from tests.attention.local.cases import BOTH, PATTERNS, SINKS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
-from tests.support.attention import outputs_and_gradients, random_qkv, with_padding
-
-NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")
+from tests.support.attention import assert_close, expect, outputs_and_gradients, random_qkv, with_padding
 
 
 def run(arrays, sinks, implementation="xla", **options):
@@ -25,19 +23,11 @@ def run(arrays, sinks, implementation="xla", **options):
     return outputs_and_gradients(local_attention, *arrays, **options)
 
 
-def expect(arrays, visible, sinks, cap, **options):
-    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
-    options |= {"sinks": sinks, "cap": cap}
-    out, _ = oracles.softmax_attention(query, key, value, visible, **options)
-    d_query, d_key, d_value, _, d_sinks = oracles.softmax_attention_gradients(
-        query, key, value, visible, d_out, **options
-    )
-    return out, d_query, d_key, d_value, d_sinks
-
-
-def assert_close(got, expected, tolerance=1e-4):
-    for name, x, y in zip(NAMES, got, expected, strict=True):
-        assert oracles.relative_error(x.astype(jnp.float32), y) < tolerance, name
+def check(got, arrays, visible, sinks=SINKS, tolerance=1e-4, **options):
+    """Asserts that output and gradients are the oracle's, under a cap of 2."""
+    expected = expect(arrays, visible, sinks=sinks, cap=2.0, **options)
+    assert_close(got, expected, tolerance)
+    assert oracles.relative_error(got[4].astype(jnp.float32), expected[5]) < tolerance
 
 
 def large(*sizes, **options):
@@ -54,7 +44,7 @@ def test_equals_oracle(schedule, name):
     arrays = large(130)
     visible = oracles.pairs(130, 130, sees, is_causal=True)
     got = run(arrays, SINKS, pattern=pattern, is_causal=True, logits_soft_cap=2.0)
-    assert_close(got, expect(arrays, visible, SINKS, 2.0))
+    check(got, arrays, visible)
 
 
 @BOTH
@@ -68,9 +58,9 @@ def test_bias_lengths_and_segments(schedule):
         visible & oracles.pairs(90, 90, oracles.sliding(7, 3)) & (ids[:, None, None] == ids[:, None, :, None])
     )
     at = jnp.arange(90)
-    want = expect(arrays, visible, SINKS, 2.0, bias=np.asarray(bias(at, at))[None])
     options = {"segment_ids": jnp.asarray(ids), "bias": bias, "logits_soft_cap": 2.0} | lengths
-    assert_close(run(poisoned, SINKS, pattern=SlidingWindow(7, 3), **options), want)
+    got = run(poisoned, SINKS, pattern=SlidingWindow(7, 3), **options)
+    check(got, arrays, visible, bias=np.asarray(bias(at, at))[None])
 
 
 @pytest.mark.parametrize("name", slow_unless(["sliding", "strided", "block_mask"], ["sliding", "block_mask"]))
@@ -80,7 +70,7 @@ def test_tpu_kernels_equal_oracle(name):
     arrays = large(130, batch=1)
     visible = oracles.pairs(130, 130, sees, is_causal=True)
     got = run(arrays, SINKS, "pallas_interpret", pattern=pattern, is_causal=True, logits_soft_cap=2.0)
-    assert_close(got, expect(arrays, visible, SINKS, 2.0), 1e-5)
+    check(got, arrays, visible, tolerance=1e-5)
 
 
 def test_bfloat16():
@@ -88,7 +78,7 @@ def test_bfloat16():
     visible = oracles.pairs(130, 130, oracles.sliding(7, 0))
     got = run(arrays, SINKS.astype(jnp.bfloat16), local_window_size=(7, 0), logits_soft_cap=2.0)
     assert got[4].dtype == jnp.bfloat16
-    assert_close(got, expect(arrays, visible, SINKS.astype(jnp.bfloat16), 2.0), 2e-2)
+    check(got, arrays, visible, SINKS.astype(jnp.bfloat16), 2e-2)
 
 
 def test_extreme_sinks_and_the_plain_form():

@@ -60,20 +60,6 @@ def test_logits_of_a_permutation_bring_its_block(is_causal):
     assert relative_error(out, full_attention(*arrays, mask=jnp.asarray(mask))) < 1e-5
 
 
-@pytest.mark.parametrize("real", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_padding_changes_nothing(real):
-    arrays = random_qkv(14, heads=4)[:3]
-    logits = random_logits(arrays, 4)
-    lengths = jnp.asarray([real] + [14] * (arrays[0].shape[0] - 1), jnp.int32)
-    poisoned = (x.at[0, real:].set(jnp.nan) for x in arrays)
-    out = sinkhorn_attention(*poisoned, logits, block_size=4, lengths=lengths)
-    count = -(-real // 4)
-    alone = sinkhorn_attention(*(x[:1, :real] for x in arrays), logits[:1, :count, :, :count], block_size=4)
-    assert relative_error(out[:1, :real], alone) < 1e-5
-    np.testing.assert_array_equal(out[0, real:], 0)
-    assert relative_error(out[1:], sinkhorn_attention(*arrays, logits, block_size=4)[1:]) < 1e-5
-
-
 def test_noise_is_drawn_from_the_key():
     arrays = random_qkv(12, heads=2)[:3]
     logits = random_logits(arrays, 3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from brl_jax import bilinear_btt_attention, bilinear_mlr_attention, global_window_attention, mlr_attention
-from brl_jax.attention.dense.full import MANY_TOKENS
+from brl_jax.attention.dense.attend import MANY_TOKENS
 from brl_jax.attention.structured.feature_attention import feature_attention
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients

@@ -159,19 +159,6 @@ def test_lengths_and_poisoned_padding(is_causal):
     assert not np.asarray(got[0])[0].any()
 
 
-def test_values_of_another_size():
-    query, key, _, _ = random_qkv(70)
-    value = jnp.asarray(np.random.default_rng(1).standard_normal((2, 70, 2, 3)), jnp.float32)
-    out = jax.jit(functools.partial(mlr_attention, ranks=(8,), is_causal=True))(query, key, value)
-    assert out.shape == (2, 70, 4, 3)
-    expected, _ = oracles.softmax_attention(query, key, value, causal_pairs(70), scale=1 / 8)
-    assert oracles.relative_error(out, expected) < 1e-5
-    full = jax.jit(functools.partial(full_attention, is_causal=True, scale=1 / 8))(query, key, value)
-    assert oracles.relative_error(full, expected) < 1e-5
-    with pytest.raises(NotImplementedError, match="head_dims of value and query"):
-        full_attention(query, key, value, implementation="cudnn")
-
-
 # --- Cost ---
 
 
