@@ -67,7 +67,8 @@ def candidates(folder: Any, which: str) -> list[int]:
     chosen = steps[::-1] if which in ("best", "last") else [step for step in steps if str(step) == which]
     if not chosen:
         known = ", ".join(["best", "last", *map(str, steps)])
-        raise LookupError(f"expected one of {known}, got {which}" if steps else f"no checkpoint in {folder}")
+        there = f"expected one of {known}, got {which}," if steps else "no checkpoint"
+        raise LookupError(f"{there} in {folder}")
     return chosen
 
 

@@ -79,7 +79,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     try:
         steps = candidates(folder, str(checkpoint))
     except LookupError as error:
-        raise FileNotFoundError(f"checkpoint: {error}, in {folder}") from error
+        raise FileNotFoundError(f"checkpoint: {error}") from error
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)

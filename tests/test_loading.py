@@ -53,6 +53,9 @@ def test_a_run_is_what_evaluation_reads(finished, tmp_path):
     )
     with pytest.raises(FileNotFoundError, match=r"checkpoint: expected one of best, last, 2, got 7"):
         load_run(tmp_path / "run", 7)
+    shutil.copytree(tmp_path / "run", tmp_path / "new", ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(FileNotFoundError, match=r"^checkpoint: no checkpoint in \S+/new/checkpoints$"):
+        load_run(tmp_path / "new")
     # Skips a checkpoint that a crash truncated, as training and evaluation do.
     cut = tmp_path / "run" / "checkpoints" / "1"
     cut.mkdir()

@@ -18,7 +18,7 @@ from brl_jax.models.inputs import Inputs, Positions, check_ints
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack, check_goes_back
-from brl_jax.models.stack_call import Recall, StackCache
+from brl_jax.models.stack_call import Recall, StackCache, check_batch
 from brl_jax.sharding import constrain, gather_parameter
 
 
@@ -182,9 +182,15 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        for name, given in (("memory", memory), ("cache", cache)):
+        makers = (
+            ("memory", memory, self.init_memory),
+            ("cache", cache, lambda rows: self.init_cache(rows, 1)),
+        )
+        for name, given, init in makers:
             if given is not None and not hasattr(given, "_fields"):
                 raise ValueError(f"{name} must be made by init_{name}, got {type(given).__name__}")
+            if given is not None:
+                check_batch(name, given, init, tokens.shape[0])
         start = cache.length if isinstance(cache, StackCache) else 0
         places = token_positions(tokens.shape[1], start)
         x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,6 +106,18 @@ class StackMemory(NamedTuple):
 
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]
+
+
+def check_batch(name: str, given: Any, init: Callable[[int], Any], batch: int) -> None:
+    """Raises ValueError if `given`, a cache or memory as `init(batch)` makes them, has another number of rows."""
+    one, two = (jax.eval_shape(functools.partial(init, rows)) for rows in (1, 2))
+    leaves, structures = zip(*map(jax.tree.flatten, (given, one, two)))
+    if len(set(structures)) > 1:  # a cache of cross-attention has more
+        return
+    for x, of_one, of_two in zip(*leaves):
+        for size, first, second in zip(x.shape, of_one.shape, of_two.shape):
+            if first != second and size != batch * first:
+                raise ValueError(f"{name} must have as many rows as the tokens, {batch}, got {size // first}")
 
 
 def check_room(new: int, num_tokens: Any, room: Any) -> None:

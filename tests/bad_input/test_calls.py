@@ -491,6 +491,7 @@ def rotary(right=SIDES[1], **options):
     return brl.local_attention(Q, K, V, **WINDOW, bias=brl.RotaryBias(SIDES[0], right, **options))
 
 
+BRL = decoder(mechanism=brl.BRLConfig(window=4))
 CONFIG = decoder().config
 DIMENSIONS = CONFIG.make_dimensions(is_causal=True)
 
@@ -541,6 +542,14 @@ DECLARED = [
     (lambda: stack((brl.FullConfig(),), CONFIG), "mechanisms and dimensions must be .* and DecoderConfig"),
     (lambda: run(decoder(), IDS, memory=3), "memory must be"),
     (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
+    (
+        lambda: run(decoder(), IDS, cache=decoder().init_cache(B, 8)),
+        "cache must have as many rows .* 1, got 2",
+    ),
+    (
+        lambda: run(BRL, IDS, memory=BRL.init_memory(B)),
+        "memory must have as many rows as the tokens, 1, got 2",
+    ),
 ]
 
 
