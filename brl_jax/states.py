@@ -163,7 +163,7 @@ class StateFunctions:
         self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], **arrays: Any
     ) -> Summary:
         """Returns what T tokens do to any state before them. The `Summary` of a shard of a sequence is all that the
-        devices with later shards need, so a caller can divide sequences over a mesh as he likes.
+        devices with later shards need, so you can divide sequences over a mesh as you like.
 
         For "linear", "deltanet", "gated_deltanet", "kda", "gated_deltanet_2" and "rwkv7".
 

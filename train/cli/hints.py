@@ -60,10 +60,10 @@ def hint_for(name: str, options: Collection[str], decided: Collection[str], conf
 
     Args:
       name: the option, without its dashes. options: those that the command has. decided: the options of other commands
-        that the task, its data or a pretrained run sets here. config: the configuration that the options set.
+        that the preset, its data or a pretrained run sets here. config: the configuration that the options set.
     """
     if name in decided or f"{name}.name" in decided:
-        return "the task, its data or the pretrained run sets it, so that there is no such option"
+        return "the preset, its data or the pretrained run sets it"
     if name in _ANSWERS:
         return _ANSWERS[name]
     if _SYNONYMS.get(name) in options:

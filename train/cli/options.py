@@ -121,9 +121,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     if unknown:
         option = unknown[0].split("=")[0]
         if not option.startswith("-"):
-            raise UserError(
-                f"unexpected argument {option!r}; expected options (--NAME VALUE), the preset first"
-            )
+            raise UserError(f"unexpected argument {option!r}; usage: {as_started(prog)} --NAME VALUE ...")
         name = _name_of(option)
         if name in options:  # a mechanism's name, which was taken out of argv when it was first named
             raise UserError(f"--{name} is given twice; expected it once")
