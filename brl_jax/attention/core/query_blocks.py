@@ -1,4 +1,4 @@
-"""Attention on one block of queries at a time, so that only their scores exist at once."""
+"""Tokens cut into blocks, and attention on one block of queries at a time, so that only their scores exist at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 # Queries in a block: their scores for all keys are the largest array in memory.
 QUERY_BLOCK = 256
+
+
+def in_blocks(x: Shaped[Array, "*S"], size: int, *, axis: int = 1, fill: Any = 0) -> Shaped[Array, "*T"]:
+    """x with `axis` cut into blocks of `size`, two axes for one; `fill` completes the last block."""
+    blocks = -(-x.shape[axis] // size)
+    room = [(0, 0)] * x.ndim
+    room[axis] = (0, blocks * size - x.shape[axis])
+    x = jnp.pad(x, room, constant_values=fill)
+    return x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
 
 
 def by_query_blocks(
@@ -30,13 +39,11 @@ def by_query_blocks(
     batch, length = query.shape[:2]
     if length <= block:
         return function(query, segments, offset)
-    blocks = -(-length // block)
 
     def cut(x: Array) -> Array:
-        padding = [(0, 0), (0, blocks * block - length)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.moveaxis(jnp.pad(x, padding).reshape(batch, blocks, block, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(in_blocks(x, block), 1, 0)
 
-    offsets = offset + jnp.arange(blocks, dtype=jnp.int32) * block
+    offsets = offset + jnp.arange(-(-length // block), dtype=jnp.int32) * block
     # In a scan over layers, JAX moves what no layer changes out of the loop. That would include the masks of all
     # blocks, which are as large as all scores. The barrier ties their inputs to the query, which each layer changes.
     offsets, segments, _ = lax.optimization_barrier((offsets, segments, query[:1, :1]))

@@ -24,6 +24,7 @@ from brl_jax.attention.core.checks import (
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
@@ -175,8 +176,7 @@ def _whole_blocks(
     blocks = -(-length // block)
 
     def cut(x: Array, lengths: Array | None) -> Array:
-        padding = ((0, 0), (0, blocks * block - length), (0, 0), (0, 0))
-        return jnp.pad(zero_padding(x, lengths), padding).reshape(batch, blocks, block, *x.shape[2:])
+        return in_blocks(zero_padding(x, lengths), block)
 
     ends = jnp.full((1,), length, jnp.int32) if key_lengths is None else jnp.minimum(key_lengths, length)
     inside = jnp.arange(blocks * block).reshape(1, blocks, block) < ends[:, None, None]

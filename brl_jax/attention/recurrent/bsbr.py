@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from brl_jax.attention.core.checks import check_qkv, check_scale, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.local.api import local_attention
@@ -264,9 +265,7 @@ def _shard_between_chunks(
     batch, size = inputs["query"].shape[:2]
     chunks = -(-size // chunk_size)
 
-    def split(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - size), (0, 0), (0, 0)])
-        return x.reshape(batch, chunks, chunk_size, *x.shape[2:])
+    split = functools.partial(in_blocks, size=chunk_size)
 
     def gather(x: Array) -> Array:
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
@@ -312,9 +311,7 @@ def _prompt(
     chunks, room = -(-size // chunk_size), state.summary.shape[1]
 
     def split(name: str) -> Array:
-        x = aligned[name]
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - size), (0, 0), (0, 0)])
-        return x.reshape(batch, chunks, chunk_size, *x.shape[2:])
+        return in_blocks(aligned[name], chunk_size)
 
     key, value = split("key").astype(jnp.float32), split("value").astype(jnp.float32)
     summary = retrieval.summarize(jnp.einsum("bmckh,bmckv->bmkhv", key, value))

@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from brl_jax.attention.core.by_platform import Form, branches
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
@@ -246,16 +247,10 @@ class _Walk(NamedTuple):
     ) -> tuple[Any, Int[Array, "B chunks C"] | None]:
         """Arrays (B, T, ...) as chunks (B, chunks, C, ...), the last one padded with tokens that no query sees."""
         batch, length = jax.tree.leaves(inputs)[0].shape[:2]
-        chunks = -(-length // self.size)
-        missing = chunks * self.size - length
-        if missing and segments is None:
+        if length % self.size and segments is None:
             segments = jnp.zeros((batch, length), jnp.int32)
-
-        def split(x: Array, fill: int = 0) -> Array:
-            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-            return x.reshape(batch, chunks, self.size, *x.shape[2:])
-
-        return jax.tree.map(split, inputs), None if segments is None else split(segments, -1)
+        split = functools.partial(in_blocks, size=self.size)
+        return jax.tree.map(split, inputs), None if segments is None else split(segments, fill=-1)
 
     def one_by_one(
         self,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from brl_jax.attention.core.dispatch import Backend, triton_backend
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.recurrent.decay import clip_log_decay
 from brl_jax.sharding import Names, sequence_axis, shard_call
 
@@ -132,7 +133,7 @@ def _factors(arrays: Walked) -> Any:
     if log is not None:
         log = clip_log_decay(log.astype(jnp.float32))
     if log is not None and log.ndim == 3:
-        chunked = _chunks(log, kernels.tpu.CHUNK)
+        chunked = in_blocks(log, kernels.tpu.CHUNK)
         up_to = jnp.tri(kernels.tpu.CHUNK)
 
         def summed(which: Array) -> Array:
@@ -143,7 +144,7 @@ def _factors(arrays: Walked) -> Any:
         start, end = (jnp.exp(x).reshape(x.shape[0], -1, heads)[:, :length] for x in (sums, rest))
         total = jnp.exp(sums[:, :, -1])
     if segments is not None:
-        chunked = _chunks(segments, kernels.tpu.CHUNK, -1)
+        chunked = in_blocks(segments, kernels.tpu.CHUNK, fill=-1)
         # Numbers grow along a row and padding has -1, so the largest is the newest.
         after = lax.cummax(jnp.maximum(chunked.max(axis=2), 0), axis=1)
         before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
@@ -157,9 +158,3 @@ def _factors(arrays: Walked) -> Any:
         end = masked(end, chunked == after[..., None])[:, :length]
         total = masked(total, before == after)
     return kernels.tpu.Factors(start, end, log, arrays.beta, total)
-
-
-def _chunks(x: Array, size: int, fill: int = 0) -> Array:
-    """(B, T, ...) as (B, chunks, size, ...)."""
-    pads = [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, pads, constant_values=fill).reshape(x.shape[0], -1, size, *x.shape[2:])

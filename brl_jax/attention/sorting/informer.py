@@ -14,6 +14,7 @@ from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.on_mesh import whole_rows
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.core.state import KeyValueCache, check_state
@@ -300,12 +301,9 @@ def _rank(
     """
     batch, heads, length = measures.shape
     size = min(length, _RANKED)
-    chunks = -(-length // size)
-    room = chunks * size - length
 
     def cut(x: Array, fill: Any) -> Array:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, room)], constant_values=fill)
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], chunks, size), -2, 0)
+        return jnp.moveaxis(in_blocks(x, size, axis=x.ndim - 1, fill=fill), -2, 0)
 
     earlier = jnp.tri(size, k=-1, dtype=bool)[None, None]
 
@@ -350,13 +348,8 @@ def _attend(
 
     if number <= _QUERY_BLOCK:
         return jnp.moveaxis(attend((rows, ends)), 1, 2)
-    blocks = -(-number // _QUERY_BLOCK)
-
-    def cut(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, blocks * _QUERY_BLOCK - number)] + [(0, 0)] * (x.ndim - 3))
-        return jnp.moveaxis(x.reshape(batch, heads, blocks, _QUERY_BLOCK, *x.shape[3:]), 2, 0)
-
-    out = lax.map(jax.checkpoint(attend), (cut(rows), cut(ends)))
+    pieces = tuple(jnp.moveaxis(in_blocks(x, _QUERY_BLOCK, axis=2), 2, 0) for x in (rows, ends))
+    out = lax.map(jax.checkpoint(attend), pieces)
     return jnp.moveaxis(out, 0, 2).reshape(batch, heads, -1, value.shape[3])[:, :, :number].swapaxes(1, 2)
 
 

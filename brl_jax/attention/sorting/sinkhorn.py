@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 from brl_jax.attention.core.checks import require, starts, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import KeyValueCache, check_state
@@ -137,7 +138,7 @@ def sinkhorn_attention(
         return (out, state) if return_state else out
     blocks = -(-length // block_size)
     _check_logits(sort_logits, (batch, blocks, key.shape[2], blocks))
-    query, key, value = (_cut(x, block_size) for x in (query, key, value))
+    query, key, value = (in_blocks(x, block_size) for x in (query, key, value))
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given
     exists = jnp.arange(blocks, dtype=jnp.int32)[None] * block_size < lengths[:, None]
     weights = balanced(sort_logits, exists, iterations, temperature, is_causal, rng)
@@ -166,7 +167,7 @@ def _attend_new(
 ) -> Float[Array, "B T N V"]:
     """Causal attention of the T tokens from position `start` on; `past` includes them."""
     batch, length = query.shape[:2]
-    blocks = [_cut(x.astype(jnp.float32), block_size, axis=2) for x in (past.keys, past.values)]
+    blocks = [in_blocks(x.astype(jnp.float32), block_size, axis=2) for x in (past.keys, past.values)]
     last = blocks[0].shape[2] - 1
     # The new tokens may touch this many blocks.
     touched = -(-length // block_size) + 1
@@ -179,7 +180,7 @@ def _attend_new(
     read = jnp.broadcast_to((numbers > 0)[None, :, None], (batch, touched, block_size))
     mixing = jnp.take(weights, within, axis=2)
     mixed = _Blocks(*(_mix_heads(mixing, x) for x in blocks))
-    out = _attend(_cut(rows, block_size), mixed, own, read, jnp.ones_like(read), scale, True)
+    out = _attend(in_blocks(rows, block_size), mixed, own, read, jnp.ones_like(read), scale, True)
     out = out.reshape(batch, touched * block_size, *out.shape[3:])
     return lax.dynamic_slice_in_dim(out, offset, length, axis=1)
 
@@ -235,14 +236,6 @@ def _check_logits(sort_logits: Any, shape: tuple[int, ...]) -> None:
             else repr(sort_logits)
         ),
     )
-
-
-def _cut(x: Float[Array, "B *T"], block_size: int, axis: int = 1) -> Float[Array, "B *R"]:
-    """x with its tokens cut into blocks, with zeros after the last token."""
-    count = -(-x.shape[axis] // block_size)
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, count * block_size - x.shape[axis])
-    return jnp.pad(x, padding).reshape(*x.shape[:axis], count, block_size, *x.shape[axis + 1 :])
 
 
 def _mix(weights: Float[Array, "B K R C"], blocks: _Blocks) -> _Blocks:

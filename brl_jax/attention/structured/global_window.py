@@ -13,6 +13,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.attention.structured.mlr_levels import check_ranks
 from brl_jax.fields import Count
 
 
@@ -60,7 +61,7 @@ def global_window_attention(
       ValueError: an argument does not fit, named in the message.
     """
     check_qkv(query, key, value)
-    first = check_split(ranks, query.shape[3])
+    first, _ = check_ranks(ranks, query.shape[3])
     if scale is None:
         scale = (8 / ranks[0], 8 / ranks[1])
     require(
@@ -81,9 +82,3 @@ def global_window_attention(
         pattern=SlidingWindow.of_width(window, is_causal), implementation=implementation, **options,
     )  # fmt: skip
     return everywhere + near
-
-
-def check_split(ranks: Any, head_dim: int) -> int:
-    """Returns the features of the global part; raises ValueError unless both parts are positive and sum to head_dim."""
-    require(sum(ranks) == head_dim, f"ranks must sum to the head_dim {head_dim}, got {ranks[0]}+{ranks[1]}")
-    return int(ranks[0])

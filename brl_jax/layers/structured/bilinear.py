@@ -19,6 +19,7 @@ from brl_jax.attention.structured.bilinear import (
     btt_factors,
 )
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.attention.structured.mlr_levels import check_ranks
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import dense, parameter
@@ -56,11 +57,7 @@ class BilinearMLRConfig(Mechanism):
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)
         ranks = self.level_ranks(dimensions)
-        if min(ranks, default=0) < 1 or sum(ranks) != dimensions.head_dim:
-            raise ValueError(
-                f"ranks must be at least 1 and sum to the head_dim {dimensions.head_dim}, got "
-                f"{'+'.join(map(str, ranks))} = {sum(ranks)}"
-            )
+        check_ranks(ranks, dimensions.head_dim)
         if dimensions.d_model % 2 ** (len(ranks) - 1):
             raise ValueError(
                 f"ranks of {len(ranks)} levels need a d_model that is a multiple of {2 ** (len(ranks) - 1)}, got "

@@ -13,7 +13,8 @@ from brl_jax.attention.core.state import KeyValueCache, slide, window_segments
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
-from brl_jax.attention.structured.global_window import check_split, global_window_attention
+from brl_jax.attention.structured.global_window import global_window_attention
+from brl_jax.attention.structured.mlr_levels import check_ranks
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
@@ -44,7 +45,7 @@ class GlobalWindowConfig(Mechanism):
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)
-        check_split(self.parts(dimensions.head_dim), dimensions.head_dim)
+        check_ranks(self.parts(dimensions.head_dim), dimensions.head_dim)
 
 
 class GlobalWindowCache(NamedTuple):

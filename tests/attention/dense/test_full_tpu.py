@@ -140,11 +140,9 @@ def test_bias_equals_oracle(kind, offset, traced):
     given = jnp.int32(offset) if traced else offset
     *got, grad = run_both(query, key, value, jnp.asarray(numbers), given)
     visible = oracles.pairs(num_queries, num_keys, oracles.everything, offset, 0, is_causal=traced)
-    arrays, options = (query, key, value, visible), {"bias": dense[None], "cap": 2.0}
-    out, _ = oracles.softmax_attention(*arrays, **options)
-    *grads, d_scores = oracles.softmax_attention_gradients(*arrays, d_out, **options)
-    assert_close(got, (out, *grads))
-    assert oracles.relative_error(grad, pull(d_scores)) < 1e-5
+    expected = expect((query, key, value, d_out), visible, bias=dense[None], cap=2.0)
+    assert_close(got, expected)
+    assert oracles.relative_error(grad, pull(expected[4])) < 1e-5
 
 
 def _program(platform, length, **options):

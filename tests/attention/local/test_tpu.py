@@ -126,16 +126,12 @@ def test_bias_equals_oracle(name, kind):
         bias, (dense, pull) = ALiBi(jnp.asarray(SLOPES)), oracles.alibi(SLOPES, distance)
     else:
         bias, (dense, pull) = T5Bias(jnp.asarray(TABLE), 30, True), oracles.t5(TABLE, distance, 30, True)
-    options = {"sinks": SINKS[:2], "cap": 2.0}
     visible = oracles.pairs(130, 150, sees, 20 + 5, 5, causal)
-    out, _ = oracles.softmax_attention(*arrays[:3], visible, bias=dense[None], **options)
-    *grads, d_scores, _ = oracles.softmax_attention_gradients(
-        *arrays[:3], visible, arrays[3], bias=dense[None], **options
-    )
+    expected = expect(arrays, visible, bias=dense[None], sinks=SINKS[:2], cap=2.0)
     where = {"query_offset": 20, "key_offset": 5, "is_causal": causal}
     got, (grad,) = run_biased(arrays, bias, pattern=pattern, logits_soft_cap=2.0, sinks=SINKS[:2], **where)
-    assert_close(got, (out, *grads), 1e-5)
-    assert oracles.relative_error(grad, pull(d_scores)) < 1e-5
+    assert_close(got, expected, 1e-5)
+    assert oracles.relative_error(grad, pull(expected[4])) < 1e-5
 
 
 def test_bias_of_packed_rows_in_bfloat16():
@@ -154,13 +150,12 @@ def test_bias_of_packed_rows_in_bfloat16():
     even, odd = left[:, None, None, ::2], left[:, None, None, 1::2]
     turned = even * np.cos(turn) - odd * np.sin(turn), even * np.sin(turn) + odd * np.cos(turn)
     dense = sum((x * right[:, None, None, n::2]).sum(-1) for n, x in enumerate(turned))
-    out, _ = oracles.softmax_attention(*arrays[:3], visible, bias=dense[None])
-    grads = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3], bias=dense[None])
+    expected = expect(arrays, visible, bias=dense[None])
     bias = RotaryBias(jnp.asarray(left), jnp.asarray(right))
     options = {"local_window_size": (30, 20), "segment_ids": jnp.asarray(ids)} | lengths
     got, (d_left, d_right) = run_biased([*poisoned[:3], arrays[3]], bias, **options)
-    assert_close(got, (out, *grads[:3]), 2e-2)
-    weighted = grads[3].sum(0)[..., None]
+    assert_close(got, expected, 2e-2)
+    weighted = expected[4].sum(0)[..., None]
     want = [(weighted * x * 1.0).sum((1, 2)) for x in turned]
     assert oracles.relative_error(d_right, np.stack(want, -1).reshape(2, 8)) < 2e-2
     assert np.isfinite(np.asarray(d_left)).all()
