@@ -113,7 +113,8 @@ def generate_requests(
         f"model must be a decoder without an encoder, got {type(model).__name__}",
     )
     require(
-        isinstance(requests, Iterable), f"requests must be Requests in a list or iterator, got {requests!r}"
+        isinstance(requests, Iterable) and not isinstance(requests, Request),
+        f"requests must be Requests in a list or iterator, got {requests!r}",
     )
     check_sampled(rng, temperature)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)

@@ -36,7 +36,7 @@ def reference() -> dict[str, dict[str, list[str]]]:
     for name in brl_jax.__all__:
         module = getattr(getattr(brl_jax, name), "__module__", "")
         _, *path = module.split(".")
-        if not path:  # MECHANISMS and its like are no functions or classes
+        if not path:  # constants such as MECHANISMS are neither functions nor classes
             continue
         section, page = "networks", path[-1]
         if (

@@ -522,6 +522,10 @@ DECLARED = [
     ),
     (lambda: brl.generate_requests(decoder(), zeros(decoder()), None), "requests must be"),
     (
+        lambda: brl.generate_requests(decoder(), zeros(decoder()), brl.Request([1], 2)),
+        "requests must be Requests in a list",
+    ),
+    (
         lambda: brl.bilinear_mlr_attention(array(B, T, 8), V, query_weights=None, key_weights=WEIGHTS),
         "query_weights must be a list, got None",
     ),

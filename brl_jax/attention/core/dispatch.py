@@ -96,9 +96,9 @@ def dispatch(
       operands: pytrees of arrays.
       forms: how XLA computes the same on some platforms and on all others ("default"); None for `xla` on all.
       results: what the function returns, as arrays or `jax.ShapeDtypeStruct`; None traces `xla` to find out.
-      kept: likewise what `forms` and backends with a gradient keep for it.
+      kept: what `forms` and backends with a gradient keep for it, given in the same way.
       axis_name: as in `by_platform`.
-      cost: that of `xla` in the number of tokens, for the warning.
+      cost: how the cost of `xla` grows with the tokens, for the warning.
 
     Raises:
       ValueError: for a name that this function does not have.
@@ -223,7 +223,7 @@ def check_implementation(implementation: Any, *names: str | None) -> None:
 
 
 def bias_unsupported(bias: Any) -> str | None:
-    """Why kernels that add no bias cannot serve a call with this one; None if there is none."""
+    """Why kernels that add no bias cannot compute a call with this one; None without a bias."""
     if bias is None:
         return None
     return f"bias must be None, got {type(bias).__name__ if isinstance(bias, PositionBias) else 'an array'}"
