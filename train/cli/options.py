@@ -26,13 +26,14 @@ from brl_jax.layers import MECHANISMS
 from brl_jax.models import StackConfig
 from train.cli.help import first_screen, preset_list
 from train.cli.hints import hint_for
+from train.engine.config import RunConfig
 from train.engine.config_file import flatten, option_name, to_json
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.metrics import as_started
 
 T = TypeVar("T")
-R = TypeVar("R", bound="RunConfig")
+R = TypeVar("R", bound=RunConfig)
 M = TypeVar("M", bound=StackConfig)
 
 # Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from train.engine.batch import num_rows
+from train.engine.batch import Arrays, num_rows
 from train.engine.flops import matrix_flops
 from train.engine.step import Objective
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brl_jax.models import Classifier, PairClassifier
+from train.engine.batch import Batch
 
 _RIDGE = 1e-3
 # Factors on the scores of a regression; a head takes the one with the lowest loss.
