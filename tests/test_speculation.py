@@ -80,7 +80,8 @@ def test_a_cache_keeps_the_first_tokens_and_the_outputs_are_of_all(name):
     np.testing.assert_allclose(y, expected[:, 3:8], rtol=1e-4, atol=1e-5)
     # Refused tokens leave no trace.
     _, other = call(x[:, 3:8].at[:, 2:].add(3.0), cache, 2)
-    for cache in (kept, other):
+    _, same = call(x[:, 7:12], kept, 0)
+    for cache in (kept, other, same):
         y, _ = call(x[:, 5:10], cache, 1)
         np.testing.assert_allclose(y, expected[:, 5:10], rtol=1e-4, atol=1e-5)
 

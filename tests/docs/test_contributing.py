@@ -121,8 +121,8 @@ PROGRAMS = {
             "--d_ff 16 --eval_tokens 64 --sample_tokens 3 --data text:*.txt".split()
         )
         generate("--workdir run --prompt a --tokens 3".split())
-        laws = "-m pytest -q -n 0 tests/laws/test_laws.py -k mean".split()
-        sys.exit(subprocess.run([sys.executable, *laws]).returncode)
+        for tests in ("tests/laws/test_laws.py -k mean", "tests/test_speculation.py -m slow -k mean"):
+            subprocess.run([sys.executable, *f"-m pytest -q -n 0 {tests}".split()], check=True)
     """,
     "backend": """
         import jax, jax.numpy as jnp, numpy as np

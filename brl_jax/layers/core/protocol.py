@@ -30,8 +30,8 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             y = merge_heads(d, total / number[None, :, None, None])
             if call.cache is None:
                 return y, None
-            new = call.num_new(length)
-            return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
+            new, totals = call.num_new(length), jnp.concatenate([call.cache.total, total], axis=1)
+            return y, MeanCache(jax.lax.dynamic_slice_in_dim(totals, new, 1, axis=1), call.start + new)
 
 To list it, add the configuration to `MECHANISMS` (`brl_jax/layers/__init__.py`), a small instance to
 `tests/laws/cases.py`, and a NumPy oracle to tests/oracles. The suite of laws tests the rest, guided by the
@@ -48,8 +48,8 @@ cache   is None in training; or a decoding cache from `layer.init_cache(batch, l
         caches and memories are NamedTuples of different types, and the layer returns the updated value in the same
         type. `layer.memory_from_cache(cache)` returns the memory after the tokens in a decoding cache, and
         `layer.resume(cache, memory)` returns a new decoding cache that continues after a memory.
-count   with a decoding cache, how many of the T new tokens are valid, from the first (traced; None for all). The
-        outputs of the others are undefined, and the cache ignores them.
+count   with a decoding cache, how many of the T new tokens are valid, from the first (0 to T, traced; None for all).
+        The outputs of the others are undefined, and the cache ignores them.
 
 A layer may also sow values for inspection into the collection "maps" (`apply(..., mutable="maps")`): as "weights" the
 matrix (B, N, T, T) that maps the tokens' values to each head's outputs (`modules.sow_weights`; only without a cache),
