@@ -182,15 +182,11 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        makers = (
-            ("memory", memory, self.init_memory),
-            ("cache", cache, lambda rows: self.init_cache(rows, 1)),
-        )
-        for name, given, init in makers:
+        for name, given in (("memory", memory), ("cache", cache)):
             if given is not None and not hasattr(given, "_fields"):
                 raise ValueError(f"{name} must be made by init_{name}, got {type(given).__name__}")
             if given is not None:
-                check_batch(name, given, init, tokens.shape[0])
+                check_batch(name, given, self, tokens.shape[0])
         start = cache.length if isinstance(cache, StackCache) else 0
         places = token_positions(tokens.shape[1], start)
         x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)

@@ -108,9 +108,9 @@ class StackMemory(NamedTuple):
     layers: tuple[tuple[Any, ...], ...]
 
 
-def check_batch(name: str, given: Any, init: Callable[[int], Any], batch: int) -> None:
-    """Raises ValueError if `given`, a cache or memory as `init(batch)` makes them, has another number of rows."""
-    one, two = (jax.eval_shape(functools.partial(init, rows)) for rows in (1, 2))
+def check_batch(name: str, given: Any, model: Any, batch: int) -> None:
+    """Raises ValueError if `given`, the cache or memory of a model, has another number of rows."""
+    one, two = (_made(model.clone(parent=None, name=None), name, rows) for rows in (1, 2))
     leaves, structures = zip(*map(jax.tree.flatten, (given, one, two)))
     if len(set(structures)) > 1:  # a cache of cross-attention has more
         return
@@ -118,6 +118,12 @@ def check_batch(name: str, given: Any, init: Callable[[int], Any], batch: int) -
         for size, first, second in zip(x.shape, of_one.shape, of_two.shape):
             if first != second and size != batch * first:
                 raise ValueError(f"{name} must have as many rows as the tokens, {batch}, got {size // first}")
+
+
+@functools.lru_cache(maxsize=64)  # generation checks at every trace of a step
+def _made(model: Any, name: str, rows: int) -> Any:
+    """The shapes of a model's cache (for one token) or memory."""
+    return jax.eval_shape(lambda: model.init_cache(rows, 1) if name == "cache" else model.init_memory(rows))
 
 
 def check_room(new: int, num_tokens: Any, room: Any) -> None:
