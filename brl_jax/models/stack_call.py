@@ -110,7 +110,8 @@ class StackMemory(NamedTuple):
 
 def check_batch(name: str, given: Any, model: Any, batch: int) -> None:
     """Raises ValueError if `given`, the cache or memory of a model, has another number of rows."""
-    one, two = (_made(model.clone(parent=None, name=None), name, rows) for rows in (1, 2))
+    alone = model.clone(parent=None, name=None)
+    one, two = (_made(alone, name, rows) for rows in (1, 2))
     leaves, structures = zip(*map(jax.tree.flatten, (given, one, two)))
     if len(set(structures)) > 1:  # a cache of cross-attention has more
         return
