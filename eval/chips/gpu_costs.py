@@ -97,6 +97,7 @@ TARGETS = {
 MOST = {
     "local": (1, 3, 1.1),
     "compress": (6, 12, math.inf),
+    "compress_blocks": (4, 10, 2.2),
     "propagate": (1, 6, 1.1),
     "selected": (1, 40, 1.1),
     "squared_relu": (1, 6, 1.1),
@@ -120,9 +121,10 @@ class CostOptions(Checked):
     targets: tuple[str, ...] = tuple(TARGETS)
     """Out of a100, h100, b200."""
     operations: tuple[str, ...] = OPERATIONS
-    """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
-    squared_relu (of gated attention units: one head, a bias), and the recurrences: sum (with the sum of the weights),
-    sum_decay, sum_feature_decay, delta, delta_decay, delta_feature_decay."""
+    """Out of local, compress, compress_blocks (a block of one window reads two), propagate, selected (16 blocks of 64
+    keys for each token, 4 query heads to a key head), squared_relu (of gated attention units: one head, a bias), and
+    the recurrences: sum (with the sum of the weights), sum_decay, sum_feature_decay, delta, delta_decay,
+    delta_feature_decay."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     training: tuple[str, ...] = gpu_training.NAMES
@@ -136,7 +138,7 @@ class CostOptions(Checked):
     window: Count = 256
     """Keys that a query of local attention sees."""
     compressed: Count = 128
-    """Compressed tokens of compress and propagate."""
+    """Compressed tokens of compress and propagate, and of a block."""
     json: str | None = None
     """File for the figures."""
 
@@ -152,6 +154,9 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, options.compressed, options.heads, options.head_dim), jnp.bfloat16)
     head = jax.ShapeDtypeStruct((options.heads,), jnp.float32)
+    w, rest = options.window, many.shape[2:]
+    past = jax.ShapeDtypeStruct((1, length + w, *rest), jnp.bfloat16)
+    blocks = jax.ShapeDtypeStruct((1, length // w, options.compressed, *rest), jnp.bfloat16)
     # The features of a bias follow the features of queries and keys.
     wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
     token = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -166,6 +171,12 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
         "compress": (
             lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=scale),
             (few, many, many, many, head),
+        ),
+        "compress_blocks": (
+            lambda q, k, c, v, g: triton.compress_blocks(
+                q, k, c, v, gamma=g, scale=scale, block_size=w, history_size=2 * w
+            )[0],
+            (blocks, past, past, past, head),
         ),
         "propagate": (
             lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=scale),

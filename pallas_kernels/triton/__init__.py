@@ -1,6 +1,6 @@
 """GPU kernels in Triton, called through jax-triton: differentiable functions of arrays, forward and backward."""
 
-from pallas_kernels.triton.compress.api import compress, compress_unsupported
+from pallas_kernels.triton.compress.api import compress, compress_blocks, compress_unsupported
 from pallas_kernels.triton.core.bridge import (
     LEAST_CAPABILITY,
     check_interpretation,
@@ -23,6 +23,7 @@ __all__ = [
     "Sums",
     "check_interpretation",
     "compress",
+    "compress_blocks",
     "compress_unsupported",
     "local_attention",
     "local_unsupported",

@@ -103,10 +103,10 @@ def array_unsupported(query: Any, value: Any, *, most_head_dim: int) -> str | No
         return missing
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"query must be float32, bfloat16 or float16, got {query.dtype}"
-    if query.shape[3] > most_head_dim:
-        return f"head_dim must be at most {most_head_dim}, got {query.shape[3]}"
-    if value.shape[3] != query.shape[3]:
-        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
+    if query.shape[-1] > most_head_dim:
+        return f"head_dim must be at most {most_head_dim}, got {query.shape[-1]}"
+    if value.shape[-1] != query.shape[-1]:
+        return f"value must have query's head_dim {query.shape[-1]}, got {value.shape[-1]}"
     largest = max(math.prod(array.shape[1:]) for array in (query, value))
     if largest >= _ADDRESSABLE:
         return f"a row of query and of value must have fewer than 2^31 numbers, got {largest}"

@@ -1,6 +1,6 @@
-"""What `gau_attention` and `compress_blocks` pass to the GPU kernels, replaced here by dense forms in JAX.
+"""What `gau_attention` passes to its GPU kernel, replaced here by a dense form in JAX.
 
-tests/pallas_kernels/triton tests the kernels themselves."""
+tests/pallas_kernels/triton tests the kernel itself."""
 
 import functools
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import brl_jax
-from brl_jax.attention.compressed.xla import kept_shapes
 from pallas_kernels import triton
 from tests.support.attention import close
 
@@ -27,22 +26,11 @@ def dense(query, key, value, ranges):
     return jnp.einsum("bnts,bsnv->btnv", jnp.where((seen & seen_by)[:, None], weights, 0), value)
 
 
-def compress(*arrays, key_lengths, score, gamma, return_parts, known, **options):
-    """The output, and zeros as the parts that the gradient would read."""
-    assert return_parts
-    assert known is None
-    options |= {"score": score, "gamma": gamma, "implementation": "xla"}
-    parts = kept_shapes(arrays[0], arrays[3], gamma is not None, score)
-    out = brl_jax.compress(*arrays, key_value_seq_lengths=key_lengths, **options)
-    return out, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
-
-
 @pytest.fixture
 def in_jax(monkeypatch):
-    for name in ("squared_relu_unsupported", "compress_unsupported", "check_interpretation"):
+    for name in ("squared_relu_unsupported", "check_interpretation"):
         monkeypatch.setattr(triton, name, lambda *arguments: None)
     monkeypatch.setattr(triton, "squared_relu_attention", dense)
-    monkeypatch.setattr(triton, "compress", compress)
 
 
 def random(seed, *shape):
@@ -85,16 +73,6 @@ def test_gau(options, is_causal):
 
     for got, want in zip(*(jax.tree.leaves(run(i, *arrays)) for i in ("triton_interpret", "xla"))):
         close(got, want)
-
-
-@pytest.mark.usefixtures("in_jax")
-def test_compress_blocks():
-    query, *keys = (random(i, *shape) for i, shape in enumerate([(2, 3, 4, 2, 6), *3 * [(2, 17, 2, 6)]]))
-    lengths = jnp.asarray([[0, 3, 7], [1, 4, 6]])
-    run = functools.partial(
-        brl_jax.compress_blocks, query, *keys, gamma=0.5, block_size=5, history_size=7, history_lengths=lengths
-    )  # fmt: skip
-    close(run(implementation="triton_interpret"), run(implementation="xla"))
 
 
 @pytest.mark.usefixtures("in_jax")

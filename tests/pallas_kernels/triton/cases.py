@@ -408,14 +408,17 @@ def public_compress():
     close(names, run(KERNELS), run("xla"), "float32")
 
 
-def public_compress_blocks(score="softmax", contrast=True):
-    """`brl_jax.compress_blocks` on the kernel against each block in float64, with lengths and a window of no whole
-    number of blocks."""
-    batch, blocks, tokens, block_size, history = 2, 3, 12, 20, 33
-    query = random(0, batch, blocks, tokens, 2, 16, dtype="float32")
-    key, contrast_key, value = (random(i, batch, 80, 2, 16, dtype="float32") for i in (1, 2, 3))
+def public_compress_blocks(score="softmax", contrast=True, tokens=12, dtype="float32"):
+    """`brl_jax.compress_blocks` on the kernel against each block in float64, with lengths, a window of no whole number
+    of blocks, and NaN in the keys that no block reads."""
+    batch, blocks, block_size, history = 2, 3, 14, 33
+    query = random(0, batch, blocks, tokens, 2, 16, dtype=dtype)
+    clean = [random(i, batch, 80, 2, 16, dtype=dtype) for i in (1, 2, 3)]
     gamma = jnp.asarray([0.3, 0.7])
     lengths = np.asarray([[0, 20, 33], [5, 25, 33]])
+    place = np.arange(80) - block_size * np.arange(blocks)[:, None]
+    read = ((place >= history - lengths[..., None]) & (place < history)).any(1)
+    key, contrast_key, value = (jnp.where(read[..., None, None], x, jnp.nan) for x in clean)
 
     def run(query, key, contrast_key, value, gamma):
         return brl_jax.compress_blocks(
@@ -425,12 +428,12 @@ def public_compress_blocks(score="softmax", contrast=True):
         )  # fmt: skip
 
     out, pull = jax.vjp(jax.jit(run), query, key, contrast_key, value, gamma)
-    d_out = random(5, *out.shape, dtype="float32")
+    d_out = random(5, *out.shape, dtype=dtype)
     want = [np.zeros(x.shape) for x in (out, query, key, contrast_key, value, gamma)]
     for block in range(blocks):
         at = slice(block * block_size, block * block_size + history)
         seen = np.arange(history)[None] >= history - lengths[:, block, None]
-        windows = (x[:, at] for x in (key, contrast_key, value))
+        windows = (x[:, at] for x in clean)
         parts = oracle.compress(
             query[:, block],
             *windows,
@@ -446,7 +449,7 @@ def public_compress_blocks(score="softmax", contrast=True):
             whole[:, at] += part
         want[5] += contrast * parts[5]
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
-    close(names, (out, *pull(d_out)), want, "float32")
+    close(names, (out, *pull(d_out)), want, dtype)
 
 
 def public_propagate():
@@ -580,6 +583,7 @@ CASES = {
     "public-compress-blocks": public_compress_blocks,
     "public-compress-blocks-relu2": lambda: public_compress_blocks("relu2"),
     "public-compress-blocks-one-attention": lambda: public_compress_blocks(contrast=False),
+    "public-compress-blocks-many-tokens": lambda: public_compress_blocks(tokens=40, dtype="float16"),
     "public-propagate": public_propagate,
     "public-sinks": lambda: public(SLIDING(20, 0), sinks=jnp.asarray([0.5, -0.5]), logits_soft_cap=0.8),
     "public-dilated": lambda: public(patterns.Dilated(4, 4, 3)),
