@@ -49,6 +49,7 @@ def test_a_folder_of_the_benchmark(tmp_path):
     authors = write_graph(tmp_path / "g")
     graph = load(tmp_path / "g", features=16)
     again = load(tmp_path / "g", features=16)  # from the cache
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".npz"]
     assert graph.counts == again.counts == (PAPERS, AUTHORS)
     assert [(r.receiver, r.sender) for r in graph.relations] == [
         (1, 0),
