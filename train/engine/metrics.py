@@ -207,7 +207,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         with as_os_errors():
             if not path.exists():
-                raise UserError(f"--workdir: no run there: {path} is missing")
+                raise UserError(f"--workdir: {path} is missing")
             return [values for _, values in _whole_lines(path)]
     except OSError as error:
         raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error

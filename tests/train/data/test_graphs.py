@@ -163,7 +163,7 @@ def test_missing_and_damaged_files(tmp_path):
     with pytest.raises(UserError, match=r"expected .*link\.dat or link\.dat\.gz; there is neither"):
         load(tmp_path / "g")
     (tmp_path / "x").mkdir()
-    with pytest.raises(UserError, match=r"expected node.dat or train.jsonl in .*/x; there is neither"):
+    with pytest.raises(UserError, match=r"expected node.dat or train.jsonl in .*/x, or an .npz file"):
         load(tmp_path / "x")
 
 
