@@ -101,9 +101,9 @@ def train(
         )
         programs = training_programs(mesh, objective, optimizer_config, loop)
         state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
-        if state.step > loop.steps:  # config.json would say that it trained less than it has
+        if int(state.step) > loop.steps:  # config.json would say that it trained less than it has
             raise UserError(
-                f"--steps must be at least {state.step}, the step of the run in {loop.workdir}, got {loop.steps}"
+                f"--steps must be at least {int(state.step)}, the step of the run in {loop.workdir}, got {loop.steps}"
             )
         unfinished = _go_to_checkpoint(meta, stream, held_out, loop.workdir)
         metrics_log = _open_folder(loop, config, int(state.step) - (unfinished is not None))
