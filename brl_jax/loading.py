@@ -73,7 +73,11 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         from etils import epath
     except ImportError as error:
         raise ImportError("brl_jax.loading needs Orbax: pip install 'brl-jax[train]'") from error
-    config = read_json(epath.Path(workdir) / "config.json", {"model": dict})
+    path = epath.Path(workdir) / "config.json"
+    try:
+        config = read_json(path, {"model": dict})
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"workdir: no run there: {os.fspath(path)} is missing") from error
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
     try:

@@ -152,6 +152,7 @@ def test_requests_are_read_as_slots_become_free():
         ),
         ({"requests": [Request([11], 1)]}, r"requests\[0\].prompt must hold tokens from 0 to 10, got \[11\]"),
         ({"requests": [[1, 2]]}, r"requests\[0\] must be a Request, got list"),
+        ({"numbers": [5, 6]}, "is shorter"),
         ({"length": 4}, r"requests\[0\] must fit into length=4 tokens, got a prompt of 3 and 2 more"),
         (
             {"model": EncoderDecoder(EncoderDecoderConfig(**SIZES))},

@@ -51,6 +51,10 @@ def test_a_run_is_what_evaluation_reads(finished, tmp_path):
         jax.jit(loaded.model.apply)(loaded.variables, tokens)[0],
         jax.jit(model.apply)({"params": params}, tokens)[0],
     )
+    with pytest.raises(
+        FileNotFoundError, match=r"^workdir: no run there: \S+/nowhere/config.json is missing$"
+    ):
+        load_run(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"checkpoint: expected one of best, last, 2, got 7"):
         load_run(tmp_path / "run", 7)
     shutil.copytree(tmp_path / "run", tmp_path / "new", ignore=shutil.ignore_patterns("checkpoints"))

@@ -1,5 +1,7 @@
 """Sizes of meshes, and which mesh axis divides each dimension; tests/train/test_mesh.py checks the numbers."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from brl_jax.sharding import (
     RULES,
     MeshConfig,
     constrain,
+    make_mesh,
     parameter_shardings,
     partition_spec,
     sequence_axis,
@@ -63,6 +66,26 @@ def test_sizes_that_do_not_multiply_are_refused(given):
 def test_bad_sizes_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         MeshConfig(**given)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    process_index: int = 0
+
+    @property
+    def slice_index(self):
+        return self.id % 2
+
+
+def test_only_data_runs_across_slices():
+    devices = [_Device(i) for i in range(8)]
+    mesh = make_mesh(MeshConfig(data=4), devices)
+    assert [[device.id for device in row.flat] for row in mesh.devices] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    with pytest.raises(ValueError, match=r"mesh.data must be a multiple of the 2 slices, got 1"):
+        make_mesh(MeshConfig(fsdp=8), devices)
 
 
 @pytest.mark.parametrize(

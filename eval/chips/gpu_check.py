@@ -440,7 +440,7 @@ class Crew:
                 process.process.kill()
 
 
-def summary(report: Report, options: argparse.Namespace, todo: Sequence[dict], done: bool) -> None:
+def summary(report: Report, todo: Sequence[dict], done: bool) -> None:
     """What is wrong, what was not reached, and the tilings for the source."""
     rows = report.found["rows"]
     best: dict[tuple, dict] = {}
@@ -477,7 +477,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
     todo = tasks(options)
     done = Crew(options, todo, report).run(report.start + 60 * options.minutes)
-    summary(report, options, todo, done)
+    summary(report, todo, done)
     if report.wrong:
         raise RunError(f"{len(report.wrong)} of {len(report.found['rows'])} rows are wrong")
     if options.interpret and not done:

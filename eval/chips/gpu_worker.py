@@ -64,16 +64,14 @@ def relative_error(got: Any, right: Any) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def gradient_error(
-    oracle: Callable, arguments: tuple, position: int, cotangent: Any, gradient: Any, seed: int = 0
-) -> float:
+def gradient_error(oracle: Callable, arguments: tuple, position: int, cotangent: Any, gradient: Any) -> float:
     """How far a gradient is off, of its norm, by central differences of the float64 oracle.
 
     In a random direction d, (error . d)^2 is |error|^2 on average; a few directions give the norm.
     """
     import numpy as np
 
-    rng, squares = np.random.default_rng(seed), []
+    rng, squares = np.random.default_rng(0), []
     gradient = np.asarray(gradient, np.float64)
     for _ in range(_DIRECTIONS):
         direction = rng.standard_normal(gradient.shape)
@@ -150,10 +148,11 @@ def seconds_a_call(run: Callable[..., Any], sets: list[tuple]) -> float:
     return statistics.median(times)
 
 
-def kernel_microseconds(run: Callable[..., Any], sets: list[tuple], calls: int = 8) -> dict[str, float]:
+def kernel_microseconds(run: Callable[..., Any], sets: list[tuple]) -> dict[str, float]:
     """The time that a call spends in each kernel, by the profiler; the longest first, empty where it records none."""
     import jax
 
+    calls = 8
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -334,7 +333,7 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
     arguments = tuple(map(jnp.asarray, arrays if forward else (cotangent, *arrays)))
     chosen: dict[str, Any] = {}
 
-    def with_tile(family: str, tiles: Any, new: Any = None) -> Any:
+    def with_tile(family: str, tiles: Any, new: Any) -> Any:
         if family != task["family"]:
             return tiles
         chosen["default"] = getattr(tiles, task["kernel"])

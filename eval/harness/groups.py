@@ -66,6 +66,8 @@ def alike(
 
 
 def _plain(value: Any) -> str:
+    if value in (None, "", []):
+        return "none"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

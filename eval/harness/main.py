@@ -169,7 +169,8 @@ class Evaluation(Generic[P]):
         return measured
 
     def _kept(self, workdir: Path, task: Task[Any, Any], config: Any) -> Measured | None:
-        """The measures in a run's folder; None if they are missing, damaged, or of another checkpoint or settings."""
+        """The measures in a run's folder; None if they are missing, damaged, of another checkpoint or settings, or of
+        an earlier version, which did not measure all that the table shows."""
         if self.kept is None or not (workdir / self.kept).exists():
             return None
         try:
@@ -181,6 +182,11 @@ class Evaluation(Generic[P]):
             return None
         checkpoints = Checkpoints(workdir / "checkpoints")
         if checkpoints.steps() and checkpoints.choose("best")[0] != step:
+            return None
+        assert self.markdown is not None
+        try:
+            self.markdown([result])
+        except LookupError:
             return None
         return Measured(result)
 

@@ -72,10 +72,9 @@ def measure(run: Run, options: TableOptions) -> dict[str, Any]:
     config = run.config
     data = GRAPH.load(config, ("valid", "test"))
     predicted, true = GRAPH.predict(config, run.model, run.params, data, "test")
-    network = config.model.network
     return {
         "dataset": Path(config.data.data_dir).stem,
-        "network": mechanism_names(config.model) if network in ("tokens", "nodes") else network,
+        "network": mechanism_names(config.model),
         **f1_scores(predicted, true),
         "nodes": len(true),
         "tokens": len(config.model.kinds),

@@ -30,6 +30,7 @@ from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_range, seeds
 from train.cli.summary import mechanism_names
 from train.data.in_context import one_step_errors
+from train.engine.errors import UserError
 from train.engine.flops import matrix_flops
 from train.engine.metrics import read_metrics
 from train.tasks.regression import REGRESSION, RegressionConfig
@@ -63,9 +64,11 @@ def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
       pairs: the pairs of a batch; with the rate in metrics.jsonl they give the seconds.
 
     Raises:
-      UserError: the run's metrics are missing.
+      UserError: the run's metrics are missing, or none is of an evaluation.
     """
     lines = read_metrics(workdir)
+    if not any("val_loss" in line for line in lines):
+        raise UserError(f"--workdir: {workdir}/metrics.jsonl has no evaluation")
     rates = [line["tokens_per_second"] for line in lines]
     rates[:1] = rates[1:2] or rates[:1]  # the first step compiles the program
     seconds = np.cumsum([pairs / rate for rate in rates])

@@ -185,7 +185,7 @@ def run(workdir, mesh, steps, optimizer):
         lm_objective(model),
         loop,
         OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=2, decay="constant"),
-        config={},
+        config={"loop": {"steps": steps}},
         stream=Stream(mesh),
         held_out=HeldOut(mesh),
         mesh=mesh,

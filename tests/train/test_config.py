@@ -186,6 +186,8 @@ def test_differences_that_matter():
     swapped = differences(to_json(base), to_json(_parse("--mechanism full")))
     assert "mechanism.name brl -> full" in swapped
     assert f"mechanism.window {base.model.mechanism.window} -> absent" in swapped
+    long = [0] * 1000  # a graph has as many token kinds as nodes
+    assert differences({"kinds": long}, {"kinds": [0]}) == ["kinds [0, 0, 0, 0, 0, 0, ...] -> [0]"]
 
 
 def test_a_run_from_before_an_option_existed_is_resumed_with_its_default():
@@ -446,3 +448,8 @@ def test_help_is_one_screen_for_every_preset():
             screen = first_screen(task.presets, task.default_preset, name, prog=prog, about=task.about)
             assert len(screen.splitlines()) <= 24, name
             assert max(map(len, screen.splitlines())) <= 80, name
+            assert "((" not in screen, name  # a tuple's parentheses
+            if task.name == "graph":  # some of its networks have no attention
+                assert ("--mechanism NAME" in screen) == name.split("-")[1].startswith(
+                    ("brl", "local", "full")
+                )

@@ -179,6 +179,8 @@ def test_a_batch_script_without_srun_is_alone(monkeypatch):
     assert not hosts._in_a_cluster()
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-8]")
     assert hosts._in_a_cluster()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert not hosts._in_a_cluster()
 
 
 def test_ctrl_c_shortens_the_time_that_sigterm_leaves(monkeypatch):

@@ -25,9 +25,11 @@ MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_
 
 def _train(workdir, *, stream=None, held_out=None, full=None, objective=OBJECTIVE, config=None, **changes):
     config = {"loop": {"seed": 0}} if config is None else config
+    loop = loop_config(workdir, **changes)
+    config = {**config, "loop": {**config["loop"], "steps": loop.steps}}
     return train(
         objective,
-        loop_config(workdir, **changes),
+        loop,
         OPTIMIZER,
         config=config,
         differences=lambda old: differences(old, config, ("loop.steps",)),
@@ -210,15 +212,18 @@ def test_more_steps_go_on(tmp_path, never_stopped):
 
 
 def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
-    old = {"loop": {"steps": 12, "seed": 0}, "optimizer": {"learning_rate": 0.1}}
+    old = {"loop": {"seed": 0}, "optimizer": {"learning_rate": 0.1}}
     _train(tmp_path, config=old, steps=3)
     files = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    new = {"loop": {"steps": 50, "seed": 1}, "optimizer": {"learning_rate": 0.2}}
+    new = {"loop": {"seed": 1}, "optimizer": {"learning_rate": 0.2}}
     with pytest.raises(UserError, match=r"seed 0 -> 1, learning_rate 0\.1 -> 0\.2") as caught:
         _train(tmp_path, config=new)
     assert "steps" not in str(caught.value)
     assert files == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    _train(tmp_path, config=old | {"loop": {"steps": 50, "seed": 0}}, steps=4)
+    with pytest.raises(UserError, match=r"--steps must be at least 3, the step of the run in .*, got 2"):
+        _train(tmp_path, config=old, steps=2)
+    assert files == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    _train(tmp_path, config=old, steps=4)
 
 
 @pytest.mark.parametrize(

@@ -208,11 +208,16 @@ def test_the_table_measures_a_run_again_when_its_test_data_change(runs, measured
 
 
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
-    """A new run and damaged ones cost one line each; a truncated result is measured again."""
+    """A new run and damaged ones cost one line each; a truncated or an earlier version's result is measured again."""
     for name in ("good", "begun", "damaged", "cut"):
         shutil.copytree(runs / "local", tmp_path / name)
         (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
     (tmp_path / "good" / "lra_test.json").write_text('{"step": 6, "accu')
+    shutil.copytree(runs / "local", tmp_path / "earlier")
+    eval.tasks.lra.main(["--workdir", str(tmp_path / "earlier")])
+    kept = tmp_path / "earlier" / "lra_test.json"
+    written = json.loads(kept.read_text())
+    kept.write_text(json.dumps({name: x for name, x in written.items() if name != "standard_error"}))
     shutil.rmtree(tmp_path / "begun" / "checkpoints")
     for params in (tmp_path / "damaged" / "checkpoints").glob("*/params"):
         shutil.rmtree(params)
@@ -221,9 +226,11 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
     eval.tasks.lra.main(["--table", str(tmp_path)])
     out, err = capsys.readouterr()
     assert "| local, w = 4 |" in out
+    assert json.loads(kept.read_text()) == written
     for name in ("begun", "damaged", "cut"):
         assert f"{tmp_path / name} is left out: " in err
-    shutil.rmtree(tmp_path / "good")
+    for name in ("good", "earlier"):
+        shutil.rmtree(tmp_path / name)
     with pytest.raises(UserError, match=r"--table: none of the 2 runs under .* can be measured"):
         eval.tasks.lra.main(["--table", str(tmp_path)])
 

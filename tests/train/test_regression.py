@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from train.data.in_context import (
     least_squares_errors,
     one_step_errors,
 )
+from train.engine.errors import UserError
 from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
@@ -189,6 +191,18 @@ def test_measuring_and_the_table(runs, capsys):
     assert "| one step of gradient descent, 3 inputs, 5 pairs |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "full" / "regression_test.json").exists()
+
+
+def test_metrics_without_an_evaluation_are_named(runs, tmp_path):
+    """Crashes cut metrics off, and the table has the seconds up to the last evaluation."""
+    shutil.copytree(runs / "full", tmp_path / "full")
+    metrics = tmp_path / "full" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    with pytest.raises(UserError, match=f"--workdir: {metrics} has no evaluation"):
+        eval.tasks.regression.main(["--workdir", str(tmp_path / "full")])
+    metrics.unlink()
+    with pytest.raises(UserError, match=f"--workdir: {metrics} is missing"):
+        eval.tasks.regression.main(["--workdir", str(tmp_path / "full")])
 
 
 def test_the_table_names_what_runs_differ_in():

@@ -53,6 +53,11 @@ def test_commands_are_named_as_this_one_was_started(monkeypatch):
 
 
 def test_a_finished_run_says_so():
-    assert resuming(400, 401) == "resuming from step 400 of 401"
-    assert resuming(400, 400).startswith("nothing is left to train: the run is at step 400")
-    assert resuming(400, 40).endswith("--steps is 40")
+    assert resuming(400, 401, 401) == "resuming from step 400 of 401"
+    assert resuming(400, 400, 500) == "nothing is left to train: the run is at step 400, and --steps is 400"
+
+
+def test_a_run_resumed_with_other_steps_names_its_learning_rate():
+    line = resuming(400, 500, 1000)
+    assert line.startswith("resuming from step 400 of 500; --steps was 1000, ")
+    assert line.endswith("the learning rate is that of a run of 500 steps")

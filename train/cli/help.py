@@ -19,7 +19,8 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
       prog, about: the command, and a line about it.
     """
     config = presets[name]
-    chooses = "model" not in marked(type(config), Mark.DECIDED)
+    decided = "model" in marked(type(config), Mark.DECIDED)
+    chooses = not decided and "model.mechanism" not in config.without_effect()
     shown = [
         ("--mechanism NAME", f"the attention of the layers ({mechanism_names(config.model)})")
         if chooses
@@ -59,7 +60,7 @@ def _of_the_data(config: Any) -> list[tuple[str, str]]:
     needed = set(marked(type(config), Mark.NEEDED))
     known = {
         "data.data": ("--data TEXT", "the text"),
-        "data.tokenizer": ("--tokenizer NAME", "how it becomes tokens"),
+        "data.tokenizer": ("--tokenizer NAME", "how text becomes tokens"),
         "loop.length": ("--length N", "tokens of a row"),
         "data.length": ("--length N", "tokens of a row at most"),
     }
@@ -67,7 +68,9 @@ def _of_the_data(config: Any) -> list[tuple[str, str]]:
     for path, (option, meaning) in known.items():
         part, _, name = path.partition(".")
         if hasattr(getattr(config, part), name) and path not in decided | needed:
-            found.append((option, f"{meaning} ({getattr(getattr(config, part), name)})"))
+            value = getattr(getattr(config, part), name)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            found.append((option, f"{meaning} ({shown})"))
     return found
 
 

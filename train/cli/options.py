@@ -41,6 +41,14 @@ M = TypeVar("M", bound=StackConfig)
 _MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
 # An error about an unknown preset names this many; --presets lists all of them.
 _PRESETS_SHOWN = 30
+# What tyro says of values that it cannot read, and what we say.
+_IN_WORDS = {
+    r"(Could not|no type matching) .*?(arguments:?|from) \[(.*?)\].*": r"got \3",
+    r"invalid literal for int\(\) with base 10: ": "expected an integer, got ",
+    r"could not convert string to float: ": "expected a number, got ",
+    r"Missing value for argument '(.*?)'\. Expected 1 values\.": r"\1: expected a value",
+    r"Missing value for argument '(.*?)'\. Expected (\d+) values\.": r"\1: expected \2 values",
+}
 
 
 def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> R:
@@ -262,9 +270,11 @@ def _one_line(complaint: str) -> str:
         r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_|encoder_)?mechanism): ", r"\1.", message
     )
     message = message.removeprefix("Error parsing ")
+    for pattern, words in _IN_WORDS.items():
+        message = re.sub(pattern, words, message)
     message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
-    return message + (f"; expected {usage[0]}" if usage else "")
+    return message + (f"; expected {usage[0]}" if usage and "expected" not in message else "")
 
 
 def _with_nearest(choice: re.Match[str]) -> str:

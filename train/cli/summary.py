@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from brl_jax.layers import mechanism_name
-from brl_jax.models import EncoderDecoderConfig, StackConfig
+from brl_jax.models import EncoderDecoderConfig, GraphConfig, StackConfig
 from train.engine.config import LoopConfig
 from train.engine.metrics import clock
 from train.engine.step import Objective, perplexity
@@ -30,8 +30,10 @@ def parameters_in_words(objective: Objective) -> str:
 
 
 def mechanism_names(config: StackConfig) -> str:
-    """The names of a network's mechanisms, for people: "diag+norm", or "linformer to full" if encoder and decoder
-    differ."""
+    """The names of a network's mechanisms, for people: "diag+norm", "linformer to full" if encoder and decoder differ,
+    or the name of a network without attention."""
+    if isinstance(config, GraphConfig) and config.network not in ("tokens", "nodes"):
+        return config.network
     used = (config.mechanism, config.late_mechanism)
     names = "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
     encoder = config.encoder_mechanism if isinstance(config, EncoderDecoderConfig) else None

@@ -151,8 +151,6 @@ def load(
             )
         if not differing:
             wanted = _wanted(splits, manifest["splits"], config.data)
-            if kind == "hf-stream" and "train" in wanted:
-                wanted.remove("train")
             read = {s: _read(cache, shared, manifest["tokens"], s, tokenizer) for s in wanted}
             kept = {s: corpus for s, corpus in read.items() if corpus is not None}
             if len(kept) == len(wanted):
@@ -167,8 +165,6 @@ def load(
     if manifest is None and "train" in splits and not is_part:
         check_holdout(config, source)
     wanted = _wanted(splits, source.splits, config.data)
-    if kind == "hf-stream" and "train" in wanted:
-        wanted.remove("train")  # its tokens are made while training
     try:
         with naming_file(source):
             if tokenizer is None:
@@ -343,11 +339,13 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
 
 
 def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:
-    """The splits to open: the requested ones, without test where others are requested too and the text has none."""
+    """The splits whose tokens to open: the requested ones, without test where others are requested too and the text has
+    none, and without train where tokens are made while training."""
     missing = [s for s in splits if s not in there and (s != "test" or len(splits) == 1)]
     if missing:
         raise UserError(f"--data: {spec} has no {missing[0]} text, only {', '.join(there)}")
-    return [s for s in splits if s in there]
+    streamed = ("train",) if spec.startswith("hf-stream:") else ()
+    return [s for s in splits if s in there and s not in streamed]
 
 
 def _key(*parts: str) -> str:

@@ -167,7 +167,8 @@ def _file_rows(folder: Path, task: GlueTask, split: str) -> Iterator[Row]:
         names = [] if first is None else first[1].decode("utf-8-sig", errors="replace").split("\t")
         missing = [name for name in wanted if name not in names]
         if missing:
-            raise UserError(f"--data_dir: {path}, line 1: expected a column {missing[0]!r}, got {names}")
+            shown = ", ".join(map(repr, names)) or "an empty file"
+            raise UserError(f"--data_dir: {path}, line 1: expected a column {missing[0]!r}, got {shown}")
         places = [names.index(name) for name in wanted]
     else:
         places = [int(name) for name in wanted]

@@ -23,7 +23,7 @@ class LoopConfig(Checked):
     """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
     same command again resumes the run where it stopped."""
     steps: Free[Steps] = 1000
-    """Number of training steps."""
+    """Number of training steps. A resumed run may have another number, which its learning rate then follows."""
     seed: Seed = 0
     """Seed of the parameters, the dropout and the order of the data."""
     batch: Rows = 16

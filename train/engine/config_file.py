@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -65,11 +66,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], free: Collection
     old_flat, new_flat = flatten(old), flatten(new)
     missing = object()
     return [
-        f"{option_name(name)} {old_flat.get(name, 'absent')} -> {new_flat.get(name, 'absent')}"
+        f"{option_name(name)} {_short(old_flat.get(name, 'absent'))} -> {_short(new_flat.get(name, 'absent'))}"
         for name in old_flat | new_flat
         if old_flat.get(name, missing) != new_flat.get(name, missing)
         and not any(name == other or name.startswith(f"{other}.") for other in free)
     ]
+
+
+def _short(value: Any) -> Any:
+    """The value, or a few items of a long list."""
+    return reprlib.repr(value) if isinstance(value, list) else value
 
 
 def changed_options(preset: Any, config: Any, omitted: Collection[str] = ()) -> list[str]:

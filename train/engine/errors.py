@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import lzma
+import re
 import zlib
 
 #: What reading a missing, truncated or damaged file raises, compressed or not.
@@ -59,6 +60,6 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     class's name if it has no message."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"^\[Errno \d+\] ", "", " ".join(str(error).split())) or type(error).__name__
     half = (limit - 5) // 2
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"

@@ -83,7 +83,8 @@ def train(
       The last state and the last measures.
 
     Raises:
-      UserError: the run's checkpoint has another configuration, none is intact, or the folder cannot be written.
+      UserError: the run's checkpoint has another configuration or is of a later step than the last one, none is intact,
+        or the folder cannot be written.
       RunError: the loss is no longer finite, or a checkpoint or the metrics can't be written; names the last good
         checkpoint.
       Stopped: a signal came; the run is saved.
@@ -100,12 +101,16 @@ def train(
         )
         programs = training_programs(mesh, objective, optimizer_config, loop)
         state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
+        if int(state.step) > loop.steps:  # config.json would say that it trained less than it has
+            raise UserError(
+                f"--steps must be at least {int(state.step)}, the step of the run in {loop.workdir}, got {loop.steps}"
+            )
         unfinished = _go_to_checkpoint(meta, stream, held_out, loop.workdir)
         metrics_log = _open_folder(loop, config, int(state.step) - (unfinished is not None))
         for text in introduction:
             log(text)
         if meta is not None:
-            log(resuming(int(state.step), loop.steps))
+            log(resuming(int(state.step), loop.steps, meta["config"]["loop"]["steps"]))
 
         stack.enter_context(WATCHDOG.watching(loop.workdir))
         profiler = stack.enter_context(contextlib.closing(Profiler(loop.profile, loop.workdir)))
@@ -422,8 +427,14 @@ def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
     )
 
 
-def resuming(step: int, steps: int) -> str:
-    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
-    if step < steps:
-        return f"resuming from step {step} of {steps}"
-    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
+def resuming(step: int, steps: int, before: int) -> str:
+    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`; its last command had
+    `before` as its steps."""
+    if step == steps:
+        return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
+    text = f"resuming from step {step} of {steps}"
+    if steps == before:
+        return text
+    return (
+        f"{text}; --steps was {before}, and from here on the learning rate is that of a run of {steps} steps"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -206,7 +207,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         with as_os_errors():
             if not path.exists():
-                raise UserError(f"--workdir: no run there: {path} is missing")
+                raise UserError(f"--workdir: {path} is missing")
             return [values for _, values in _whole_lines(path)]
     except OSError as error:
         raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error
@@ -244,8 +245,7 @@ class Reporter:
     def __init__(self, steps: int, start: int):
         self._steps = steps
         self._start = start
-        self._began = self._last_line = time.monotonic()
-        self._first = True
+        self._began, self._last_line = time.monotonic(), -math.inf
         self._progress: Progress | None = None
         if _CONSOLE.is_terminal and is_lead():
             self._progress = Progress(
@@ -281,13 +281,12 @@ class Reporter:
             self._progress.update(self._task, completed=step, note=note)
             if "val_loss" in line:
                 log(f"step {step}: {note}")
-        elif self._first or "val_loss" in line or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        elif "val_loss" in line or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (
                 (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
             )
             log(f"step {step}/{self._steps}  {note}  {clock(left)} left")
-        self._first = False
 
     def busy(self, note: str) -> None:
         """Shows what the run does between steps."""

@@ -149,7 +149,7 @@ PRESETS: dict[str, CopyConfig] = {
 }
 
 
-def copy_objective(model: EncoderDecoder, z_loss: float = 0.0) -> Objective:
+def copy_objective(model: EncoderDecoder, z_loss: float) -> Objective:
     """Cross-entropy and accuracy of each target token from the source and the target's tokens before it, on what
     `train.data.copying.draw_pairs` returns."""
 

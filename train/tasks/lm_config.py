@@ -328,13 +328,12 @@ _CHARACTER_RATES = {
 }
 
 
-def _character_mixers(length: int, *, window: int, near: int, run: int) -> dict[str, dict[str, Any]]:
+def _character_mixers(length: int, *, window: int, run: int) -> dict[str, dict[str, Any]]:
     """MLR attention and what figure 4 compares it with, by name. All of them normalise queries and keys.
 
     Args:
       window: earlier tokens that a sliding window sees, in all layers or in a part of each head.
-      near, run: earlier tokens of the windows that alternate with full attention, and how many such layers follow one
-        another.
+      run: how many layers with windows follow one another where they alternate with full attention.
     """
     full = FullConfig(qk_norm=True)
     ranks = (32, 8, 6, 4, 4, 4, 4, 2)
@@ -346,7 +345,7 @@ def _character_mixers(length: int, *, window: int, near: int, run: int) -> dict[
             "mechanism": GlobalWindowConfig(window=window + 1, ranks=(32, 32), score_scale=8.0, qk_norm=True)
         },
         "alternate": {
-            "mechanism": LocalConfig(window=near + 1, qk_norm=True),
+            "mechanism": LocalConfig(window=129, qk_norm=True),
             "late_mechanism": full,
             "schedule": "alternate",
             "early_layers": run,
@@ -403,7 +402,7 @@ def _small_characters(mixers: dict[str, Any]) -> LmConfig:
     )
 
 
-_SMALL_MIXERS = _character_mixers(512, window=128, near=128, run=1)
+_SMALL_MIXERS = _character_mixers(512, window=128, run=1)
 
 
 def _pod(loop: LmLoopConfig, data: DataConfig, mesh: MeshConfig, **sizes: Any) -> LmConfig:
@@ -498,7 +497,7 @@ PRESETS: dict[str, LmConfig] = {
     "openwebtext-local-full": _hybrid(LocalConfig(window=256), 5, FullConfig()),
     **{
         f"owt-chars-{name}-{width}": _characters(width, rate, mixers)
-        for name, mixers in _character_mixers(1024, window=512, near=128, run=2).items()
+        for name, mixers in _character_mixers(1024, window=512, run=2).items()
         for width, rate in zip(_CHARACTER_WIDTHS, _CHARACTER_RATES[name])
     },
     **{f"chars-{name}": _small_characters(mixers) for name, mixers in _SMALL_MIXERS.items()},

@@ -64,11 +64,11 @@ def check_floating(**arrays) -> None:
         )
 
 
-def check_within(name: str, values: Any, most: int, least: int = 0) -> None:
-    """Raises ValueError unless integers whose values are known lie between `least` and `most`."""
+def check_within(name: str, values: Any, most: int) -> None:
+    """Raises ValueError unless integers whose values are known lie between 0 and `most`."""
     known = concrete_values(values)
-    if known is not None and not ((known >= least) & (known <= most)).all():
-        raise ValueError(f"{name} must be from {least} to {most}, got {known}")
+    if known is not None and not ((known >= 0) & (known <= most)).all():
+        raise ValueError(f"{name} must be from 0 to {most}, got {known}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

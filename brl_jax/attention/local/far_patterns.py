@@ -41,13 +41,11 @@ class Strided(Pattern):
 
     stride: Count
 
-    def _near(self, query_positions, key_positions, num_positions=None):
+    def _near(self, query_positions, key_positions):
         return abs(key_positions - query_positions) <= self.stride
 
-    def _far(self, query_positions, key_positions, num_positions=None):
-        return (abs(key_positions - query_positions) > self.stride) & self._in_step(
-            query_positions, key_positions
-        )
+    def _far(self, query_positions, key_positions):
+        return ~self._near(query_positions, key_positions) & self._in_step(query_positions, key_positions)
 
     def _in_step(self, query_positions, key_positions):
         return remainder(key_positions, self.stride) == remainder(query_positions, self.stride)
@@ -76,13 +74,13 @@ class Fixed(Pattern):
             f"summary must be at most the stride {self.stride}, got {self.summary}",
         )
 
-    def _near(self, query_positions, key_positions, num_positions=None):
+    def _near(self, query_positions, key_positions):
         return floor_divide(query_positions, self.stride) == floor_divide(key_positions, self.stride)
 
     def _is_summary(self, positions):
         return remainder(positions, self.stride) >= self.stride - self.summary
 
-    def _far(self, query_positions, key_positions, num_positions=None):
+    def _far(self, query_positions, key_positions):
         return ~self._near(query_positions, key_positions) & self._is_summary(key_positions)
 
     def visible(self, query_positions, key_positions, num_positions=None):
@@ -92,7 +90,7 @@ class Fixed(Pattern):
         parts = [separate_blocks(call, query_block, self.stride, self._near)]
         summaries = np.flatnonzero(self._is_summary(np.arange(call.num_keys) + call.key_offset))
         if summaries.size:
-            parts.append(dense(call, query_block, (0, call.num_queries), summaries, self._far))
+            parts.append(dense(query_block, (0, call.num_queries), summaries, self._far))
         return parts
 
 
@@ -116,13 +114,13 @@ class Axial(Pattern):
 
     width: Count
 
-    def _row(self, query_positions, key_positions, num_positions=None):
+    def _row(self, query_positions, key_positions):
         return floor_divide(query_positions, self.width) == floor_divide(key_positions, self.width)
 
     def _in_column(self, query_positions, key_positions):
         return remainder(query_positions, self.width) == remainder(key_positions, self.width)
 
-    def _column(self, query_positions, key_positions, num_positions=None):
+    def _column(self, query_positions, key_positions):
         return (query_positions != key_positions) & self._in_column(query_positions, key_positions)
 
     def visible(self, query_positions, key_positions, num_positions=None):
@@ -143,12 +141,12 @@ class GlobalWindow(Pattern):
 
     causal_ok: ClassVar[bool] = False
 
-    def _near(self, query_positions, key_positions, num_positions=None):
+    def _near(self, query_positions, key_positions):
         ahead = key_positions - query_positions
         local = (query_positions >= self.num_global) & (key_positions >= self.num_global)
         return local & (ahead >= -self.left) & (ahead <= self.right)
 
-    def _from_global(self, query_positions, key_positions, num_positions=None):
+    def _from_global(self, query_positions, key_positions):
         return query_positions < self.num_global
 
     def visible(self, query_positions, key_positions, num_positions=None):
@@ -172,7 +170,7 @@ class GlobalLocal(GlobalWindow):
 
     segment: Count | None = None
 
-    def _from_global(self, query_positions, key_positions, num_positions=None):
+    def _from_global(self, query_positions, key_positions):
         is_global = query_positions < self.num_global
         if self.segment is None:
             return is_global
@@ -220,7 +218,7 @@ class BigBird(Pattern):
             lists.append(np.sort(generator.choice(others, count, replace=False)))
         return lists
 
-    def _near(self, query_positions, key_positions, num_positions=None):
+    def _near(self, query_positions, key_positions):
         query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
         local = (query_block >= self.global_blocks) & (key_block >= self.global_blocks)
         return local & (abs(query_block - key_block) <= self.window_blocks // 2)
@@ -321,7 +319,7 @@ def _global_parts(
     cols = min(max(num_global - call.key_offset, 0), call.num_keys)
     parts = []
     if rows:
-        parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), rule))
+        parts.append(dense(query_block, (0, rows), (0, call.num_keys), rule))
     if cols and rows < call.num_queries:
-        parts.append(dense(call, query_block, (rows, call.num_queries), (0, cols), None))
+        parts.append(dense(query_block, (rows, call.num_queries), (0, cols), None))
     return parts

@@ -297,7 +297,6 @@ def separate_blocks(call: Extent, query_block: QueryBlock, size: int, rule: Rule
 
 
 def dense(
-    call: Extent,
     query_block: QueryBlock,
     queries: tuple[int, int],
     keys: tuple[int, int] | np.ndarray,

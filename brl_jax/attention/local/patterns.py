@@ -66,7 +66,7 @@ class Pattern(Checked):
             return self._static_parts(call, query_block)
         # Positions are known only at run time: visit every key that the pattern could reach, and mask by position.
         if self.lookback is None or self.lookahead is None:
-            return [dense(call, query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
+            return [dense(query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
         return [band(call, query_block, self.lookback, self.lookahead, self.visible)]
 
     def _static_parts(self, call: Extent, query_block: QueryBlock) -> list[Part]:

@@ -174,7 +174,7 @@ def backward(
 
     def of_key_heads(y: Float[Array, "B T N H"]) -> Float[Array, "B T K H"]:
         shape = (*y.shape[:2], x.key.shape[2], -1, y.shape[3])
-        return y if shape[2] == y.shape[2] else y.reshape(shape).sum(3)
+        return y.reshape(shape).sum(3)
 
     return d_query, of_key_heads(d_key), of_key_heads(d_value)
 
@@ -183,8 +183,7 @@ def _rows(shifts: GridShifts, call: PatternCall, x: CallArrays) -> _Row:
     """All rows, to loop over; each query head gets its own copy of its key head."""
     heads, kv_heads = x.query.shape[2], x.key.shape[2]
     key, value = (
-        shifts.widen(shifts.arrange(jnp.repeat(y, heads // kv_heads, axis=2) if heads != kv_heads else y))
-        for y in (x.key, x.value)
+        shifts.widen(shifts.arrange(jnp.repeat(y, heads // kv_heads, axis=2))) for y in (x.key, x.value)
     )
     stop = jnp.full(x.key.shape[:1], shifts.length, jnp.int32) if x.key_lengths is None else x.key_lengths
     exists = jnp.arange(shifts.stride, dtype=jnp.int32)[None] < stop.astype(jnp.int32)[:, None]

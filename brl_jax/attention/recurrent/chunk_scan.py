@@ -171,15 +171,11 @@ class _Walk(NamedTuple):
         self, state: Any, segment: Int[Array, "B"] | None, inputs: Any, segments: Int[Array, "B T"] | None
     ) -> tuple[Any, Any]:
         """The state after arrays (B, T, ...) and their outputs; `segment` is the state's segment before them."""
-        leaves = jax.tree.leaves(inputs)
-        length = leaves[0].shape[1]
+        length = jax.tree.leaves(inputs)[0].shape[1]
         if length == self.size:
             visibility, _ = _chunk_visibility(self.size, segments, segment, self.strict)
             return self.step(state, inputs, visibility)
-        chunks, segments = self._split(inputs, segments)
-        if segments is not None and segment is None:
-            segment = jnp.zeros(segments.shape[:1], segments.dtype)
-        operands = (vary_like(state, leaves), segment, chunks, segments)
+        operands = self._chunked(state, inputs, segments, segment)
         if self.recurrence is None:
             state, outputs, _ = self.one_by_one(*operands)
         else:
@@ -195,9 +191,11 @@ class _Walk(NamedTuple):
         last, outputs, states = run(*operands)
         return (last, _join(outputs, jax.tree.leaves(inputs)[0].shape[1])), states
 
-    def _chunked(self, state: Any, inputs: Any, segments: Int[Array, "B T"] | None) -> tuple[Any, ...]:
+    def _chunked(self, state: Any, inputs: Any, segments: Any, segment: Any = None) -> tuple[Any, ...]:
+        """The operands of a schedule; the state belongs to segment 0 by default."""
         chunks, split = self._split(inputs, segments)
-        segment = None if split is None else jnp.zeros(split.shape[:1], split.dtype)
+        if split is not None and segment is None:
+            segment = jnp.zeros(split.shape[:1], split.dtype)
         return vary_like(state, jax.tree.leaves(inputs)), segment, chunks, split
 
     def gradient_one_by_one(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:

@@ -184,7 +184,7 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
                 )
             width = query.shape[3] + bias.left.shape[-1]
             features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
-        return kernels.triton.squared_relu_unsupported(features, key, value)
+        return kernels.triton.squared_relu_unsupported(features)
 
     def run(query, key, value, bias, positions, segments, key_segments):
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)

@@ -73,9 +73,7 @@ def init_performer_state(
 
 
 @declared
-def performer_projection(
-    rng: PRNGKeyArray, num_features: Count, head_dim: Count, *, dtype: Any = jnp.float32
-) -> Float[Array, "F H"]:
+def performer_projection(rng: PRNGKeyArray, num_features: Count, head_dim: Count) -> Float[Array, "F H"]:
     """Random directions for `performer_attention` (arXiv:2009.14794, section 2.4).
 
     Within each block of head_dim rows they are orthogonal. They have the lengths of Gaussian vectors.
@@ -90,10 +88,10 @@ def performer_projection(
     """
     blocks = -(-num_features // head_dim)
     direction_key, length_key = jax.random.split(rng)
-    gaussian = jax.random.normal(direction_key, (blocks, head_dim, head_dim), dtype)
+    gaussian = jax.random.normal(direction_key, (blocks, head_dim, head_dim), jnp.float32)
     directions = jnp.linalg.qr(gaussian)[0].reshape(blocks * head_dim, head_dim)[:num_features]
     lengths = jnp.linalg.norm(
-        jax.random.normal(length_key, (num_features, head_dim), dtype), axis=1, keepdims=True
+        jax.random.normal(length_key, (num_features, head_dim), jnp.float32), axis=1, keepdims=True
     )
     return directions * lengths
 

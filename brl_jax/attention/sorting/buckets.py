@@ -47,8 +47,9 @@ def attend_in_buckets(
     codes = bucket_codes(buckets, slots // chunk_size, chunks)
     tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, None], slots.shape[1:])
 
-    def with_previous(x: Array, fill: int = 0) -> Array:
-        before = jnp.concatenate([jnp.full_like(x[:, :, :1], fill), x[:, :, :-1]], axis=2)
+    def with_previous(x: Array) -> Array:
+        # The chunk before the first has empty slots only.
+        before = jnp.concatenate([jnp.full_like(x[:, :, :1], length), x[:, :, :-1]], axis=2)
         return jnp.concatenate([before, x], axis=3)
 
     def of_round(sums: SoftmaxSums, piece: tuple[Array, Array]) -> tuple[SoftmaxSums, None]:
@@ -71,7 +72,7 @@ def attend_in_buckets(
             return share_chunks(cells[..., None], with_previous(cells)[..., None, :])
 
         places = order.reshape(*order.shape[:2], chunks, chunk_size)
-        rows, columns = places[..., None], with_previous(places, length)[..., None, :]
+        rows, columns = places[..., None], with_previous(places)[..., None, :]
         seen = near(own_codes) & (columns < length)
         seen = seen & ((columns < rows) if is_causal else (columns != rows))
         times = functools.reduce(jnp.add, (near(other).astype(jnp.float32) for other in codes))

@@ -20,7 +20,7 @@ def informer_attention(
     *,
     rng: PRNGKeyArray,
     factor: int = 5,
-    scale: float | None = None,
+    scale: float,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
     """The queries whose sampled scores have the largest maximum minus mean attend (arXiv:2012.07436, algorithm 1).
@@ -29,7 +29,6 @@ def informer_attention(
     """
     length, heads = query.shape[1:3]
     key, value = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (key, value))
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
 
     def logarithm(n: int) -> int:
         return max(1, math.ceil(math.log(n)))
@@ -131,13 +130,12 @@ def sinkhorn_attention(
     block_size: int = 64,
     iterations: int = 8,
     temperature: float = 0.75,
-    scale: float | None = None,
+    scale: float,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
     """One softmax over the keys of the query's block and of a mixture of blocks (arXiv:2002.11296, section 3)."""
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     count = sort_logits.shape[1]
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     seen = jnp.asarray(np.tri(count, k=-1) if is_causal else np.ones((count, count)), jnp.float32)[None, None]
     weights = jnp.exp(jnp.moveaxis(sort_logits, 2, 1) / temperature) * seen
     for _ in range(iterations):
@@ -172,7 +170,7 @@ def reformer_attention(
     rotations: Float[Array, "R H F"],
     *,
     chunk_size: int = 64,
-    scale: float | None = None,
+    scale: float,
     is_causal: bool = False,
 ) -> Float[Array, "B T N V"]:
     """Softmax over tokens in the same bucket and in the same chunk or the one before, in any round (arXiv:2001.04451).
@@ -180,7 +178,6 @@ def reformer_attention(
     Does not run inside `jax.jit`.
     """
     length = query.shape[1]
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     seen = np.zeros((query.shape[0], query.shape[2], length, length), bool)
     for rotation in rotations:
         sides = np.asarray(jnp.einsum("btnh,hf->bntf", query, rotation))

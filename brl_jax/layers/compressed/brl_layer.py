@@ -141,7 +141,7 @@ class BRLAttention(MechanismLayer):
             source = x if carry.source is None else carry.source
             tokens, key, value = stream(carry.tokens, source, source_lengths=lengths)
         elif decoding and x.shape[1] == 1:
-            tokens, key, value = self._step(stream, x, carry, cache)
+            tokens, key, value = self._step(stream, carry, cache)
         elif call.segment_ids is not None and not decoding:
             packed = PackedBlocks.of(call.segment_ids, mechanism.block)
             lengths_read = jnp.minimum(packed.before, mechanism.history)
@@ -198,7 +198,7 @@ class BRLAttention(MechanismLayer):
         lengths = jnp.minimum(filled + start, mechanism.history)
         return stream(carry.tokens, source, history_lengths=lengths)
 
-    def _step(self, stream, x, carry: BRLCarry, cache: BRLCache):
+    def _step(self, stream, carry: BRLCarry, cache: BRLCache):
         """`_blocks` for one new token. Its block's compressed tokens change only when a new block begins, unless
         `generation` is "all"."""
         mechanism = self.mechanism

@@ -103,15 +103,15 @@ class PackedBlocks(NamedTuple):
         return jnp.where(there == jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens, length)
 
     def _tokens(self, starts: Array, block: int, exists: Array) -> Int[Array, "B S"]:
-        """Returns the tokens of the blocks with these starts; the row's length for blocks that do not exist."""
+        """Returns the tokens of the blocks with these starts, of which the last may be beyond the row; the row's length
+        for blocks that do not exist."""
         length = self.slot.shape[1]
         tokens = starts[:, :, None] + jnp.arange(block, dtype=jnp.int32)[None, None]
-        tokens = jnp.where(exists[:, :, None], jnp.minimum(tokens, length), length)
-        return tokens.reshape(starts.shape[0], -1)
+        return jnp.where(exists[:, :, None], tokens, length).reshape(starts.shape[0], -1)
 
 
 def move(x: Float[Array, "B T ..."], source: Int[Array, "B S"], target: Int[Array, "B T"]) -> Array:
-    """Moves rows of x (B, T, ...): out[b, s] = x[b, source[b, s]], 0 where source is T.
+    """Moves rows of x (B, T, ...): out[b, s] = x[b, source[b, s]], 0 where source is T or larger.
 
     `target` is the inverse, the row of out for each row of x (S if x's row is dropped). It makes the gradient another
     `move`, which is a gather; the gradient of an indexed read would be a scatter.

@@ -126,8 +126,6 @@ class BilinearLayer(AttentionLayer):
 def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:
     """Rotates the features by their positions, except the last of an odd number."""
     even = x.shape[-1] // 2 * 2
-    if even == 0:
-        return x
     return jnp.concatenate([rotate(x[..., :even], positions, theta), x[..., even:]], axis=-1)
 
 

@@ -12,6 +12,7 @@ from eval.harness.runs import unfinished
 from eval.studies.survey.options import SurveyRun
 from eval.tasks.lra import KEPT, measure_run
 from train.cli.main import run_task
+from train.data.lra.tasks import open_source
 from train.engine.config_file import read_values
 from train.engine.errors import RunError, UserError
 from train.engine.metrics import log
@@ -44,6 +45,11 @@ def train_all(runs: Sequence[SurveyRun]) -> None:
     """
     missing = [run for run in runs if finished(run) is None]
     log(f"survey: {len(runs) - len(missing)} of {len(runs)} runs are finished")
+    for task, data in {run.task: run.config.data for run in missing}.items():
+        try:
+            open_source(data)  # now, and not after hours of another task
+        except UserError as error:
+            raise UserError(str(error).replace("--data_dir", f"--{task}_dir")) from error
     failed = []
     for number, run in enumerate(missing, 1):
         where = run.config.loop.workdir

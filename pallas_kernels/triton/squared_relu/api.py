@@ -73,8 +73,8 @@ class Ranges(NamedTuple):
     end: Int[Array, "B S"]
 
 
-def squared_relu_unsupported(query: Any, key: Any, value: Any) -> str | None:
-    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
+def squared_relu_unsupported(query: Any) -> str | None:
+    """Returns why the kernels do not support queries of this shape and dtype; None if they do."""
     missing = bridge.unsupported()
     if missing is not None:
         return missing
@@ -108,7 +108,7 @@ def squared_relu_attention(
     Raises:
       NotImplementedError: `squared_relu_unsupported` gives a reason.
     """
-    reason = squared_relu_unsupported(query, key, value)
+    reason = squared_relu_unsupported(query)
     if reason is not None:
         raise NotImplementedError(reason)
     dtype = query.dtype

@@ -2,6 +2,7 @@
 
 import pytest
 
+from eval.harness.groups import alike
 from eval.harness.table import Table, mean_deviation, mean_range, percent, plus_minus, seeds
 
 
@@ -34,3 +35,13 @@ def test_numbers_of_cells():
     assert mean_deviation([1.0, 1.0, 4.0]) == (2.0, pytest.approx(3**0.5), 3)
     assert [plus_minus(39.215, 0.0, count, 1) for count in (1, 2)] == ["39.2", "39.2 ± 0.0"]
     assert seeds([{"seed": 0}, {"seed": 3}]) == "0, 3"
+
+
+def test_groups_name_the_settings_in_which_they_differ():
+    settings = ({"model.dim": None, "data.folder": ""}, {"model.dim": 4, "data.folder": ""}, {"model.dim": 4})
+    results = [{"model": "a", "configuration": each} for each in settings]
+    assert list(alike(results, lambda result: result["model"])) == [
+        "a, dim none, folder none",
+        "a, dim 4, folder none",
+        "a, dim 4",
+    ]

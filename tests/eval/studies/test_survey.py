@@ -87,6 +87,13 @@ def _trained(monkeypatch, failing=()):
     return began
 
 
+def test_missing_data_are_named_before_any_run(tmp_path, monkeypatch):
+    began = _trained(monkeypatch)
+    with pytest.raises(UserError, match=r"^--text_dir: /nowhere does not exist$"):
+        training.train_all(survey_runs(SurveyOptions(folder=str(tmp_path), text_dir="/nowhere")))
+    assert began == []
+
+
 def test_a_finished_run_is_not_repeated_and_a_changed_one_is(tmp_path, monkeypatch):
     began = _trained(monkeypatch)
     options = SurveyOptions(

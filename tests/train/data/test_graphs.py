@@ -49,6 +49,7 @@ def test_a_folder_of_the_benchmark(tmp_path):
     authors = write_graph(tmp_path / "g")
     graph = load(tmp_path / "g", features=16)
     again = load(tmp_path / "g", features=16)  # from the cache
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".npz"]
     assert graph.counts == again.counts == (PAPERS, AUTHORS)
     assert [(r.receiver, r.sender) for r in graph.relations] == [
         (1, 0),
@@ -162,7 +163,7 @@ def test_missing_and_damaged_files(tmp_path):
     with pytest.raises(UserError, match=r"expected .*link\.dat or link\.dat\.gz; there is neither"):
         load(tmp_path / "g")
     (tmp_path / "x").mkdir()
-    with pytest.raises(UserError, match=r"expected node.dat or train.jsonl in .*/x; there is neither"):
+    with pytest.raises(UserError, match=r"expected node.dat or train.jsonl in .*/x, or an .npz file"):
         load(tmp_path / "x")
 
 

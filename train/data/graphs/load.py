@@ -75,7 +75,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
         raise UserError(f"--nearest: expected 0, as {source} has links, got {config.nearest}")
     files = hgb_files(source) if is_linked else post_files(source) or [source]
     if source.is_dir() and files == [source]:
-        raise UserError(f"--data_dir: expected node.dat or train.jsonl in {source}; there is neither")
+        raise UserError(f"--data_dir: expected node.dat or train.jsonl in {source}, or an .npz file")
     asked = [_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     folder = user_cache() / "graphs" if config.cache_dir is None else Path(config.cache_dir).expanduser()

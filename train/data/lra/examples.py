@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     labels: Int[np.ndarray, " n"]
 
 
-def chunk_of(sequences: list[bytes], labels: list[int], parts: int = 1) -> Chunk:
+def chunk_of(sequences: list[bytes], labels: list[int], parts: int) -> Chunk:
     """A chunk of sequences given as bytes, `parts` of them an example; an empty one becomes a blank."""
     sequences = [sequence or b" " for sequence in sequences]
     lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(-1, parts)
