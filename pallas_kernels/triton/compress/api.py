@@ -198,7 +198,7 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, known, ca
     parts = _forward_parts(query, key, contrast_key, value, lengths, call) if known is None else known
     out = parts[0][0]
     if call.contrast:
-        out = out - gamma[:, None] * parts[0][1]
+        out = out - gamma[None, None, None, :, None] * parts[0][1]
     return (out.astype(query.dtype), parts), (query, key, contrast_key, value, gamma, lengths, parts)
 
 
