@@ -380,9 +380,10 @@ class MechanismLayer(CacheOwner):
         """Returns the output (B, T, D), the new carry and the new cache; see the module's docstring.
 
         Raises:
-          ValueError: segment_ids are given, but the mechanism does not pack in this form, or the decoding cache cannot
-            keep sequences apart.
+          ValueError: the mechanism does not support the dimensions, or segment_ids are given, but it does not pack in
+            this form, or the decoding cache cannot keep sequences apart.
         """
+        self.mechanism.check(self.dimensions)
         if segment_ids is not None:
             check_packs(self.mechanism, self.dimensions)
             # Functions that compare ids would let a sequence see an earlier one with the same id.

@@ -34,7 +34,6 @@ class LinformerAttention(AttentionLayer, config=LinformerConfig):
     mechanism: LinformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        self.mechanism.check(self.dimensions)
         length, longest = key.shape[1], self.mechanism.max_length
         if length > longest:
             raise ValueError(

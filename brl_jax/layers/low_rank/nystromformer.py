@@ -42,7 +42,6 @@ class NystromformerAttention(AttentionLayer, config=NystromformerConfig):
     mechanism: NystromformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        self.mechanism.check(self.dimensions)
         return nystromformer_attention(query, key, value, **options)
 
     def attention_options(self, call: LayerCall) -> dict[str, Any]:

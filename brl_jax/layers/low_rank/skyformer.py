@@ -37,7 +37,6 @@ class SkyformerAttention(AttentionLayer, config=SkyformerConfig):
     mechanism: SkyformerConfig
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        self.mechanism.check(self.dimensions)
         query, scale = distance_scale(self.dimensions, query)
         return skyformer_attention(query, key, value, scale=scale, **options)
 

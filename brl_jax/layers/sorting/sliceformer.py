@@ -34,7 +34,6 @@ class SliceformerAttention(MechanismLayer, config=SliceformerConfig):
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        m.check(d)
         value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
         out = sliceformer_attention(
             value, order=m.order, key_value_seq_lengths=call.lengths, implementation=d.implementation

@@ -63,11 +63,22 @@ def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
 
 
 def test_unsupported_flags_are_refused(mean_config):
-    with pytest.raises(ValueError, match="MeanConfig has no bidirectional form"):
-        mean_config.check(dimensions(False))
     layer = mean_config.layer(dimensions(True))
     with pytest.raises(ValueError, match="MeanConfig cannot keep packed sequences apart"):
         layer.init(jax.random.key(0), jnp.ones((1, 2, 16)), segment_ids=jnp.zeros((1, 2), jnp.int32))
+
+
+ONE_FORM = [
+    config for make in MECHANISMS.values() if not ((config := make()).causal and config.bidirectional)
+]
+
+
+@pytest.mark.parametrize("config", ONE_FORM, ids=lambda config: type(config).__name__)
+def test_a_layer_refuses_the_form_that_its_mechanism_lacks(config):
+    """A user's own module may use a layer, with no network that checks its mechanism."""
+    missing = "bidirectional" if config.causal else "causal"
+    with pytest.raises(ValueError, match=f"has no {missing} form"):
+        config.layer(dimensions(not config.causal)).init(jax.random.key(0), jnp.ones((1, 2, 16)))
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global_window", "native_sparse", "linear"])
