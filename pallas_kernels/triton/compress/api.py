@@ -204,7 +204,6 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, known, ca
 
 def _forward_parts(query, key, contrast_key, value, lengths, call: _CompressCall) -> Parts:
     totals, tops, sums = _run_forward(call)(query, key, contrast_key, value, lengths)
-    attentions = range(1 + call.contrast)
     if totals.shape[2] == 1:
         outs, log_sums = totals[:, :, 0], tops[:, :, 0]
     elif call.score == "softmax":

@@ -43,10 +43,10 @@ def compress_forward(
 ):  # fmt: skip
     """Computes totals (A, SPLITS, B, C, M, N, H), tops and sums (A, SPLITS, B, C, N, M) for each attention and segment.
 
-    Block c reads the R keys from c * STEP on, of which the last `length` exist. With STEP 0 there is one block, and the
-    first `length` exist. tops are the maxima of scores times log2(e), -1e30 if no key was seen. Where a history is one
-    segment, totals are the results, and tops the base-2 log-sum-exps, inf if no key was seen. Only softmax uses tops
-    and sums.
+    Block c reads the R keys from c * STEP on, and only the last `length` exist. With STEP 0 there is one block, and
+    only the first `length` exist. tops are the maxima of scores times log2(e), -1e30 if no key was seen. Where a
+    history is one segment, totals are the results, and tops the base-2 log-sum-exps, inf if no key was seen. Only
+    softmax uses tops and sums.
     """
     split, c = segment_and_block(STEP, SPLITS)
     h, b = tl.program_id(1), tl.program_id(2)
