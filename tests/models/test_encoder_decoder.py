@@ -198,12 +198,12 @@ def test_what_is_refused():
     [
         ({"positions": "learned"}, "positions must be one of .*, got 'learned'"),
         ({"reversible": True}, "reversible must be False in an encoder-decoder"),
-        ({"mechanism": DeltaNetConfig()}, "DeltaNetConfig has no bidirectional form"),
+        ({"mechanism": DeltaNetConfig()}, "deltanet has no bidirectional form"),
         ({"encoder_mechanism": "full"}, "encoder_mechanism must be the configuration of a mechanism"),
-        ({"mechanism": LinformerConfig()}, "LinformerConfig has no causal form"),
+        ({"mechanism": LinformerConfig()}, "linformer has no causal form"),
         (
             {"mechanism": TLinFormerConfig(), "encoder_mechanism": FullConfig(), "num_layers": 4},
-            "TLinFormerConfig arranges its layers itself",
+            "tlinformer arranges its layers itself",
         ),
     ],
 )

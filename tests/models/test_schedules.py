@@ -66,7 +66,7 @@ def test_schedules_that_cannot_be(options, message):
 
 @pytest.mark.parametrize("partner", [BRLConfig(memory="output"), BRLConfig()])
 def test_a_carry_cannot_share_a_layer(partner):
-    with pytest.raises(ValueError, match="BRLConfig cannot share a layer"):
+    with pytest.raises(ValueError, match="brl cannot share a layer"):
         DecoderConfig(mechanism=A, late_mechanism=partner, schedule="parallel")
 
 

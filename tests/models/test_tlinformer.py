@@ -158,10 +158,10 @@ def test_dropout_is_fresh_and_reaches_every_window(variables):
     ("make", "message"),
     [
         (lambda: config(num_layers=4), "num_layers must be a multiple of 3, the layers of a block .*, got 4"),
-        (lambda: config(late_mechanism=LocalConfig()), "late_mechanism must be None with TLinFormerConfig"),
+        (lambda: config(late_mechanism=LocalConfig()), "late_mechanism must be None with tlinformer"),
         (
             lambda: config(FullConfig(), late_mechanism=SMALL),
-            "late_mechanism must be None with TLinFormerConfig",
+            "late_mechanism must be None with tlinformer",
         ),
         (lambda: config(num_heads=16), "even head_dim, got d_model / num_heads = 1"),
     ],

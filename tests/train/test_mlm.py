@@ -170,7 +170,7 @@ def test_a_run_from_before_packing_goes_on_without_it():
 
 
 def test_packing_that_cannot_be_is_refused():
-    with pytest.raises(UserError, match=r"^--pack must be auto or never with FlashConfig, .* got always$"):
+    with pytest.raises(UserError, match=r"^--pack must be auto or never with flash, .* got always$"):
         _config("stdlib", "--pack always --mechanism flash")
     with pytest.raises(
         UserError, match=r"^--data: expected a text whose tokens are made first, .* got hf-stream:x$"
