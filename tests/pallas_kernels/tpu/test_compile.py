@@ -205,9 +205,9 @@ def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
         return function(query, key, value, bias, is_causal=True, **window_size)
 
     text = attend(chip, 2000, heads, groups, head_dim, f, dtype).as_text()
-    by_window = window in (64, 100)
-    assert ("window_attention_forward" if by_window else "block_attention_forward") in text
-    assert ("window_attention_backward" if by_window else "block_attention_backward_query") in text
+    kernel = "window_attention" if window in (64, 100) else "block_attention"
+    assert f"{kernel}_forward" in text
+    assert f"{kernel}_backward" in text
 
 
 @pytest.mark.parametrize(
