@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from brl_jax import BlockSizes, compression_blocks, full_attention, native_sparse_attention
-from brl_jax.attention.sorting import native_sparse, reference, selected
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
@@ -26,25 +25,6 @@ def attend(query, key, value, gates, sizes=SIZES, segment_ids=None, **options):
     return native_sparse_attention(
         query, key, value, *blocks, gates, sizes=sizes, window=3, segment_ids=segment_ids, **options
     )
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        SIZES,
-        pytest.param(BlockSizes(6, 2, 4, 4), marks=pytest.mark.slow),
-        pytest.param(BlockSizes(2, 2, 8, 4), marks=pytest.mark.slow),
-        pytest.param(BlockSizes(3, 3, 3, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_the_function_is_its_reference(sizes, monkeypatch):
-    monkeypatch.setattr(native_sparse, "_QUERY_BLOCK", 16)
-    monkeypatch.setattr(selected, "_QUERY_BLOCK", 16)
-    query, key, value, gates = arguments(37)
-    blocks = [compression_blocks(x, sizes).mean(2) for x in (key, value)]
-    expected = reference.native_sparse_attention(query, key, value, *blocks, gates, sizes=sizes, window=3)
-    got = jax.jit(attend, static_argnums=4)(query, key, value, gates, sizes)
-    assert relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.slow
