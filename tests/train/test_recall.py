@@ -125,21 +125,14 @@ def test_answers_are_uniform(kind):
     np.testing.assert_allclose(counts / targets.size, 1 / num_answers(config, 3), rtol=0.08)
 
 
-def test_batches_and_splits_are_all_different_and_the_same_again():
+def test_batches_and_splits_are_all_different():
     config = dataclasses.replace(config_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=4)
 
-    def take(seed, count, **kwargs):
-        return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed, **kwargs), range(count))]
+    def take(seed, count):
+        return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed), range(count))]
 
     batches = take(0, 4)
     assert [batch["tokens"].shape for batch in batches] == [(4, 20), (4, 30), (4, 20), (4, 30)]
-    for batch, again, part in zip(batches, take(0, 4), take(0, 4, rows=[3, 1])):
-        for name, array in batch.arrays.items():
-            np.testing.assert_array_equal(array, again[name])
-            np.testing.assert_array_equal(array[[3, 1]], part[name])
-    stream = DrawnBatches(config, batch=4, seed=0)
-    stream.set_state({"step": 2, "batch": 4, "seed": 0})
-    np.testing.assert_array_equal(next(stream)["tokens"], batches[2]["tokens"])
 
     def rows_of(batches):
         return {tuple(row) for b in batches for row, w in zip(b["tokens"], b["weights"]) if w.all()}
