@@ -18,8 +18,10 @@ import pytest
 from jaxtyping import PRNGKeyArray
 
 import brl_jax as brl
+from brl_jax import models
 from brl_jax.attention.low_rank.long_short import Norms
 from brl_jax.fields import Checked, Range
+from brl_jax.sharding import MeshConfig
 
 B, T, N, H = 2, 12, 4, 8
 RNG = np.random.default_rng(0)
@@ -161,6 +163,10 @@ def decoder(**options):
     return brl.DecoderLM(brl.DecoderConfig(mechanism=options.pop("mechanism", brl.FullConfig()), **options))
 
 
+def sized(kind, **options):
+    return kind(**options).check(brl.Dimensions(64, 4, 2, 16, 64, is_causal=True))
+
+
 def classifier(**options):
     options = {"vocab_size": 16, "num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16} | options
     return brl.Classifier(
@@ -169,6 +175,8 @@ def classifier(**options):
 
 
 IDS = np.zeros((1, 4), np.int32)
+TWO_ROWS = np.zeros((2, 4), np.int32)
+ENCODER = brl.Encoder(classifier().config)
 
 
 def zeros(model):
@@ -312,6 +320,13 @@ CALLS = [
     (lambda: ours("synthesizer", column_bias=array(T - 1, N)), "column_bias must have shape"),
     (lambda: ours("synthesizer", v=GROUPED), "heads of rows must be a multiple"),
     (lambda: ours("synthesizer", query_offset=0.5), "query_offset must be an integer or an array, got 0.5"),
+    (
+        lambda: local(sinks=jnp.zeros(3)),
+        r"sinks must be a floating-point array of shape \(4,\), .* got float32 of",
+    ),
+    (lambda: local(sinks=jnp.zeros(4, jnp.int32)), "sinks must be a floating-point array .* got int32"),
+    (lambda: local(sinks=[0.0] * 4), "sinks must be a floating-point array"),
+    (lambda: local(logits_soft_cap=jnp.float32(3)), "logits_soft_cap must be a number, got float32"),
     # Compression and propagation.
     (lambda: compress(k=NARROW, c=NARROW, v=NARROW), "head_dim 8, got 6"),
     (lambda: compress(k=K[:, :0], c=K[:, :0], v=V[:, :0]), "key must not be empty"),
@@ -491,7 +506,58 @@ CALLS = [
     (lambda: decoder(num_heads=3), "d_model must be a multiple"),
     (lambda: decoder(implementation="gpu"), "implementation must be"),
     (lambda: decoder(mechanism=brl.LinformerConfig()), "no causal form"),
+    (lambda: sized(brl.MLRConfig, ranks=(8, 4)), r"ranks must sum to the head_dim 16, got 8\+4 = 12"),
+    (lambda: brl.MLRConfig(ranks=(8, 0)), "ranks must be at least 1, got 0"),
+    (lambda: brl.MLRConfig(ranks=(8, 4, 4), block_sizes=(None, 24, 16)), "nested.*got 24 before 16"),
+    (
+        lambda: brl.MLRConfig(ranks=(8, 8), block_sizes=(None, 24, 12)),
+        "one size for each of the 2 ranks, got 3",
+    ),
+    (lambda: brl.MLRConfig(block_sizes=(None, 24)), "block_sizes need ranks"),
+    (lambda: sized(brl.BilinearMLRConfig, ranks=(8, 4)), r"sum to the head_dim 16, got 8\+4 = 12"),
+    (
+        lambda: sized(brl.BilinearMLRConfig, ranks=(2,) * 8),
+        "ranks of 8 levels need a d_model that is a multiple of 128, got 64",
+    ),
+    (lambda: sized(brl.GlobalWindowConfig, ranks=(8, 4)), r"ranks must sum to the head_dim 16, got 8\+4"),
+    (lambda: MeshConfig(data=0), "data must be at least 1, or -1"),
+    (lambda: MeshConfig(tensor=-2), "tensor must be at least 1, or -1"),
+    (lambda: MeshConfig(data=-1, tensor=-1), "tensor must be at least 1 where data is -1"),
     # Networks.
+    (
+        lambda: run(decoder(), TWO_ROWS, positions=jnp.arange(4)),
+        r"positions must be integers of shape \(1, 4\) or \(2, 4\), got int32 \(4,\)",
+    ),
+    (
+        lambda: run(decoder(), IDS, positions=jnp.ones((1, 3), jnp.int32)),
+        r"positions must be integers of shape .*, got int32 \(1, 3\)",
+    ),
+    (
+        lambda: run(decoder(), IDS, positions=jnp.ones((1, 4))),
+        r"positions must be integers of shape .*, got float32 \(1, 4\)",
+    ),
+    (
+        lambda: run(decoder(), IDS, segment_ids=jnp.ones(4, jnp.int32)),
+        r"segment_ids must be integers of shape \(1, 4\), got int32 \(4,\)",
+    ),
+    (
+        lambda: run(ENCODER, IDS, segment_ids=IDS[:, :3]),
+        r"segment_ids must be integers of shape \(1, 4\), got int32 \(1, 3\)",
+    ),
+    (
+        lambda: run(ENCODER, IDS, segment_ids=jnp.zeros((1, 4))),
+        "segment_ids must be integers .*, got float32",
+    ),
+    (
+        lambda: run(ENCODER, IDS, segment_ids=IDS, prefix=jnp.ones((1, 1, 16))),
+        "segment_ids must be None with a prefix",
+    ),
+    (lambda: run(classifier(), IDS.astype(np.float32)), "tokens must be integers, got float32"),
+    (lambda: run(classifier(), IDS[0]), r"tokens must have shape \(batch, length\)"),
+    (
+        lambda: brl.PairClassifier(classifier().config).init(KEY, IDS),
+        r"tokens must have shape \(batch, 2, length\), got \(1, 4\)",
+    ),
     (lambda: run(decoder(), jnp.zeros((1, 4))), "tokens must be integers"),
     (lambda: run(decoder(), jnp.zeros((4,), jnp.int32)), "tokens must have shape"),
     (lambda: run(decoder(), IDS, memory=1, cache=2), "memory and cache exclude each other"),
@@ -603,38 +669,47 @@ def test_flags_numbers_and_keys_are_found():
 FEW = (Q[:, :3], K[:, :3], V[:, :3])
 PROJECTED = {"length": 16, "rank": 2, "window": 4, "chunk_size": 2}
 
-#: Calls with a state, in which 3 of 3 tokens may be valid.
-COUNTED = {
-    "diag": lambda **o: brl.diag_attention(
-        *FEW, block_size=4, state=brl.init_diag_state(B, N, H, block_size=4), return_state=True, **o
+#: Functions, their arguments and their states, in which 3 of 3 tokens may be valid.
+STATES = {
+    "diag": (brl.diag_attention, FEW, {"block_size": 4}, brl.init_diag_state(B, N, H, block_size=4)),
+    "mlr": (brl.mlr_attention, FEW, MLR, brl.init_mlr_state(B, N, H, length=16, **MLR)),
+    "long_short": (
+        brl.long_short_attention, (*FEW, Q[:, :3, :, :2]), {}, brl.init_long_short_state(B, N, H, **PROJECTED)
     ),
-    "mlr": lambda **o: brl.mlr_attention(
-        *FEW, **MLR, state=brl.init_mlr_state(B, N, H, length=16, **MLR), **o
+    "reformer": (
+        brl.reformer_attention, (*FEW[::2], ROTATIONS), {}, brl.init_reformer_state(B, N, H, length=16, num_buckets=4)
     ),
-    "long_short": lambda **o: brl.long_short_attention(
-        *FEW, Q[:, :3, :, :2], state=brl.init_long_short_state(B, N, H, **PROJECTED), **o
+    "sinkhorn": (
+        brl.sinkhorn_attention, (*FEW, LOGITS), {"block_size": 4},
+        brl.init_sinkhorn_state(B, N, H, length=16, block_size=4),
     ),
-    "reformer": lambda **o: brl.reformer_attention(
-        Q[:, :3], V[:, :3], ROTATIONS, state=brl.init_reformer_state(B, N, H, length=16, num_buckets=4), **o
+    "informer": (brl.informer_attention, FEW, {"rng": KEY}, brl.init_informer_state(B, N, H, length=16)),
+}  # fmt: skip
+#: What every function with a state refuses, and the errors.
+WITH_STATES = {
+    "count is negative": ({"count": -1}, "count must be from 0 to 3, got -1"),
+    "count is too large": ({"count": 9}, "count must be from 0 to 3, got 9"),
+    "both directions": (
+        {"is_causal": False},
+        "state (and return_state must be given with|needs) is_causal=True",
     ),
-    "sinkhorn": lambda **o: brl.sinkhorn_attention(
-        *FEW,
-        array(B, 4, N, 4),
-        block_size=4,
-        state=brl.init_sinkhorn_state(B, N, H, length=16, block_size=4),
-        **o,
+    "lengths": (
+        {"key_value_seq_lengths": np.ones(2, np.int32)},
+        "key_value_seq_lengths must be None with a state|state and return_state must be given with is_causal=True",
     ),
-    "informer": lambda **o: brl.informer_attention(
-        *FEW, rng=KEY, state=brl.init_informer_state(B, N, H, length=16), **o
-    ),
+    "another state": ({"state": (1, 2)}, "state must be of type .*(State|Cache), got"),
+    "no state": ({"state": None, "return_state": True}, "return_state needs a state"),
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.parametrize("count", [-1, 9])
-def test_count(name, count):
-    with pytest.raises(ValueError, match=f"count must be from 0 to 3, got {count}"):
-        COUNTED[name](count=count, is_causal=True)
+@pytest.mark.parametrize(
+    ("name", "case"), [(n, c) for n in STATES for c in WITH_STATES if (n, c) != ("diag", "no state")]
+)
+def test_states(name, case):
+    function, arrays, settings, state = STATES[name]
+    options, message = WITH_STATES[case]
+    with pytest.raises(ValueError, match=message):
+        function(*arrays, **settings | {"is_causal": True, "state": state} | options)
 
 
 long_short = functools.partial(brl.long_short_attention, Q, K, V, Q[..., :2])
@@ -717,6 +792,77 @@ DECLARED = [
         "memory must have as many rows as the tokens, 1, got 2",
     ),
 ]
+
+SMALL = {"num_layers": 4, "d_model": 64, "num_heads": 4, "d_ff": 16, "mechanism": brl.FullConfig()}
+BOTH = {"late_mechanism": brl.DiagConfig(block_size=4)}
+SOLO = brl.MECHANISMS["tlinformer"](hidden=0)
+BLOCKS_OF_3 = brl.MECHANISMS["tlinformer"](window=4, context=3, hidden=1)
+ALONG = {"mechanism": brl.DiagConfig(), "schedule": "parallel"}
+#: Configurations whose parts don't fit each other.
+REFUSED = [
+    (
+        "Stack",
+        {"schedule": "alternate"},
+        "schedule must be 'split' without a late_mechanism, got 'alternate'",
+    ),
+    ("Stack", {"early_layers": 1}, "early_layers must be None without a late_mechanism, got 1"),
+    ("Stack", {"swap_mechanisms": True}, "swap_mechanisms must be False without a late_mechanism, got True"),
+    (
+        "Stack",
+        BOTH | {"early_layers": 5},
+        "early_layers must be 0 to 4 with schedule 'split' over 4 layers, got 5",
+    ),
+    ("Stack", BOTH | {"early_layers": 0, "schedule": "alternate"}, "early_layers must be 1 to 3 .*, got 0"),
+    (
+        "Stack",
+        BOTH | {"early_layers": 2, "schedule": "parallel"},
+        "early_layers must be None with schedule 'para",
+    ),
+    ("Decoder", ALONG | {"late_mechanism": brl.BRLConfig()}, "BRLConfig cannot share a layer"),
+    ("Decoder", ALONG | {"late_mechanism": brl.BRLConfig(memory="output")}, "BRLConfig cannot share a layer"),
+    (
+        "Decoder",
+        {"mechanism": BLOCKS_OF_3},
+        "num_layers must be a multiple of 3, the layers of a block .*, got 4",
+    ),
+    ("Decoder", {"mechanism": SOLO} | BOTH, "late_mechanism must be None with TLinFormerConfig"),
+    ("Decoder", {"late_mechanism": SOLO}, "late_mechanism must be None with TLinFormerConfig"),
+    ("Decoder", {"mechanism": SOLO, "num_heads": 64}, "even head_dim, got d_model / num_heads = 1"),
+    ("Decoder", {"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
+    ("Decoder", {"mechanism": brl.LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
+    ("Decoder", {"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),
+    ("Decoder", {"mup_base_width": 32, "lora_rank": 2}, "lora_rank must be 0 with mup_base_width, got 2"),
+    (
+        "Decoder",
+        {"d_model": 46, "num_heads": 1, "mechanism": brl.BilinearBTTConfig()},
+        r"d_model: .*got 46 = 2\*23; the nearest such widths are 45 = 5\*9 and 48 = 6\*8",
+    ),
+    ("EncoderDecoder", {"lora_rank": 2}, "lora_rank must be 0 in an encoder-decoder, got 2"),
+    ("EncoderDecoder", {"positions": "learned"}, "positions must be one of .*, got 'learned'"),
+    ("EncoderDecoder", {"reversible": True}, "reversible must be False in an encoder-decoder"),
+    ("EncoderDecoder", {"mechanism": brl.DeltaNetConfig()}, "DeltaNetConfig has no bidirectional form"),
+    (
+        "EncoderDecoder",
+        {"encoder_mechanism": "full"},
+        "encoder_mechanism must be the configuration of a mechanism",
+    ),
+    ("EncoderDecoder", {"mechanism": brl.LinformerConfig()}, "LinformerConfig has no causal form"),
+    (
+        "EncoderDecoder",
+        {"mechanism": SOLO, "encoder_mechanism": brl.FullConfig()},
+        "TLinFormerConfig arranges its layers itself",
+    ),
+    ("Encoder", {"d_model": 12}, "rotary positions need an even head_dim"),
+    ("Graph", {"kinds": (0, -1)}, "kinds must"),
+    ("Graph", {"kinds": ()}, "kinds must not be empty"),
+    ("Graph", {"identities": True}, "identities must be False with network 'tokens'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_configurations_that_cannot_be(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(models, f"{kind}Config")(**SMALL | options)
 
 
 NETWORKS = {

@@ -16,7 +16,6 @@ from brl_jax.layers import (
     FullConfig,
     LinformerConfig,
     LocalConfig,
-    TLinFormerConfig,
 )
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
@@ -191,22 +190,3 @@ def test_what_is_refused():
             model.init(jax.random.key(0), TOKENS, **call)
     with pytest.raises(ValueError, match="source_length of a cache must be at least 1, got 0"):
         model.init_cache(2, 4, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"positions": "learned"}, "positions must be one of .*, got 'learned'"),
-        ({"reversible": True}, "reversible must be False in an encoder-decoder"),
-        ({"mechanism": DeltaNetConfig()}, "DeltaNetConfig has no bidirectional form"),
-        ({"encoder_mechanism": "full"}, "encoder_mechanism must be the configuration of a mechanism"),
-        ({"mechanism": LinformerConfig()}, "LinformerConfig has no causal form"),
-        (
-            {"mechanism": TLinFormerConfig(), "encoder_mechanism": FullConfig(), "num_layers": 4},
-            "TLinFormerConfig arranges its layers itself",
-        ),
-    ],
-)
-def test_bad_configurations(options, message):
-    with pytest.raises(ValueError, match=message):
-        EncoderDecoderConfig(**(SIZE | {"mechanism": FullConfig()} | options))

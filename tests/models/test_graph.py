@@ -422,16 +422,3 @@ def test_tokens_of_one_kind_have_no_order():
     other[:, 2] = np.nan
     np.testing.assert_array_equal(run(other, present), y)
     assert not np.allclose(run(x[:, [0, 4, 2, 3, 1]], present), y, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kinds": (0, -1)}, "kinds must"),
-        ({"kinds": ()}, "kinds must not be empty"),
-        ({"identities": True}, "identities must be False with network 'tokens'"),
-    ],
-)
-def test_configurations_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphConfig(**TINY, **options)

@@ -92,24 +92,3 @@ def test_a_state_of_other_sizes_is_refused(sizes, message):
     state = init_reformer_state(4, value.shape[2], query.shape[3], length=9, **sizes)
     with pytest.raises(ValueError, match=message):
         reformer_attention(query, value, rotations_for(query), is_causal=True, state=state)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"is_causal": False}, "state needs is_causal=True"),
-        (
-            {"key_value_seq_lengths": jnp.ones(2, jnp.int32)},
-            "key_value_seq_lengths must be None with a state",
-        ),
-        ({"state": None}, "return_state needs a state"),
-        ({"state": (1, 2)}, "state must be of type ReformerState, got"),
-    ],
-)
-def test_a_state_needs_a_causal_call(changes, message):
-    query, value = arrays_of(9)
-    options = {"num_heads": query.shape[2], "num_rounds": 2, "num_buckets": 4}
-    state = init_reformer_state(query.shape[0], value.shape[2], query.shape[3], length=9, **options)
-    call = {"is_causal": True, "state": state, "return_state": True} | changes
-    with pytest.raises(ValueError, match=message):
-        reformer_attention(query, value, rotations_for(query), **call)

@@ -280,22 +280,3 @@ def test_mixed_rows_know_their_documents():
     jumps = np.flatnonzero(np.diff(both.tokens) != 1) + 1
     expected = {0, *jumps.tolist(), *np.flatnonzero(np.isin(both.tokens, [10, 14_500])).tolist()}
     assert both.starts.tolist() == sorted(expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"documents": "("}, r"^--documents: expected records, wikitext or a regular expression, got '\('"),
-        (
-            {"data": "tokens:x", "documents": "wikitext"},
-            "^--documents: expected records with tokens:..., .* got 'wiki",
-        ),
-        (
-            {"data": "hf-stream:x", "documents": "a"},
-            "^--documents: expected records with hf-stream:..., .* got 'a'",
-        ),
-    ],
-)
-def test_documents_that_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        DataConfig(**options)

@@ -11,6 +11,7 @@ from pallas_kernels.tpu import DistanceTable, Granules, Slopes, block_attention
 from pallas_kernels.tpu.block import plan
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
+from tests.support.attention import pulled
 
 
 def causal(queries, keys):
@@ -87,8 +88,7 @@ def check(
         got = got[:4]
     else:
         grads[3] = pull_bias(grads[3])
-    distances = [oracle.distance(x, y) for x, y in zip(got, (out, *grads), strict=True)]
-    assert max(distances) < (1e-5 if dtype == jnp.float32 else 1e-2), distances
+    oracle.check(got, (out, *grads), 1e-5 if dtype == jnp.float32 else 1e-2)
     close = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(np.asarray(log_sum), want_log_sum, rtol=close, atol=close)
 
@@ -157,14 +157,7 @@ def test_segments_lengths_and_poison():
         key_lengths=key_lengths,
         interpret=True,
     )
-
-    @jax.jit
-    def run(q, k, v, g):
-        out, pull = jax.vjp(f, q, k, v)
-        return out, *pull(g)
-
-    got = run(q, k, v, g)
-    assert max(oracle.distance(x, y) for x, y in zip(got, (want[0], *want[2:]))) < 1e-5
+    oracle.check(pulled(f, g, q, k, v), (want[0], *want[2:])[:4], 1e-5)
 
 
 BIASED = {
