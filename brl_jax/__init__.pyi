@@ -15,7 +15,6 @@ from brl_jax.attention.local.far_patterns import (
     BigBird,
     BlockMask,
     Fixed,
-    GlobalLocal,
     GlobalWindow,
     Strided,
 )
@@ -175,7 +174,6 @@ __all__ = [
     "GLAConfig",
     "GatedDeltaNet2Config",
     "GatedDeltaNetConfig",
-    "GlobalLocal",
     "GlobalWindow",
     "GlobalWindowConfig",
     "GraphConfig",

@@ -21,8 +21,10 @@ from brl_jax.models import (
     Classifier,
     DecoderLM,
     EncoderDecoder,
+    MaskedLM,
     PairClassifier,
     Regressor,
+    TokenClassifier,
     huggingface,
 )
 from brl_jax.models.config import ComputationType
@@ -168,6 +170,8 @@ _INPUTS: dict[type, Callable[[Any], tuple[jax.ShapeDtypeStruct, ...]]] = {
     Classifier: lambda config: (_TOKENS,),
     PairClassifier: lambda config: (_PAIRS,),
     EncoderDecoder: lambda config: (_TOKENS, _TOKENS),
+    MaskedLM: lambda config: (_TOKENS, _TOKENS),
+    TokenClassifier: lambda config: (_TOKENS,),
     Regressor: lambda config: (jax.ShapeDtypeStruct((1, 2, config.num_inputs), jnp.float32),),
 }
 """The networks that can be loaded, and the shapes of their inputs."""

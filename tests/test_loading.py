@@ -111,7 +111,7 @@ def test_networks_of_every_task_are_built_or_refused(name):
     except ValueError:
         network = "Classifier"  # its data determine the sizes
     config = {"network": network, **task.to_json(preset)}
-    if name in ("mlm", "graph", "lra_denoise", "lra_trace"):
+    if name == "graph":
         with pytest.raises(ValueError, match="network must be one of DecoderLM"):
             _network(config)
     else:

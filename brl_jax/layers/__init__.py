@@ -85,15 +85,3 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "global_window": GlobalWindowConfig,
     }
 )
-
-
-def mechanism_name(mechanism: Mechanism) -> str:
-    """Returns the name under which a configuration's class is listed.
-
-    Raises:
-      ValueError: the class is not listed.
-    """
-    for name, kind in MECHANISMS.items():
-        if type(mechanism) is kind:
-            return name
-    raise ValueError(f"{type(mechanism).__name__} is not listed in MECHANISMS")

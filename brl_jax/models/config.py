@@ -105,14 +105,14 @@ class StackConfig(Checked):
         group = self.mechanism.group
         if self.num_layers % group:
             raise ValueError(
-                f"num_layers must be a multiple of {group}, the layers of a block of {type(self.mechanism).__name__}, "
+                f"num_layers must be a multiple of {group}, the layers of a block of {self.mechanism.name}, "
                 f"got {self.num_layers}"
             )
         for mechanism in (self.mechanism, self.late_mechanism):
             if mechanism is not None and mechanism.group > 1 and self.late_mechanism is not None:
                 raise ValueError(
-                    f"late_mechanism must be None with {type(mechanism).__name__}, which must be in all layers, "
-                    f"got {type(self.late_mechanism).__name__}"
+                    f"late_mechanism must be None with {mechanism.name}, which must be in all layers, "
+                    f"got {self.late_mechanism.name}"
                 )
         if self.late_mechanism is None:
             for name, alone in (("schedule", "split"), ("early_layers", None), ("swap_mechanisms", False)):
@@ -220,7 +220,7 @@ class StackConfig(Checked):
 
 def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
     """Raises ValueError if a mechanism does not support one of the network's options."""
-    name, d = type(mechanism).__name__, dimensions
+    name, d = mechanism.name, dimensions
     if d.num_heads * d.head_dim != d.d_model and not mechanism.any_head_dim:
         raise ValueError(
             f"head_dim must be d_model / num_heads = {d.d_model / d.num_heads:g} with mechanism {name}, got "

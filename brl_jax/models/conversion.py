@@ -36,11 +36,11 @@ def check_converts(config: StackConfig, teacher: StackConfig) -> None:
         for mechanism in (new, old):
             if mechanism.network is not None:
                 raise ValueError(
-                    f"mechanism {type(mechanism).__name__} arranges its own layers, and cannot be converted"
+                    f"mechanism {mechanism.name} arranges its own layers, and cannot be converted"
                 )
         if new.residual != old.residual:
             raise ValueError(
-                f"mechanism {type(new).__name__} cannot replace {type(old).__name__}: their blocks have norms and a "
+                f"mechanism {new.name} cannot replace {old.name}: their blocks have norms and a "
                 f"feed-forward network at other places ({new.residual!r} and {old.residual!r})"
             )
 
@@ -51,7 +51,7 @@ def check_matches(config: StackConfig, teacher: StackConfig) -> None:
     for mechanism in (*config.mechanisms, *teacher.mechanisms):
         if mechanism.segment is not None:
             raise ValueError(
-                f"mechanism {type(mechanism).__name__} reads the network's outputs (memory='output'), so that its "
+                f"mechanism {mechanism.name} reads the network's outputs (memory='output'), so that its "
                 "layers cannot be matched one by one"
             )
 

@@ -56,7 +56,7 @@ class EncoderDecoderConfig(DecoderConfig):
             raise ValueError(f"lora_rank must be 0 in an encoder-decoder, got {self.lora_rank}")
         if self.mechanisms[0].network is not None:
             raise ValueError(
-                f"mechanism {type(self.mechanism).__name__} arranges its layers itself and has no cross-attention"
+                f"mechanism {self.mechanism.name} arranges its layers itself and has no cross-attention"
             )
         _ = self.encoder_dimensions  # raises for mechanisms without a bidirectional form
 

@@ -490,7 +490,7 @@ def check_goes_back(mechanisms: Sequence[Mechanism]) -> None:
     for mechanism in mechanisms:
         if mechanism.segment is not None:
             raise ValueError(
-                f"mechanism {type(mechanism).__name__} cannot go back: it reads a sequence in segments of "
+                f"mechanism {mechanism.name} cannot go back: it reads a sequence in segments of "
                 f"{mechanism.segment} tokens, and the outputs for a segment need the cache after the one before"
             )
 

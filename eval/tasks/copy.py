@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
 from brl_jax.fields import Length
-from brl_jax.layers import mechanism_name
 from eval.harness import groups
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
@@ -104,7 +103,7 @@ def run_settings(config: CopyConfig) -> dict[str, Any]:
     "encoder to decoder"."""
     settings, encoder = groups.run_settings(config, "batch", "steps"), config.model.encoder_mechanism
     if encoder is not None:
-        settings["model.mechanism.name"] = f"{mechanism_name(encoder)} to {settings['model.mechanism.name']}"
+        settings["model.mechanism.name"] = f"{encoder.name} to {settings['model.mechanism.name']}"
     return settings
 
 

@@ -2,8 +2,8 @@
 
 If an architecture of Hugging Face's transformers computes the same function (docs/huggingface.md), a language model is
 written in its layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under this library's
-parameter names, with the run's config.json; networks of train.mlm, train.glue, train.graph, denoise-TASK and
-trace-pathfinder are refused. Either folder has the run's tokenizer, and `brl_jax.loading.load_export(DIR)` reads it.
+parameter names, with the run's config.json; those of train.graph are refused. Either folder has the run's tokenizer,
+and `brl_jax.loading.load_export(DIR)` reads it.
 
 The last line of stdout is one JSON object: layout, step, parameters.
 """
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> None:
             if layout is None:
                 layout = "own"
                 save_export(options.out, run.params, config, step=run.step, **shared)
+        except UserError:
+            raise
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise UserError(f"--out: {error}") from error
         except ImportError as error:

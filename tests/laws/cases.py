@@ -71,9 +71,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
         "fixed": _case("local-sliding", window=5, pattern="fixed"),
         "global": _case("local-bigbird", window=5, pattern="global", num_global=3),
         "bigbird": _case(window=4, pattern="bigbird", num_global=4),
-        "global_local": _case(
-            "local-bigbird", window=5, pattern="global_local", num_global=3, global_segment=7
-        ),
+        "global-segments": _case("local-bigbird", window=5, pattern="global", num_global=3, global_segment=7),
         "axial": _case("local-sliding", pattern="axial", grid_width=6),
         "neighbourhood": _case("local-sliding", window=4, pattern="neighbourhood", grid_width=7),
         "block_mask": _case("local-sliding", window=9, pattern="block_mask", block_mask=_MASK),
@@ -93,7 +91,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
         ),
         "layer-neighbourhood": _brl("brl-layer", window=4, pattern="neighbourhood", grid_width=7),
         "layer-fixed": _brl("brl-layer", pattern="fixed"),
-        "layer-global_local": _brl("brl-layer", pattern="global_local", num_global=3, global_segment=7),
+        "layer-global": _brl("brl-layer", pattern="global", num_global=3, global_segment=7),
         "layer-block_mask": _brl("brl-layer", window=9, pattern="block_mask", block_mask=_MASK),
         "layer-bigbird": _brl("brl-layer", window=4, pattern="bigbird", num_global=4),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),

@@ -109,9 +109,7 @@ def test_what_cross_attention_refuses():
         Stack((FullConfig(),), D).init(jax.random.key(0), x, encoded=encoded)
     with pytest.raises(ValueError, match=r"encoded must be given with cross_attention=CrossConfig\("):
         Stack((FullConfig(),), D, cross_attention=CrossConfig()).init(jax.random.key(0), x)
-    with pytest.raises(
-        ValueError, match=r"cross_attention must be None with TLinFormerConfig, got CrossConfig\("
-    ):
+    with pytest.raises(ValueError, match=r"cross_attention must be None with tlinformer, got CrossConfig\("):
         make_stack((TLinFormerConfig(hidden=0),) * 2, D, cross_attention=CrossConfig())
 
 

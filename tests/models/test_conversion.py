@@ -178,11 +178,11 @@ def test_which_layers_are_replaced():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"mechanism": GAUConfig()}, "GAUConfig cannot replace FullConfig: their blocks"),
-        ({"mechanism": TLinFormerConfig()}, "TLinFormerConfig arranges its own layers"),
+        ({"mechanism": GAUConfig()}, "gau cannot replace full: their blocks"),
+        ({"mechanism": TLinFormerConfig()}, "tlinformer arranges its own layers"),
         (
             {"mechanism": FullConfig(post_norm=True)},
-            r"FullConfig cannot replace FullConfig.*'post' and 'pre'",
+            r"full cannot replace full.*'post' and 'pre'",
         ),
         ({"mechanism": BRL, "num_layers": 2}, "num_layers must be 4, as trained, got 2"),
         ({"mechanism": dataclasses.replace(BRL, memory="output")}, "cannot be matched one by one"),

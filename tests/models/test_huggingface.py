@@ -681,8 +681,8 @@ def test_what_has_no_counterpart_is_named():
     with pytest.raises(ValueError, match="the nearest, mistral, differs in norm, embedding_scale"):
         huggingface.save("unused", DecoderConfig(mechanism=LocalConfig()), {})
     with pytest.raises(
-        ValueError, match=r"head_dim must be d_model / num_heads = 64 with mechanism BRLConfig, got 8"
+        ValueError, match=r"head_dim must be d_model / num_heads = 64 with mechanism brl, got 8"
     ):
         DecoderConfig(head_dim=8)
-    with pytest.raises(ValueError, match="output_norms must be False with mechanism TLinFormerConfig"):
+    with pytest.raises(ValueError, match="output_norms must be False with mechanism tlinformer"):
         DecoderConfig(output_norms=True, mechanism=MECHANISMS["tlinformer"]())

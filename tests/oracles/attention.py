@@ -129,19 +129,7 @@ def fixed(stride, summary):
     return lambda i, j: block_diagonal(stride)(i, j) or j % stride in range(stride - summary, stride)
 
 
-def global_window(left, right, num_global):
-    return lambda i, j: i < num_global or j < num_global or sliding(left, right)(i, j)
-
-
-def axial(width):
-    return lambda i, j: i // width == j // width or i % width == j % width
-
-
-def neighbourhood(width, rows, columns):
-    return lambda i, j: abs(i // width - j // width) <= rows and abs(i % width - j % width) <= columns
-
-
-def global_local(left, right, num_global, segment):
+def global_window(left, right, num_global, segment=None):
     def sees(i, j):
         if j < num_global:
             return True
@@ -150,6 +138,14 @@ def global_local(left, right, num_global, segment):
         return sliding(left, right)(i, j)
 
     return sees
+
+
+def axial(width):
+    return lambda i, j: i // width == j // width or i % width == j % width
+
+
+def neighbourhood(width, rows, columns):
+    return lambda i, j: abs(i // width - j // width) <= rows and abs(i % width - j % width) <= columns
 
 
 def big_bird(block, window_blocks, global_blocks, random_lists):

@@ -2,6 +2,7 @@ import json
 import resource
 import shutil
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -362,14 +363,24 @@ def _save_and_wait(checkpoints, step):
     checkpoints.wait()
 
 
-def test_a_full_disk_is_told_with_the_last_good_checkpoint(tmp_path):
+def _save_and_check(checkpoints, step):
+    checkpoints.save(step, _state(step), {"config": {}})
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        checkpoints.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("save", [_save_and_wait, _save_and_check])
+def test_a_full_disk_is_told_with_the_last_good_checkpoint(tmp_path, save):
     checkpoints = Checkpoints(tmp_path)
     _save_and_wait(checkpoints, 1)
+    checkpoints.check()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(RunError, match=f"; last good checkpoint: {tmp_path / '1'}") as caught:
-            _save_and_wait(checkpoints, 2)
+            save(checkpoints, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import brl_jax
-from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
+from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
+from brl_jax.sharding import MeshConfig, make_mesh
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.options import _join_lines, parse, parse_options
+from train.cli.summary import beginning
 from train.engine.config import LoopConfig
 from train.engine.config_file import differences, flatten, from_json, to_json, write_json
 from train.engine.errors import UserError
@@ -237,15 +239,24 @@ def test_options_of_other_commands():
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
 
 
+def test_a_warm_up_longer_than_the_run_is_said():
+    for steps, last in (
+        (50, "training: "),
+        (49, "learning rate: rising to the end, as --warmup_steps is 50, "),
+    ):
+        config = PRESETS["stdlib"]
+        config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=steps))
+        lines = beginning(config, parameters="", mesh=make_mesh(MeshConfig()), data="", tokens=1)
+        assert lines[-1].startswith(last)
+
+
 @pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])
 def test_presets_of_characters_take_equal_operations(name):
     """Equal within half a step; everything else matches MLR's preset."""
     mlr, other = PRESETS["chars-mlr"], PRESETS[f"chars-{name}"]
     a_step, mlr_step = (training_flops(config.model, config.loop.length) for config in (other, mlr))
     assert abs(other.loop.steps * a_step - mlr.loop.steps * mlr_step) <= a_step / 2
-    assert mechanism_name(other.model.mechanism) == (
-        "local" if name == "alternate" else name.replace("-", "_")
-    )
+    assert other.model.mechanism.name == ("local" if name == "alternate" else name.replace("-", "_"))
     assert all(m.qk_norm for m in other.model.mechanisms)
     mixers = ("mechanism", "late_mechanism", "schedule", "early_layers")
     alike = dataclasses.replace(other.model, **{field: getattr(mlr.model, field) for field in mixers})
@@ -298,7 +309,7 @@ def test_transnormers_diag_and_norm_differ_from_t2_in_their_attention_alone():
     t2 = PRESETS["wikitext103-transnormer-t2"]
     for name, layers in (("diag", 6), ("norm", 0)):
         config = PRESETS[f"wikitext103-transnormer-{name}"]
-        assert [mechanism_name(m) for m in config.model.mechanisms] == [name] * 6
+        assert [m.name for m in config.model.mechanisms] == [name] * 6
         assert dataclasses.replace(t2, model=dataclasses.replace(t2.model, early_layers=layers)) == config
 
 

@@ -242,11 +242,11 @@ def test_recall_is_converted_too(tmp_path):
             "--convert_from {run} --mechanism full --match_steps 4",
             "--match_steps: expected 0, as every layer keeps the mechanism",
         ),
-        ("--convert_from {run} --mechanism gau", "GAUConfig cannot replace FullConfig"),
+        ("--convert_from {run} --mechanism gau", "gau cannot replace full"),
         ("--convert_from {run} --mechanism linformer", "has no causal form"),
         (
             "--convert_from {run} --mechanism.memory output --match_steps 4",
-            "--convert_from {run}: mechanism BRLConfig reads the network's outputs",
+            "--convert_from {run}: mechanism brl reads the network's outputs",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tests.marks import slow_unless
@@ -296,6 +297,20 @@ def test_metrics_that_cannot_be_written_end_the_run_with_its_last_checkpoint(tmp
     words = f"cannot write metrics under {tmp_path}: .*No space left on device; last good checkpoint: .*/6$"
     with pytest.raises(RunError, match=words):
         _train(tmp_path)
+
+
+def test_a_checkpoint_that_was_not_written_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    saved = []
+
+    def wait_until_finished(self):
+        if saved:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", lambda self, step, **_: saved.append(step))
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", wait_until_finished)
+    with pytest.raises(RunError, match=r"No space left on device; last good checkpoint: none$"):
+        _train(tmp_path, eval_every=4, checkpoint_every=4, steps=8)
+    assert saved == [4] == [line["step"] for line in _lines(tmp_path)][-1:]
 
 
 def test_a_state_beyond_the_memory_is_an_error(tmp_path):

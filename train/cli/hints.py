@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from brl_jax.fields import field_hints
-from brl_jax.layers import MECHANISMS, mechanism_name
+from brl_jax.layers import MECHANISMS
 
 # Names of options in other training programs.
 _SYNONYMS = {
@@ -68,12 +68,15 @@ def hint_for(name: str, options: Collection[str], decided: Collection[str], conf
         return _ANSWERS[name]
     if _SYNONYMS.get(name) in options:
         return f"did you mean --{_SYNONYMS[name]}?"
+    parts = [option for option in options if option.startswith(f"{name}.")]
+    if parts:
+        return f"did you mean --{parts[0]}?"
     part, _, field = name.rpartition(".")
     mechanism = getattr(getattr(config, "model", None), part, None) if part else None
     if mechanism is not None:
         owners = [other for other, kind in MECHANISMS.items() if field in field_hints(kind)]
         if owners:
             shown = ", ".join(owners[:4]) + (", ..." if len(owners) > 4 else "")
-            return f"{mechanism_name(mechanism)} has no such option; it is an option of {shown}"
+            return f"{mechanism.name} has no such option; it is an option of {shown}"
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     return f"did you mean --{near[0]}?" if near else "see --help-all"

@@ -103,8 +103,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
     check_alike(streams.training, streams.held_out)
     objective = task.objective(model, config)
     introduction = beginning(
-        config.loop,
-        config.model,
+        config,
         parameters=parameters_in_words(objective),
         mesh=mesh,
         data=task.describe_data(config, data),
@@ -169,16 +168,15 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
     """Refuses the folder of another task's run, before a tokenizer or anything else is written into it.
 
     Raises:
-      UserError: the folder has checkpoints of another task, or they cannot be read.
+      UserError: the run is of another task, or its checkpoints cannot be read.
     """
     folder = epath.Path(workdir)
-    steps = Checkpoints(folder / "checkpoints").steps()
+    Checkpoints(folder / "checkpoints").steps()
     try:
-        values = read_values(folder / "config.json")
+        other = read_values(folder / "config.json")["task"]
     except UserError:  # there is no run, or it is damaged, which opening it will report
         return
-    other = values["task"]
-    if other != task.name and steps:
+    if other != task.name:
         raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from brl_jax.layers import mechanism_name
 from brl_jax.models import EncoderDecoderConfig, GraphConfig, StackConfig
-from train.engine.config import LoopConfig
+from train.engine.config import LoopConfig, RunConfig
 from train.engine.metrics import clock
 from train.engine.step import Objective, perplexity
 
@@ -35,29 +34,31 @@ def mechanism_names(config: StackConfig) -> str:
     if isinstance(config, GraphConfig) and config.network not in ("tokens", "nodes"):
         return config.network
     used = (config.mechanism, config.late_mechanism)
-    names = "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
+    names = "+".join(dict.fromkeys(mechanism.name for mechanism in used if mechanism is not None))
     encoder = config.encoder_mechanism if isinstance(config, EncoderDecoderConfig) else None
-    return names if encoder is None else f"{mechanism_name(encoder)} to {names}"
+    return names if encoder is None else f"{encoder.name} to {names}"
 
 
-def beginning(
-    loop: LoopConfig, model: StackConfig, *, parameters: str, mesh: Mesh, data: str, tokens: int
-) -> list[str]:
+def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, tokens: int) -> list[str]:
     """The lines before training.
 
     Args:
-      loop, model: its settings. parameters: their number, in words. mesh: the devices.
+      config: its settings. parameters: their number, in words. mesh: the devices.
       data: the data in a few words. tokens: tokens of a step, with padding.
     """
+    loop, model, warmup = config.loop, config.model, config.optimizer.warmup_steps
     devices = mesh.devices.size
     divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"
     kind = mesh.devices.flat[0].device_kind
-    return [
+    lines = [
         f"model: {mechanism_names(model)}, layers {model.num_layers} x {model.d_model}, {parameters}",
         f"devices: {devices} ({kind}), mesh: {divided}",
         f"data: {data}",
         f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch} rows), in {loop.workdir}",
     ]
+    if warmup > loop.steps:
+        lines.append(f"learning rate: rising to the end, as --warmup_steps is {warmup:,}, more than --steps")
+    return lines
 
 
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:

@@ -70,7 +70,7 @@ class RecallDataConfig(Checked):
             raise ValueError("pairs must be one or more numbers of records, got none")
         if len(self.length) != 1 and len(self.pairs) not in (1, len(self.length)):
             raise ValueError(
-                f"pairs must be one number or one for each of the {len(self.length)} lengths, got {self.pairs}"
+                f"pairs must be one number or one for each of the {len(self.length)} lengths, got {len(self.pairs)}"
             )
         for case in self.cases:
             complaint = unsupported(self, case)

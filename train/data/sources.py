@@ -207,6 +207,8 @@ def _open(spec: str, holdout: float, template: Callable[[], ChatTemplate | None]
     }
     if spec == "stdlib":
         return _open_stdlib(holdout)
+    if kind in ("tokens", "mix"):
+        raise UserError(f"--data: expected a text to tokenise, got {spec!r}")
     if kind not in openers:
         near = difflib.get_close_matches(kind.lower(), ["stdlib", *openers], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,7 +123,8 @@ def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[s
     write_whole(epath.Path(folder / MANIFEST), json.dumps(asked | {"splits": splits}, indent=1) + "\n")
     for split, shards in counts.items():
         log(f"{split}: {sum(shard['tokens'] for shard in shards):,} tokens in {len(shards)} shards")
-    log(f"done: {folder}, {clock(time.monotonic() - began)}; next: python -m train.lm --data tokens:{folder}")
+    command = shlex.join(["python", "-m", "train.lm", "--data", f"tokens:{folder}"])
+    log(f"done: {folder}, {clock(time.monotonic() - began)}; next: {command}")
 
 
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:

@@ -111,6 +111,11 @@ class Checkpoints:
             with as_os_errors():
                 write_whole(self.folder / str(step) / "meta" / "metadata", json.dumps(meta))
 
+    def check(self) -> None:
+        """Raises RunError as `save` does, without waiting, if the checkpoint that was being written has failed."""
+        if self._writing is not None and not self._open_for_writing().is_saving_in_progress():
+            self.wait()
+
     def wait(self) -> None:
         """Returns once everything is written. Raises RunError as `save` does."""
         if self._manager is None:

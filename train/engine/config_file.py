@@ -14,7 +14,7 @@ from flax import traverse_util
 
 from brl_jax.configuration import configuration
 from brl_jax.json_files import read_json
-from brl_jax.layers import Mechanism, mechanism_name
+from brl_jax.layers import Mechanism
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.storage import as_os_errors, write_whole
@@ -29,7 +29,7 @@ def to_json(config: Any) -> dict[str, Any]:
     """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS."""
     values: dict[str, Any] = {}
     if isinstance(config, Mechanism):
-        values["name"] = mechanism_name(config)
+        values["name"] = config.name
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         values[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value

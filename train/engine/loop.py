@@ -197,6 +197,7 @@ class _Run:
         self.step += count
         self.profiler.after(self.step, metrics)
         WATCHDOG.alive()
+        self.checkpoints.check()
         if preempted(self.step):
             self.signals.received = signal.SIGTERM
         arrays = batches[0].arrays

@@ -92,7 +92,7 @@ def _parts(window: int, projected: int, length: int) -> Mapping[str, _Parts]:
         "axial": _Parts(LocalConfig(pattern="axial", grid_width=grid)),
         "etc": _Parts(
             local,
-            LocalConfig(window=window, pattern="global_local", num_global=num_global),
+            LocalConfig(window=window, pattern="global", num_global=num_global),
             cross_window=window,
         ),
         "bigbird": _Parts(

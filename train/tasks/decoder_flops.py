@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.layers import FullConfig, GlobalWindowConfig, LocalConfig, Mechanism, MLRConfig, mechanism_name
+from brl_jax.layers import FullConfig, GlobalWindowConfig, LocalConfig, Mechanism, MLRConfig
 from brl_jax.layers.core.modules import UNGATED
 from brl_jax.models import DecoderConfig
 
@@ -77,7 +77,7 @@ def attention_products(mechanism: Mechanism, head_dim: int, length: int) -> tupl
                 for rank, size in zip(levels["ranks"], levels["block_sizes"])
             )
             return scores, everything * head_dim
-    raise ValueError(f"mechanism {mechanism_name(mechanism)}: its multiplications are not counted")
+    raise ValueError(f"mechanism {mechanism.name}: its multiplications are not counted")
 
 
 def training_flops(config: DecoderConfig, length: int) -> float:

@@ -87,7 +87,7 @@ class MlmConfig(RunConfig):
 
     def __post_init__(self):
         if self.data.pack == "always" and not self.model.packs:
-            kind = next(type(each).__name__ for each in self.model.mechanisms if not each.packs_bidirectional)
+            kind = next(each.name for each in self.model.mechanisms if not each.packs_bidirectional)
             raise ValueError(
                 f"pack must be auto or never with {kind}, which cannot pack in an encoder, got always"
             )

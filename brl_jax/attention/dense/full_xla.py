@@ -115,7 +115,10 @@ def attend_at_once(
         out = products[..., :-1] / (products[..., -1:] + jnp.moveaxis(at_sink, 3, 1))
     else:
         weights = _softmax(scores, sinks).astype(value.dtype)
-        out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
+        # In the order of the result, XLA would multiply the values by the weights, for which it has no bfloat16 product
+        # on a CPU where the values come from a cache.
+        out = jnp.einsum("bkgts,bskh->bkgth", weights, value, preferred_element_type=jnp.float32)
+        out = jnp.moveaxis(out, 3, 1)
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
     out = zero_unseen(out, seen, query_lengths)
     if not return_residual:

@@ -133,11 +133,16 @@ class Axial(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalWindow(Pattern):
-    """A sliding window whose first `num_global` positions also see all and are seen by all (Longformer)."""
+    """A sliding window whose first `num_global` positions also see all and are seen by all (Longformer).
+
+    With `segment`, a global token does not see all others, but its own piece of them: global token g sees the
+    `segment` tokens from num_global + g * segment on (ETC, section 3.3, for a sentence or a block each).
+    """
 
     left: Natural
     right: Natural
     num_global: Count
+    segment: Count | None = None
 
     causal_ok: ClassVar[bool] = False
 
@@ -147,35 +152,15 @@ class GlobalWindow(Pattern):
         return local & (ahead >= -self.left) & (ahead <= self.right)
 
     def _from_global(self, query_positions, key_positions):
-        return query_positions < self.num_global
-
-    def visible(self, query_positions, key_positions, num_positions=None):
-        seen = self._near(query_positions, key_positions) | (key_positions < self.num_global)
-        return seen | self._from_global(query_positions, key_positions)
-
-    def _static_parts(self, call, query_block):
-        near = band(call, query_block, self.left, self.right, self._near)
-        return [near, *_global_parts(call, query_block, self.num_global)]
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalLocal(GlobalWindow):
-    """The global-local attention of ETC (Ainslie et al. 2020, arXiv:2004.08483, section 3).
-
-    The first `num_global` positions are global tokens, the others are the long input. Every token sees all global
-    tokens. A token of the long input also sees the `left` tokens before and the `right` tokens after it. A global token
-    also sees the whole long input or, with `segment`, only its own piece of it: global token g sees the `segment`
-    tokens from num_global + g * segment on (the hard masks of section 3.3, for a sentence or a block each).
-    """
-
-    segment: Count | None = None
-
-    def _from_global(self, query_positions, key_positions):
         is_global = query_positions < self.num_global
         if self.segment is None:
             return is_global
         own = floor_divide(key_positions - self.num_global, self.segment) == query_positions
         return is_global & ((key_positions < self.num_global) | own)
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        seen = self._near(query_positions, key_positions) | (key_positions < self.num_global)
+        return seen | self._from_global(query_positions, key_positions)
 
     def _static_parts(self, call, query_block):
         near = band(call, query_block, self.left, self.right, self._near)

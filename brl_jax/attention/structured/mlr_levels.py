@@ -46,14 +46,14 @@ def check_block_sizes(block_sizes: Any, levels: int) -> tuple[int | None, ...]:
     """Returns the block sizes as ints or None; raises ValueError unless there is one per level and they nest."""
     require(
         len(block_sizes) == levels,
-        f"block_sizes must have one size for each of the {levels} ranks, got {len(block_sizes)}: {block_sizes!r}",
+        f"block_sizes must have one size for each of the {levels} ranks, got {len(block_sizes)}",
     )
     for coarse, fine in itertools.pairwise(block_sizes):
         nested = coarse is None or (fine is not None and coarse % fine == 0)
         require(
             nested,
             "block_sizes must be nested, each a multiple of the next (None, one block over all tokens, first), "
-            f"got {coarse} before {fine} in {tuple(block_sizes)}",
+            f"got {coarse} before {fine}",
         )
     return tuple(None if size is None else int(size) for size in block_sizes)
 

@@ -194,6 +194,14 @@ class Mechanism(Checked):
         """Accepts heads whose total width differs from the model width."""
         return False
 
+    @property
+    def name(self) -> str:
+        """Its name in `MECHANISMS`, or its class's if it is not listed there."""
+        from brl_jax.layers import MECHANISMS  # which imports this module
+
+        listed = {kind: name for name, kind in MECHANISMS.items()}
+        return listed.get(type(self), type(self).__name__)
+
     # --- Required ---
 
     module: ClassVar[Any]
@@ -202,11 +210,9 @@ class Mechanism(Checked):
     def check(self, dimensions: Dimensions) -> None:
         """Raises ValueError if this mechanism does not support a network of these dimensions."""
         if dimensions.is_causal and not self.causal:
-            raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
+            raise ValueError(f"mechanism {self.name} has no causal form; use it in an encoder")
         if not dimensions.is_causal and not self.bidirectional:
-            raise ValueError(
-                f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder"
-            )
+            raise ValueError(f"mechanism {self.name} has no bidirectional form; use it in a decoder")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         """Returns the Linen module of one layer; `kwargs` are `name` and `parent`."""
@@ -269,7 +275,7 @@ def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
         return
     place = " in an encoder" if mechanism.packs else ""
     raise ValueError(
-        f"segment_ids: mechanism {type(mechanism).__name__} cannot keep packed sequences apart{place}; "
+        f"segment_ids: mechanism {mechanism.name} cannot keep packed sequences apart{place}; "
         "give each sequence its own row"
     )
 

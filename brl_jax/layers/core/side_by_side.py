@@ -62,7 +62,7 @@ class SideBySideConfig(Mechanism):
             carries = mechanism.segment is not None or mechanism.carrier(dimensions, parent=None) is not None
             if carries or mechanism.residual != self.residual:
                 raise ValueError(
-                    f"mechanism {type(mechanism).__name__} cannot share a layer with another: it has a carry "
+                    f"mechanism {mechanism.name} cannot share a layer with another: it has a carry "
                     "or normalises elsewhere"
                 )
 

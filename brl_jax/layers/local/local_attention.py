@@ -16,17 +16,17 @@ from brl_jax.layers.core.caches import WindowCache
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 LocalPattern = Literal[
-    "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "global_local", "axial",
-    "neighbourhood", "block_mask",
+    "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "axial", "neighbourhood",
+    "block_mask",
 ]  # fmt: skip
-_BIDIRECTIONAL_ONLY = ("global", "bigbird", "global_local")
+_BIDIRECTIONAL_ONLY = ("global", "bigbird")
 _NOT_LINEAR = ("strided", "fixed", "axial", "block_mask")
 # The patterns that read an option; all read the window.
 _READ_BY = {
     "dilation": ("dilated",),
     "grid_width": ("axial", "neighbourhood"),
-    "num_global": ("global", "bigbird", "global_local"),
-    "global_segment": ("global_local",),
+    "num_global": ("global", "bigbird"),
+    "global_segment": ("global",),
     "block_mask": ("block_mask",),
 }
 
@@ -40,17 +40,17 @@ class PatternConfig(Mechanism):
     encoder. For other patterns it is the block of "block", "bigbird" and "block_mask", the bucket of "bucketed", and
     the stride of "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
-    """Which keys a token sees. "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. Two
-    patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its column
-    (arXiv:1912.12180), and with "neighbourhood" the window // 2 rows and columns around it."""
+    """Which keys a token sees. "global" and "bigbird" have no causal form. Two patterns are for grids that are stored
+    row by row, such as images: with "axial" a token sees its row and its column (arXiv:1912.12180), and with
+    "neighbourhood" the window // 2 rows and columns around it."""
     dilation: Count = 2
     """Step between the keys of "dilated"."""
     num_global: Count = 64
     """In "global", how many tokens at the start see all tokens and are seen by all; "bigbird" rounds the number up to
-    whole blocks. In "global_local", `global_segment` decides what they see."""
+    whole blocks."""
     global_segment: Count | None = None
-    """In "global_local", how many of the following tokens each global token sees: the first one sees the first
-    `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
+    """In "global", how many of the other tokens each global token sees: the first one sees the first
+    `global_segment`, the second one the next, and so on (ETC, arXiv:2004.08483). None: all of them see all tokens."""
     grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
     block_mask: tuple[str, ...] = ()
@@ -61,7 +61,8 @@ class PatternConfig(Mechanism):
         if self.pattern == "block_mask":
             rows = self.block_mask
             if not rows or any(len(row) != len(rows[0]) or not row or set(row) - set("01") for row in rows):
-                raise ValueError(f"block_mask must be rows of 0 and 1, all of one length, got {rows}")
+                shown = " ".join(rows) or "none"
+                raise ValueError(f"block_mask must be rows of 0 and 1, all of one length, got {shown}")
 
     def without_effect(self) -> dict[str, str]:
         """See `train.cli.options.parse_options`."""
@@ -109,9 +110,7 @@ class LocalConfig(PatternConfig, SoftmaxConfig):
             case "fixed":
                 return far_patterns.Fixed(self.window)
             case "global":
-                return far_patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
-            case "global_local":
-                return far_patterns.GlobalLocal(
+                return far_patterns.GlobalWindow(
                     sliding.left, sliding.right, self.num_global, self.global_segment
                 )
             case "axial":

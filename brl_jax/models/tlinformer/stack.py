@@ -76,9 +76,7 @@ class TLinFormerStack(Stack):
 
     def __post_init__(self):
         if self.cross_attention is not None:
-            raise ValueError(
-                f"cross_attention must be None with TLinFormerConfig, got {self.cross_attention}"
-            )
+            raise ValueError(f"cross_attention must be None with tlinformer, got {self.cross_attention}")
         super().__post_init__()
 
     @property

@@ -12,7 +12,6 @@ from brl_jax.attention.local.far_patterns import (
     BigBird,
     BlockMask,
     Fixed,
-    GlobalLocal,
     GlobalWindow,
     Strided,
 )
@@ -45,8 +44,7 @@ PATTERNS = {
     "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),
     "axial": (Axial(13), oracles.axial(13)),
     "neighbourhood": (Neighbourhood(10, 2, 3), oracles.neighbourhood(10, 2, 3)),
-    "global_local": (GlobalLocal(5, 4, 6, 9), oracles.global_local(5, 4, 6, 9)),
-    "global_local_all": (GlobalLocal(3, 2, 4), oracles.global_local(3, 2, 4, None)),
+    "global_segments": (GlobalWindow(5, 4, 6, 9), oracles.global_window(5, 4, 6, 9)),
     "big_bird": (BIG_BIRD, oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-130 // 8)))),
     "block_mask": (BlockMask.of(13, MASK), oracles.block_mask(13, MASK)),
 }

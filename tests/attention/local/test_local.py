@@ -9,7 +9,7 @@ import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.local.api import local_attention
-from brl_jax.attention.local.far_patterns import BigBird, GlobalLocal, GlobalWindow
+from brl_jax.attention.local.far_patterns import BigBird, GlobalWindow
 from brl_jax.attention.local.patterns import BlockDiagonal, Bucketed, Dilated, Neighbourhood, SlidingWindow
 from tests.attention.local.cases import BIG_BIRD, BOTH, PATTERNS, run, xla_attention
 from tests.marks import slow_unless
@@ -241,7 +241,7 @@ LINEAR = {
     "bucketed": Bucketed(64),
     "global_window": GlobalWindow(64, 64, 16),
     "neighbourhood": Neighbourhood(32, 2, 2),
-    "global_local": GlobalLocal(64, 64, 16, 32),
+    "global_segments": GlobalWindow(64, 64, 16, 32),
     "big_bird": BigBird(64, 3, 1, 2),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
-from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalLocal, GlobalWindow, Strided
+from brl_jax.attention.local.far_patterns import Axial, BigBird, BlockMask, GlobalWindow, Strided
 from brl_jax.attention.local.patterns import Neighbourhood, SlidingWindow
 from tests.attention.local.cases import PATTERNS, SINKS, run
 from tests.marks import slow_unless
@@ -81,7 +81,7 @@ def test_padding_and_segments(name):
         (Strided(100), oracles.strided(100)),
         (Axial(24), oracles.axial(24)),
         (Neighbourhood(24, 1, 2), oracles.neighbourhood(24, 1, 2)),
-        (GlobalLocal(9, 7, 5, 40), oracles.global_local(9, 7, 5, 40)),
+        (GlobalWindow(9, 7, 5, 40), oracles.global_window(9, 7, 5, 40)),
         (SlidingWindow(6000, 0), oracles.sliding(6000, 0)),
     ],
     ids=lambda x: type(x).__name__,

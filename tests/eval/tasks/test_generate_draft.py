@@ -60,7 +60,7 @@ def test_a_draft_that_is_always_right_gives_all_its_tokens(runs, capsys):
             "characters",
             "--draft: expected the tokenizer of {runs}/large, got another one in {runs}/characters",
         ),
-        ("segments", "--draft: mechanism BRLConfig cannot go back"),
+        ("segments", "--draft: mechanism brl cannot go back"),
         ("none", "--draft: no run there"),
     ],
 )

@@ -30,5 +30,5 @@ def test_what_it_refuses():
     layer, variables, _ = _init(CONFIG)
     with pytest.raises(ValueError, match="max_length must be at least the sequence's length 10, got 9"):
         layer.apply(variables, jnp.zeros((1, 10, 16)))
-    with pytest.raises(ValueError, match="LinformerConfig has no causal form"):
+    with pytest.raises(ValueError, match="linformer has no causal form"):
         DecoderConfig(mechanism=CONFIG)

@@ -48,10 +48,11 @@ def _tokenized(text, folder, *more):
 @pytest.mark.slow
 def test_shards_are_the_tokens_of_the_text(text, tmp_path, capsys):
     """The same batches as from the text itself, whichever rows a process reads, and after a restart."""
-    _tokenized(text, tmp_path / "shards", "--record", "1000")
-    assert len(list((tmp_path / "shards").glob("train-*.array_record"))) == 3
-    assert "next: python -m train.lm --data tokens:" in capsys.readouterr().err
-    tokenizer, shards = load(DataConfig(data=f"tokens:{tmp_path}/shards"), tmp_path / "run")
+    folder = tmp_path / "the shards"
+    _tokenized(text, folder, "--record", "1000")
+    assert len(list(folder.glob("train-*.array_record"))) == 3
+    assert f"next: python -m train.lm --data 'tokens:{folder}'" in capsys.readouterr().err
+    tokenizer, shards = load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
     _, whole = load(DataConfig(data=text), tmp_path / "other")
     assert len(shards["train"].tokens) == len(whole["train"].tokens)
     assert tokenizer.spec == "bytes"

@@ -94,7 +94,8 @@ class LraDataConfig(Checked):
             )
         if self.buckets and (min(self.buckets) < 1 or max(self.buckets) < self.length):
             raise ValueError(
-                f"buckets must be 1 or more each, the longest at least length={self.length}, got {self.buckets}"
+                f"buckets must be 1 or more each, the longest at least length={self.length}, got "
+                + " ".join(map(str, self.buckets))
             )
 
     def without_effect(self) -> dict[str, str]:
