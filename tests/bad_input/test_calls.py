@@ -240,10 +240,7 @@ CALLS = [
     (lambda: local(bias="alibi"), "bias must be"),
     (lambda: local(segment_ids=jnp.zeros((B, 3), jnp.int32)), "segment_ids of the queries must be"),
     (lambda: local(segment_ids=jnp.zeros((B, T))), "segment_ids of the queries must be"),
-    (
-        lambda: local(Q, SHORT, SHORT, segment_ids=jnp.zeros((B, T), jnp.int32)),
-        "segment_ids must be a pair",
-    ),
+    (lambda: local(Q, SHORT, SHORT, segment_ids=jnp.zeros((B, T), jnp.int32)), "segment_ids must be a pair"),
     (lambda: local(key_offset=1.5), "key_offset must be"),
     (lambda: local(query_offset=1.5), "query_offset must be"),
     (

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig, generate
-from brl_jax.layers import (
-    MECHANISMS,
-    BRLConfig,
-    DeltaNetConfig,
-    FullConfig,
-    LinformerConfig,
-    LocalConfig,
-)
+from brl_jax.layers import MECHANISMS, BRLConfig, DeltaNetConfig, FullConfig, LinformerConfig, LocalConfig
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
 from tests.support.parameters import drawn

@@ -16,13 +16,7 @@ from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.drawn import DrawnBatches, HeldOutDrawn
-from train.data.recall import (
-    Case,
-    RecallDataConfig,
-    blind_accuracy,
-    draw_rows,
-    num_answers,
-)
+from train.data.recall import Case, RecallDataConfig, blind_accuracy, draw_rows, num_answers
 from train.engine.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 

@@ -6,13 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import (
-    BilinearBTTConfig,
-    BilinearMLRConfig,
-    Dimensions,
-    GlobalWindowConfig,
-    MLRConfig,
-)
+from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, Dimensions, GlobalWindowConfig, MLRConfig
 from brl_jax.structured import rms_limit
 
 

@@ -31,8 +31,7 @@ from tests.marks import slow_unless
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed (pip install -e '.[tpu]')",
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install -e '.[tpu]')"
     ),
     pytest.mark.usefixtures("uncached"),
 ]
@@ -198,10 +197,7 @@ def biased(kind, heads):
             ("v4", 4, 4, 32, None, "t5", jnp.float32),
             ("v5p", 2, 2, 128, 4096, "rotary", jnp.bfloat16),
         ],
-        (
-            ("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16),
-            ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16),
-        ),
+        (("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16), ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16)),
     ),
 )
 def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
@@ -330,11 +326,7 @@ def test_prefill_behind_a_cache():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "heads", "groups", "head_dim", "dtype"),
-    [
-        ("v5e", 8, 2, 64, jnp.bfloat16),
-        ("v4", 2, 2, 256, jnp.float32),
-        ("v6e", 8, 8, 128, jnp.bfloat16),
-    ],
+    [("v5e", 8, 2, 64, jnp.bfloat16), ("v4", 2, 2, 256, jnp.float32), ("v6e", 8, 8, 128, jnp.bfloat16)],
 )
 def test_full_attention(chip, heads, groups, head_dim, dtype):
     """Causal, at an offset known only at run time."""
