@@ -100,6 +100,8 @@ MASKED = {
     # Lists in any order, a block of queries without keys, and keys that nobody reads.
     "holes, grouped, ragged": ([[0], [2, 0], [], [3, 1]], (400, 500), (2, 1, 128), {"mask": causal}),
     "two heads in a tile": ([[0], [1, 0], [2]], (300, 700), (2, 2, 64), {"blocks": (128, 256)}),
+    # One backward kernel for all gradients, because every block of queries and of keys is listed.
+    "grouped, ragged, every block": (CAUSAL, (300, 310), (4, 2, 128), {"mask": causal}),
     "dilated": (DILATED, (512, 512), (1, 1, 128), {"dtype": jnp.bfloat16, "mask": dilated}),
 }
 
@@ -111,8 +113,11 @@ def test_lists_of_blocks(name):
 
 
 @pytest.mark.slow
-def test_poisoned_memory_and_any_order(hostile):
-    check([[0], [], [1]], (300, 200), (2, 1, 128), mask=causal, interpret=hostile)
+@pytest.mark.parametrize(
+    ("rows", "keys", "kind"), [([[0], [], [1]], 200, None), ([[1, 0], [0], [2, 0]], 300, "slopes")]
+)
+def test_poisoned_memory_and_any_order(rows, keys, kind, hostile):
+    check(rows, (300, keys), (2, 1, 128), kind, mask=causal, interpret=hostile)
 
 
 @pytest.mark.slow
