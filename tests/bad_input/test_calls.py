@@ -881,6 +881,16 @@ def test_positions_are_integers(name):
         ours(name, positions=jnp.zeros((1, T)))
 
 
+@pytest.mark.parametrize("name", ["linformer", "sinkhorn", "synthesizer"])
+def test_sequences_beyond_max_length(name):
+    config = brl.MECHANISMS[name](max_length=8)
+    layer = config.layer(dataclasses.replace(DIMENSIONS, is_causal=config.causal))
+    calls = [lambda: jax.eval_shape(layer.init, KEY, jnp.ones((1, 9, 16)))]
+    for call in calls + [lambda: layer.init_cache(1, 9)] * config.causal:
+        with pytest.raises(ValueError, match="max_length must be at least the sequence's length 9, got 8"):
+            call()
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("config", [None, brl.StackConfig()], ids=["None", "StackConfig"])
 def test_networks_say_which_configuration_they_need(network, config):

@@ -336,7 +336,12 @@ def test_tokens_that_exist_come_first():
     assert number.tolist() == [2, 1, 4]
 
 
-def check_set(mechanism):
+@pytest.mark.parametrize(
+    "mechanism", [FullConfig(), pytest.param(BRLConfig(window=32, num_compressed=4), marks=pytest.mark.slow)]
+)
+def test_a_set_of_tokens_has_no_order(mechanism):
+    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are. Compressed tokens
+    read a set; if the window covers all of it, so does the local attention."""
     config = GraphConfig(**TINY, mechanism=mechanism)
     rng = np.random.default_rng(5)
     x = rng.standard_normal((2, 9, 8)).astype(np.float32)
@@ -349,17 +354,6 @@ def check_set(mechanism):
     np.testing.assert_allclose(run(x[:, order], present[:, order])[present[:, order]], y[:, order][present[:, order]],
                                rtol=1e-4, atol=1e-5)  # fmt: skip
     np.testing.assert_array_equal(run(np.where(present[..., None], x, np.nan), present)[present], y[present])
-
-
-def test_a_set_of_tokens_has_no_order():
-    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are."""
-    check_set(FullConfig())
-
-
-@pytest.mark.slow
-def test_a_set_that_is_compressed_has_no_order():
-    """Compressed tokens read a set; if the window covers all of it, so does the local attention."""
-    check_set(BRLConfig(window=32, num_compressed=4))
 
 
 @pytest.mark.slow

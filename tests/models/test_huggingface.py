@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggi
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, text_part
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
+from tests.support.parameters import drawn
 
 FullConfig, LocalConfig = MECHANISMS["full"], MECHANISMS["local"]
 SMALL = {
@@ -246,15 +246,15 @@ def test_a_network_of_this_library_in_transformers(transformers, tmp_path):
     assert huggingface.save(tmp_path / "scaled", both, params) == "gemma"
 
 
+def random_parameters(config):
+    return jax.tree.map(np.asarray, drawn(DecoderLM(config).init, jnp.zeros((1, 1), jnp.int32))["params"])
+
+
 def test_a_folder_is_written_whole_and_read_back(tmp_path):
     pytest.importorskip("safetensors")
     config = read_config({**LLAMA, "num_hidden_layers": 1, "rope_scaling": SCALINGS["llama3"]})
     assert config.mechanism.rope_scaling == RopeScaling("llama3", 4.0, 16, 1.0, 4.0)
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))[
-        "params"
-    ]
+    params = random_parameters(config)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert huggingface.save(tmp_path / "a", config, params, tokenizer=tmp_path, dtype="bfloat16") == "llama"
     names = {"config.json", "model.safetensors", "tokenizer.json"}
@@ -291,11 +291,9 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
 def small(tmp_path, change=None, **options):
     """A configuration and random parameters, and the folder that they are saved in."""
     config = read_config(LLAMA | {"num_hidden_layers": 1} | (change or {}))
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
-    huggingface.save(tmp_path / "model", config, params["params"], **options)
-    return config, params["params"], tmp_path / "model"
+    params = random_parameters(config)
+    huggingface.save(tmp_path / "model", config, params, **options)
+    return config, params, tmp_path / "model"
 
 
 def edit(file, **changes):
@@ -497,20 +495,18 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     """Every tensor of a Qwen3-Next is split into our parameters and reassembled from them."""
     config = read_config(NEXT)
     architecture = architecture_of(NEXT)
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
-    tensors = to_tensors(config, architecture, params["params"])
+    params = random_parameters(config)
+    tensors = to_tensors(config, architecture, params)
     first = "model.layers.0.linear_attn"
     # A key head of size 8 with three value heads of size 5: query, key, values and gates.
     assert tensors[f"{first}.in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 15 + 15), 32)
-    mixer = params["params"]["stack"]["layers_0"]["block_0"]["mixer"]
+    mixer = params["stack"]["layers_0"]["block_0"]["mixer"]
     projected = tensors[f"{first}.in_proj_qkvz.weight"].reshape(2, 46, 32)
     np.testing.assert_array_equal(projected[1, 8:16].T, mixer["key"]["kernel"][0, :, 1])
     np.testing.assert_array_equal(projected[1, 21:26].T, mixer["value"]["kernel"][0, :, 4])
     np.testing.assert_array_equal(projected[0, 41:46].T, mixer["gate"]["kernel"][0, :, 2])
     again = to_parameters(config, architecture, tensors.__getitem__)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params)
     assert write_config(config, None)[1]["max_position_embeddings"] == 8192
     _, values = write_config(config, 64)
     assert values["model_type"] == "qwen3_next"
