@@ -145,11 +145,7 @@ def _with(values, path, value):
     [
         ("model.width", 3, "unknown field model.width"),
         ("colour", 3, "unknown field colour"),
-        (
-            "model.mechanism.name",
-            "brrl",
-            "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'",
-        ),
+        ("model.mechanism.name", "brrl", "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'"),
         ("model.mechanism.windw", 3, "unknown field model.mechanism.windw"),
         ("model.mechanism.window", 0, "model.mechanism.window must be at least 1, got 0"),
         ("optimizer", 3, "optimizer must be an object, got 3"),
@@ -158,7 +154,7 @@ def _with(values, path, value):
         ("loop.tensorboard", 1, "loop.tensorboard must be True or False, got 1"),
         ("model.dropout", "none", "model.dropout must be a number, got 'none'"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
     with pytest.raises(UserError, match=f"^the file: {message}"):
         from_json(LmConfig, _with(to_json(PRESETS["small"]), path, value), "the file")

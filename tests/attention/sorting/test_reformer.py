@@ -73,17 +73,12 @@ def test_directions_are_drawn_from_the_key():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"num_buckets": 8},
-            r"state.counts must be int32 of shape \(2, 4, 4, 4\), got int32 of shape \(2, 4, 4, 8\)",
-        ),
-        (
-            {"num_rounds": 3},
-            r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(3, 4, 4, 9\)",
-        ),
+        ({"num_buckets": 8},
+         r"state.counts must be int32 of shape \(2, 4, 4, 4\), got int32 of shape \(2, 4, 4, 8\)"),
+        ({"num_rounds": 3}, r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(3, 4, 4, 9\)"),
         ({"num_heads": 2}, r"state.past.keys must be float32 of shape \(4, 4, 9, 8\), got float32 of shape"),
     ],
-)
+)  # fmt: skip
 def test_a_state_of_other_sizes_is_refused(sizes, message):
     """With another number of buckets it would count tokens in the wrong ones."""
     query, value = arrays_of(9)

@@ -100,21 +100,13 @@ def test_the_last_lines_are_held_out(tmp_path):
         ("{\n", "line 2 is not JSON: "),
         ("[1]\n", r"line 2 must be an object, got \[1\]"),
         ({"txt": "a"}, "line 2: expected text, messages, or prompt and completion, got txt"),
-        (
-            {"text": "a", "messages": []},
-            "line 2: expected text, messages, or prompt and completion, got text, mes",
-        ),
+        ({"text": "a", "messages": []}, "line 2: expected text, messages, or prompt and completion, got text, mes"),
         ({"prompt": "a"}, "line 2: completion is missing"),
         ({"messages": "a"}, 'line 2: messages must be a list, got "a"'),
         ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]: content is missing"),
-        (
-            {"messages": [{"role": "robot", "content": ""}]},
-            r"line 2: messages\[0\]: role must be one of system, .*'robot'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ""}]},
-            "line 2: messages must have one of the role assistant",
-        ),
+        ({"messages": [{"role": "robot", "content": ""}]},
+         r"line 2: messages\[0\]: role must be one of system, .*'robot'"),
+        ({"messages": [{"role": "user", "content": ""}]}, "line 2: messages must have one of the role assistant"),
         ({"prompt": "a", "completion": "b"}, "line 2: a chat needs a tokenizer with a chat template"),
         ({"text": 3}, "line 2: text must be a string, got 3"),
         ({"text": "a", "weight": -1}, "line 2: weight must be at least 0, got -1"),
@@ -122,7 +114,7 @@ def test_the_last_lines_are_held_out(tmp_path):
         ('{"text": "a", "weight": NaN}\n', "line 2 is not JSON: NaN is not a finite number"),
         ('{"text": "\\ud800"}\n', "line 2: not UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, line, words):
     data = written(tmp_path / "bad.jsonl", {"text": "a"}, line, {"text": "b"}, {"text": "c"})
     with pytest.raises(UserError, match=rf"^--data: {tmp_path}/bad.jsonl, {words}"):

@@ -283,16 +283,8 @@ SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
     [
         ("tokens.json", [], r"no tokens there \(.*tokens.json must be an object"),
         ("tokens.json", {"splits": {"valid": 3}, "record": 4}, "splits: valid must be a list"),
-        (
-            "tokens.json",
-            {"splits": {"valid": ["../outside"]}, "record": 4},
-            "file in this folder, got '../outside",
-        ),
-        (
-            "tokens.json",
-            {"splits": {"valid": ["/outside"]}, "record": 4},
-            "file in this folder, got '/outside",
-        ),
+        ("tokens.json", {"splits": {"valid": ["../outside"]}, "record": 4}, "file in this folder, got '../outside"),
+        ("tokens.json", {"splits": {"valid": ["/outside"]}, "record": 4}, "file in this folder, got '/outside"),
         ("tokens.json", {"splits": {"valid": ["valid-0"]}, "record": 0}, "cannot be read: .*zero"),
         ("tokens.json", {"splits": {"valid": []}, "record": 4}, "cannot be read: "),
         ("valid-0.json", {}, "valid-0.json: tokens is missing"),
@@ -300,7 +292,7 @@ SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
         ("valid-0.json", SHARD | {"extra": [[1, 2], [3]]}, "cannot be read: "),
         ("valid-0.json", SHARD | {"starts": [10**20]}, "cannot be read: "),
     ],
-)
+)  # fmt: skip
 def test_files_of_shards_that_were_changed(name, content, message, tmp_path):
     train_tokenizer("bytes", lambda: iter([b""])).save(tmp_path)
     writer = ArrayRecordWriter(str(tmp_path / "valid-0.array_record"), "group_size:1")

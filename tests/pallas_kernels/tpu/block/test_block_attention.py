@@ -227,20 +227,14 @@ def test_causal_bitwise(kind):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"key_blocks": [[0], [3], [1]]},
-            r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]",
-        ),
+        ({"key_blocks": [[0], [3], [1]]}, r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]"),
         ({"key_blocks": [[0, 0], [1], [1]]}, r"key_blocks\[0\] must name blocks from 0 to 2, each once"),
         ({"bias": Slopes(np.ones(2, np.float32))}, r"Slopes must have shape \(1,\), got \(2,\)"),
-        (
-            {"bias": DistanceTable(np.ones(1, np.float32), 0)},
-            r"DistanceTable must have shape \(1, distances\)",
-        ),
+        ({"bias": DistanceTable(np.ones(1, np.float32), 0)}, r"DistanceTable must have shape \(1, distances\)"),
         ({"bias": DistanceTable(np.ones((1, 1 << 20), np.float32), 0)}, r"needs [0-9.]+ MiB of VMEM"),
         ({"block_k": 100}, "block_k must be a positive multiple of 128, got 100"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(change, words):
     q = jax.ShapeDtypeStruct((1, 300, 1, 64), jnp.float32)
     options = {"key_blocks": [[0], [0], [0]], "block_q": 128, "block_k": 128} | change

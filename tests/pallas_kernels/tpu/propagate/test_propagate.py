@@ -86,13 +86,9 @@ def test_poisoned_memory_and_any_order(hostile):
     [
         (16, {"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
         (16, {"block": 100}, "block must be a positive multiple of 128, got 100"),
-        (
-            16,
-            {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)},
-            r"strength must have shape \(2,\), got \(3,\)",
-        ),
+        (16, {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)}, r"strength must have shape \(2,\), got \(3,\)"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(keys, options, words):
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (300, keys))
     strength = options.pop("strength", jnp.ones((2,)))
