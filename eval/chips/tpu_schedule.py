@@ -47,7 +47,7 @@ import numpy as np
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK
-from brl_jax.attention.core.tpu_blocks import all_blocks
+from brl_jax.attention.core.tpu_blocks import BLOCK, all_blocks
 from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import FullArrays, attend_in_blocks
 from brl_jax.attention.local import tpu as local_tpu
@@ -525,8 +525,9 @@ def measure(
             steps = options.heads * visible_blocks(options.length, case.window, *case.splash_blocks)
         elif case.kind.startswith(("full causal", "chosen")):
             batch, tiles, pairs, *group = call.params["grid_mapping"].grid
-            blocks = math.isqrt(pairs)
-            steps = math.prod((batch, tiles, blocks * (blocks + 1) // 2, *group))
+            rows = options.length**2 // (BLOCK * pairs)
+            causal = all_blocks(options.length, options.length, True, 0, block_q=rows)["key_blocks"]
+            steps = math.prod((batch, tiles, sum(map(len, causal)), *group))
         elif not call.params["grid_mapping"].num_index_operands:
             read, wrote = bytes_moved(call)
             fetched, written = fetched + read, written + wrote

@@ -98,7 +98,7 @@ class _Count:
             case "while":
                 return self._while(params, values)
             case "scan":
-                return self._scan(params, values)
+                return self._scan(equation, values)
         form = platform_jaxpr(equation, "cpu")
         if form is not None:
             return self._inner(form, values)
@@ -125,10 +125,17 @@ class _Count:
                 return carry
             carry = list(self._inner(params["body_jaxpr"], [*consts, *carry]))
 
-    def _scan(self, params: Any, values: list[Any]) -> Sequence[Any]:
-        of_consts, of_carry = params["num_consts"], params["num_carry"]
-        consts, carry = values[:of_consts], values[of_consts : of_consts + of_carry]
-        rows = values[of_consts + of_carry :]
+    def _scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        params = equation.params
+        # The parameters that count constants and carries differ between versions of JAX. Arrays of rows have one more
+        # axis outside than inside.
+        body = params["jaxpr"].jaxpr
+        of_rows = sum(x.aval.ndim > inner.aval.ndim for x, inner in zip(equation.invars, body.invars))
+        of_carry = sum(x.aval.ndim == inner.aval.ndim for x, inner in zip(equation.outvars, body.outvars))
+        of_consts = len(values) - of_rows - of_carry
+        consts, carry, rows = (
+            values[:of_consts], values[of_consts : of_consts + of_carry], values[of_consts + of_carry :]
+        )  # fmt: skip
         order = range(params["length"])
         made = 0
         for i in reversed(order) if params["reverse"] else order:

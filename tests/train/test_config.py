@@ -2,7 +2,6 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
 import sys
 
 import jax
@@ -13,6 +12,7 @@ import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh
+from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.options import _join_lines, parse, parse_options
 from train.cli.summary import beginning
@@ -338,8 +338,7 @@ def test_importing_takes_no_device():
         "import train.lm, eval.lm, eval.generate, jax; "
         "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).stdout == "False\n"
     assert jax.devices()
 
 

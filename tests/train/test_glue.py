@@ -126,11 +126,7 @@ def test_the_longer_sentence_is_cut_first(lengths, kept):
         ("cola", ["x\t2\t\tA sentence"], r"dev\.tsv, line 1: expected the label 0 or 1, got '2'"),
         ("cola", ["x\t1\t\t "], r"dev\.tsv, line 1: expected a sentence, got an empty one"),
         ("cola", ["x\t1\tA"], r"line 1: expected at least 4 columns, got 3"),
-        (
-            "sst2",
-            ["text\tlabel", "good\t1"],
-            r"line 1: expected a column 'sentence', got 'text', 'label'$",
-        ),
+        ("sst2", ["text\tlabel", "good\t1"], r"line 1: expected a column 'sentence', got 'text', 'label'$"),
         (
             "rte",
             ["sentence1\tsentence2\tlabel", "a\tb\tyes"],

@@ -104,8 +104,14 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
         # optax counts the steps of each schedule from its own start.
         rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
         decay = optax.join_schedules([rise, decay], [warmup])
-    # As a float, because optax mixes the count with floats, which the tests' strict promotion refuses.
-    return lambda count: jnp.asarray(decay(jnp.asarray(count, jnp.float32)), jnp.float32)
+
+    def schedule(count):
+        # As a float, because optax mixes the count with floats, which the tests' strict promotion refuses.
+        rate = decay(jnp.asarray(count, jnp.float32))
+        # Fused with what reads it, the rate would be rounded differently in a call of several steps.
+        return jax.lax.optimization_barrier(jnp.asarray(rate, jnp.float32))
+
+    return schedule
 
 
 def decayed(boxed_params: Any) -> Any:

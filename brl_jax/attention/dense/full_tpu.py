@@ -12,29 +12,42 @@ import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
-from brl_jax.attention.core.tpu_blocks import all_blocks
+from brl_jax.attention.core.tpu_blocks import BLOCK, all_blocks
 from brl_jax.attention.dense.full_xla import FullArrays
 from pallas_kernels.absent import mark_absent
 
 #: Larger than any distance between two tokens.
 _ANY = 1 << 30
+#: Queries from which blocks have 1,024 rows.
+_LONG = 4096
 
 
 def unsupported(x: FullArrays, *, is_causal: bool, offset: int | None, **static: Any) -> str | None:
     """Why the kernel does not support a call, or None. Traces nothing."""
-    query, key, value, bias, mask, *_ = x
+    bias, mask = x.bias, x.mask
     if mask is not None and mask.shape[1:3] != (1, 1):
         return f"mask must be the same for all heads and queries, got shape {mask.shape}"
     if (why := tpu_biases.unsupported(bias)) is not None:
         return why
     if bias is not None and offset is None and (not is_causal or _unbounded(bias)):
         return f"query_offset must be a static int with {type(bias).__name__}"
-    width = max(query.shape[3], value.shape[3])
-    shapes = [jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key, value)]
-    described = tpu_biases.described(bias, _distances(query, key, is_causal, offset))
-    return kernels.tpu.block_unsupported(
-        *shapes, bias=described, **all_blocks(query.shape[1], key.shape[1], is_causal, offset)
-    )
+    return _refusal(x, is_causal, offset, BLOCK)
+
+
+def _refusal(x: FullArrays, is_causal: bool, offset: int | None, block_q: int) -> str | None:
+    width = max(x.query.shape[3], x.value.shape[3])
+    shapes = [jax.ShapeDtypeStruct((*a.shape[:3], width), a.dtype) for a in (x.query, x.key, x.value)]
+    described = tpu_biases.described(x.bias, _distances(x.query, x.key, is_causal, offset))
+    blocks = all_blocks(x.query.shape[1], x.key.shape[1], is_causal, offset, block_q=block_q)
+    return kernels.tpu.block_unsupported(*shapes, bias=described, **blocks)
+
+
+def _blocks(x: FullArrays, is_causal: bool, offset: int | None) -> dict[str, Any]:
+    """The kernel's options. Twice the rows take a tenth fewer instructions for a pair, but score more pairs after the
+    query, which shows in short rows, and need more VMEM."""
+    large = x.query.shape[1] >= _LONG and _refusal(x, is_causal, offset, 2 * BLOCK) is None
+    rows = 2 * BLOCK if large else BLOCK
+    return all_blocks(x.query.shape[1], x.key.shape[1], is_causal, offset, block_q=rows)
 
 
 def _unbounded(bias: Any) -> bool:
@@ -114,7 +127,7 @@ def _run(
         return_log_sum_exp=True,
         known=known and (_widened(known[0], width), known[1]),
         interpret=interpret,
-        **all_blocks(query.shape[1], key.shape[1], is_causal, offset),
+        **_blocks(x, is_causal, offset),
     )
     return out[..., :value_dim], lse
 

@@ -1,13 +1,18 @@
-"""The backward kernels of block-sparse attention: the queries' gradient loops over the listed pairs by blocks of
-queries, the keys' and values' by blocks of keys."""
+"""The backward kernels of block-sparse attention.
+
+One kernel walks over the listed pairs by blocks of keys and computes all gradients, if the queries' fit in VMEM.
+Otherwise it computes those of keys and values, and another kernel, which walks by blocks of queries, the queries'.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.block_pair import BlockPair, StepLists, VisibleRefs, split_refs
@@ -31,14 +36,25 @@ class GradientPair(BlockPair):
         transposed, then the queries and their output gradients.
         """
         q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
-        top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
+        # In float32, the mean comes in two parts.
+        count = 4 if q.dtype == jnp.float32 else 3
+        top, log_total, *means = self.statistics(self.row_statistics, unit, count)
         scores = self.capped(arithmetic.dot(self.key, q, NT))
         products = self.masked(self.biased(scores, unit), unit)
         weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
-        capped = changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
+        centred = arithmetic.dot(self.value, g, NT)
+        for mean in means:
+            centred = centred - mean
+        capped = changes = weights * centred
         if self.call.cap is not None:
             changes = changes * arithmetic.soft_cap_slope(scores, self.call.cap)
         return weights, capped, changes, q, g
+
+    def add_to_bias(self, grads, unit: int, capped) -> None:
+        """Adds a unit's gradients of the capped scores to those of the pair's bias."""
+        assert self.bias is not None
+        tile, head = divmod(unit, self.call.layout.packed)
+        grads[head, self.bias.tile(tile)] += capped
 
 
 def _rest_kernel(*refs, call: BlockCall, scalars: int):
@@ -85,7 +101,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
         def score(unit):
             _, capped, changes, *_ = pair.changes(unit)
             if pair.bias is not None:
-                of_bias[1][unit % call.layout.packed, pair.bias.tile(unit // call.layout.packed)] += capped
+                pair.add_to_bias(of_bias[1], unit, capped)
             return (changes.astype(pair.query.dtype),)
 
         def read_out(unit, changes):
@@ -94,7 +110,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
 
         pair.each_unit(score, read_out)
         if pair.bias is not None:
-            pair.bias.add_gradient(*of_bias)
+            pair.bias.add_gradient(of_bias[0], 0, of_bias[1])
 
     lists.meet(False, meet)
 
@@ -103,11 +119,62 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
         output[0] = (sums[...].T * call.scale).astype(output.dtype)
 
 
+class QuerySums:
+    """The gradient of all queries of one key tile, transposed in VMEM.
+
+    Args:
+      output: in HBM.
+      sums: (query tiles, blocks, width, block_q).
+      block: holds a finished block.
+      arrived: a semaphore.
+    """
+
+    def __init__(self, call: BlockCall, output, sums, block, arrived):
+        self.call, self.output, self.sums, self.block, self.arrived = call, output, sums, block, arrived
+        # The interpreter knows no program_id inside a condition or a loop.
+        self.member, self.row = pl.program_id(3), pl.program_id(0)
+        self.tile = pl.program_id(1) * call.layout.group + self.member
+
+    def clear(self) -> None:
+        # In a loop, because 16,384 queries fill 2,048 registers.
+        def one(block, _):
+            self.sums[self.member, block] = jnp.zeros_like(self.sums[self.member, block])
+
+        jax.lax.fori_loop(0, self.sums.shape[1], one, None)
+
+    def write(self) -> None:
+        size, width = self.block.shape
+
+        def one(block, _):
+            self.block[...] = (self.sums[self.member, block].T * self.call.scale).astype(self.block.dtype)
+            rows, lanes = pl.ds(block * size, size), pl.ds(self.tile * width, width)
+            copy = pltpu.make_async_copy(self.block, self.output.at[self.row, rows, lanes], self.arrived)
+            copy.start()
+            copy.wait()
+
+        jax.lax.fori_loop(0, self.sums.shape[1], one, None)
+
+
 def _key_kernel(*refs, call: BlockCall, scalars: int):
+    """The gradients of keys and values and, in a fused call, of queries and bias."""
     lists, operands, visible, results = split_refs(call, refs, scalars, 5)
-    grad_key, grad_value, key_sums, value_sums = results
-    member = pl.program_id(3)
+    biased = call.fused and call.bias is not None
+    outputs = 2 + call.fused + biased
+    grad_key, grad_value, *more = results[:outputs]
+    key_sums, value_sums, *held = results[outputs:]
+    of_queries = QuerySums(call, more[0], *held[:3]) if call.fused else None
+    of_bias = (more[1], held[3]) if biased else None
+    member, steps = pl.program_id(3), pl.num_programs(2)
     first, last = lists.ends()
+    query_block = lists.blocks(True)[0]
+
+    if of_queries is not None:
+        pl.when(lists.step == 0)(of_queries.clear)
+
+    @pl.when((lists.step == 0) & (member == 0))
+    def _():
+        for grads in more[1:]:
+            grads[...] = jnp.zeros_like(grads)
 
     @pl.when(first & (member == 0))
     def _():
@@ -117,16 +184,28 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
     def meet(cut):
         pair = GradientPair(lists, True, cut, operands, visible)
         dtype = pair.query.dtype
+        if of_bias is not None:
+            of_bias[1][...] = jnp.zeros_like(of_bias[1])
 
         def score(unit):
-            weights, _, changes, q, g = pair.changes(unit)
+            weights, capped, changes, q, g = pair.changes(unit)
+            if of_bias is not None:
+                pair.add_to_bias(of_bias[1], unit, capped)
             return weights.astype(dtype), changes.astype(dtype), q, g
 
         def read_out(unit, weights, changes, q, g):
             value_sums[...] += arithmetic.dot(weights, g, NN)
             key_sums[...] += arithmetic.dot(changes, q, NN)
+            if of_queries is not None:
+                head, lanes = pair.split(unit)
+                of_queries.sums[member, query_block, pair.lanes_of(unit), lanes] += heads.transposed_product(
+                    pair.key, changes, head, call.layout
+                )
 
         pair.each_unit(score, read_out)
+        if of_bias is not None:
+            assert pair.bias is not None
+            pair.bias.add_gradient(of_bias[0], member, of_bias[1])
 
     lists.meet(True, meet)
 
@@ -134,6 +213,9 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
     def _():
         grad_key[0] = (key_sums[...] * call.scale).astype(grad_key.dtype)
         grad_value[0] = value_sums[...].astype(grad_value.dtype)
+
+    if of_queries is not None:
+        pl.when(lists.step == steps - 1)(of_queries.write)
 
 
 def block_backward(
@@ -157,28 +239,37 @@ def block_backward(
     """Returns the gradients of packed arrays and of the bias; `mean` is each row's sum of weight times change, from the
     rounded output.
 
-    The remainder of that rounded sum is computed first. If a softmax is almost one-hot, its derivative is a small
-    difference of large numbers, in which the rounding would show.
+    In float32, the remainder of that rounded sum is computed first. If a softmax is almost one-hot, its derivative is a
+    small difference of large numbers, in which the rounding would show.
     """
     width = call.layout.width
 
-    def operands(rest):
-        every = jnp.concatenate([statistics, mean, rest], axis=2)
-        return [("q", query), ("k", key), ("k", value), ("q", grad), ("s", every)]
+    def launch(kernel, name: str, rows, results: str, scratch: Sequence[Any] = ()):
+        every = jnp.concatenate([statistics, *rows], axis=2)
+        operands = [("q", query), ("k", key), ("k", value), ("q", grad), ("s", every)]
+        by_key = kernel is _key_kernel
+        launch = BlockLaunch(kernel, f"block_attention_backward_{name}", call, results, scratch, by_key)
+        return launch.run(operands, hidden, shift, bias)
 
-    biased = call.bias is not None
-
-    (rest,) = BlockLaunch(_rest_kernel, "block_attention_backward_rest", call, "r").run(
-        operands(jnp.zeros_like(mean)), hidden, shift, bias
-    )
-    given = operands(rest if grad_log_sum is None else rest - grad_log_sum)
-    scratch: list[tuple[int, ...]] = [call.bias_array] if biased else []
-    scratch.append((width, call.block_q))
-    grad_query, *of_bias = BlockLaunch(
-        _query_kernel, "block_attention_backward_query", call, "qd" if biased else "q", scratch
-    ).run(given, hidden, shift, bias)
-    grad_key, grad_value = BlockLaunch(
-        _key_kernel, "block_attention_backward_key", call, "kk", [(call.block_k, width)] * 2, by_key=True
-    ).run(given, hidden, shift, bias)
-    grad_bias = of_bias[0].sum(axis=0) * call.scale if biased else None
+    rows = [mean]
+    if query.dtype == jnp.float32:
+        rows += launch(_rest_kernel, "rest", [mean, jnp.zeros_like(mean)], "r")
+    if grad_log_sum is not None:
+        rows[-1] = rows[-1] - grad_log_sum
+    of_keys: list[Any] = [(call.block_k, width)] * 2
+    of_pair = [] if call.bias is None else [call.bias_array]
+    d = "d" * len(of_pair)
+    if call.fused:
+        sums = (call.layout.group, len(call.rows), width, call.block_q)
+        of_queries = [sums, pltpu.VMEM((call.block_q, width), query.dtype), pltpu.SemaphoreType.DMA(())]
+        grad_key, grad_value, grad_query, *of_bias = launch(
+            _key_kernel, "all", rows, "kka" + d, [*of_keys, *of_queries, *of_pair]
+        )
+        grad_query = grad_query[:, : call.queries]
+    else:
+        grad_query, *of_bias = launch(
+            _query_kernel, "query", rows, "q" + d, [*of_pair, (width, call.block_q)]
+        )
+        grad_key, grad_value = launch(_key_kernel, "key", rows, "kk", of_keys)
+    grad_bias = of_bias[0].sum(axis=0) * call.scale if of_bias else None
     return grad_query, grad_key, grad_value, grad_bias

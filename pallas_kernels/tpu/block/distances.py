@@ -61,9 +61,9 @@ class PairBias:
         first = self.call.block_q - TILE * (unit_tile + 1)
         return slice(first, first + self.call.block_k)
 
-    def add_gradient(self, result, grads) -> None:
-        """Adds to `result`, which is laid out like the operand, the gradient in `grads`, which is laid out like the
-        array."""
+    def add_gradient(self, result, member, grads) -> None:
+        """Adds the gradient in `grads`, which is laid out like the array, to that of query tile `member` in `result`,
+        which is laid out like the operand."""
         for head in range(self.call.layout.packed):
             place = self.rows.place(head)
-            result[0, 0, *place] += self.rows.reduce(grads[head])
+            result[0, member, *place] += self.rows.reduce(grads[head])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ class BlockLaunch:
       kernel, name: the function, and its name for the compiler.
       call: everything static about the call.
       results: the kind of each result's rows: "q" queries, "k" keys, "s" two statistics, "r" one statistic; "d" is the
-        gradient of a bias.
-      scratch: shapes of float32 scratch, without a bias's.
+        gradient of a bias, "a" all queries in whole blocks, which the kernel itself copies to HBM.
+      scratch: without a bias's; a shape is one of float32.
       by_key: whether the grid completes one block of keys after another instead of blocks of queries.
     """
 
@@ -48,7 +48,7 @@ class BlockLaunch:
     name: str
     call: BlockCall
     results: str
-    scratch: Sequence[tuple[int, ...]] = ()
+    scratch: Sequence[Any] = ()
     by_key: bool = False
 
     def run(
@@ -96,6 +96,7 @@ class BlockLaunch:
             "k": ((batch, length, key.shape[2]), query.dtype),
             "s": ((batch, tiles, rows["s"], length), jnp.float32),
             "r": ((batch, tiles, rows["r"], length), jnp.float32),
+            "a": ((batch, len(call.rows) * call.block_q, query.shape[2]), query.dtype),
             "d": ((batch, tiles, *bias.shape[1:]) if bias is not None else (), jnp.float32),
         }
         return pl.pallas_call(
@@ -108,7 +109,9 @@ class BlockLaunch:
                     self._spec("s" if kind == "r" else kind, rows.get(kind), steps.first)
                     for kind in self.results
                 ],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+                scratch_shapes=[
+                    pltpu.VMEM(shape, jnp.float32) if isinstance(shape, tuple) else shape for shape in scratch
+                ],
             ),
             out_shape=[result_like(query, *shapes[kind]) for kind in self.results],
             compiler_params=pltpu.CompilerParams(
@@ -122,6 +125,8 @@ class BlockLaunch:
         """Returns the spec of an array that begins at block `first`. Further kinds are "i" and "j", ids of queries and
         keys, and "b" and "d", a bias and its gradient."""
         call, width, group = self.call, self.call.layout.width, self.call.layout.group
+        if kind == "a":
+            return pl.BlockSpec(memory_space=pl.ANY)
 
         def index(b, t, step, *refs):
             tile_q, tile_k = t, jax.lax.div(t, np.int32(group))
@@ -136,7 +141,7 @@ class BlockLaunch:
                 "i": (b, 0, block_q),
                 "j": (b, 0, block_k),
                 "b": (tile_q, 0, 0),
-                "d": (b, tile_q, 0, 0),
+                "d": (b, tile_k if self.by_key else tile_q, 0, 0),
             }[kind]
 
         sizes: dict[str, tuple] = {
@@ -147,5 +152,7 @@ class BlockLaunch:
             "j": (1, 1, call.block_k),
         }
         if call.bias is not None:
-            sizes |= {"b": (1, *call.bias_operand), "d": (1, 1, *call.bias_operand)}
+            # By keys, the query tiles of a key tile take turns, and the kernel holds the gradients of all.
+            tiles = group if self.by_key else 1
+            sizes |= {"b": (1, *call.bias_operand), "d": (1, tiles, *call.bias_operand)}
         return pl.BlockSpec(sizes[kind], index)

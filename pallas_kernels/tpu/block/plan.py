@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int
 
-from pallas_kernels.tpu.core.chips import resolve_chip, vmem_limit
+from pallas_kernels.tpu.core.chips import MIB, resolve_chip, vmem_limit, vmem_mib
 from pallas_kernels.tpu.core.distances import COPIES, RelativeBias
 from pallas_kernels.tpu.core.heads import LANES, HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
@@ -86,6 +86,7 @@ class BlockCall:
       granules: which keys a query sees inside those blocks, from bits; None for all.
       layout: how heads lie in lanes.
       vmem_limit: in bytes, to request from the compiler; None requests no limit.
+      fused: whether one kernel computes the gradients of queries, keys and values.
       mask: which keys a query sees inside those blocks, from positions; None for all.
       query_position, key_position: positions of the first query and the first key.
       shifted: whether a number known only at run time is added to both positions.
@@ -107,6 +108,7 @@ class BlockCall:
     granules: Granules | None
     layout: HeadLayout
     vmem_limit: int | None
+    fused: bool = False
     mask: PositionMask | None = None
     query_position: int = 0
     key_position: int = 0
@@ -190,6 +192,23 @@ class BlockCall:
     def pairs_in_a_launch(self) -> int:
         """Pairs of blocks, with their bits, that one launch lists in scalar memory."""
         return 2 * MAX_PAIRS // (2 + self.words)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether one launch by blocks of keys can compute all gradients: it visits every block of queries and of
+        keys."""
+        every = all(self.rows) and all(self.listed(True))
+        return every and sum(map(len, self.rows)) <= self.pairs_in_a_launch
+
+    def fused_bytes(self, itemsize: int) -> int:
+        """What that kernel holds in VMEM beyond what two kernels hold: the gradient of all queries in float32, a block
+        of the result, and the gradients of the bias in all query tiles of a key tile."""
+        group = self.layout.group
+        rows = len(self.rows) * self.block_q * group
+        held = self.layout.width * (4 * rows + self.block_q * itemsize)
+        if self.bias is not None:
+            held += (group - 1) * self.bias.operand_bytes(self.layout, self.bias_extent[1])
+        return held
 
     def listed(self, by_key: bool) -> list[list[tuple[int, int]]]:
         """Returns, for each block of queries (or of keys), the blocks that it reads, with each pair's bits."""
@@ -288,5 +307,9 @@ def plan_block(
     needed += 2 * 4 * layout.packed * chosen_runs * block_q
     call = BlockCall(queries, keys, block_q, block_k, rows, granules, layout, None, bias=bias)
     call.check_lists()
-    limit = vmem_limit("block_attention", needed + call.bias_bytes, chip, "choose smaller blocks")
-    return dataclasses.replace(call, vmem_limit=limit)
+    needed += call.bias_bytes
+    held = call.fused_bytes(query.dtype.itemsize)
+    fused = call.can_fuse and needed + held <= vmem_mib(chip) * MIB
+    needed += held if fused else 0
+    limit = vmem_limit("block_attention", needed, chip, "choose smaller blocks")
+    return dataclasses.replace(call, vmem_limit=limit, fused=fused)

@@ -206,21 +206,9 @@ def test_features_from_a_file(tmp_path):
     [
         (np.full((8, 3), "a"), np.arange(8) % 2, "expected features"),
         (np.ones((8, 3), np.complex64), np.arange(8) % 2, "expected features .* got complex64"),
-        (
-            np.ones((8, 0)),
-            np.arange(8) % 2,
-            "expected finite features, at least one a node",
-        ),
-        (
-            np.ones((8, 3)),
-            np.arange(8) * 2**59,
-            "expected labels from 0 to fewer than the 8 nodes",
-        ),
-        (
-            np.ones((8, 3)),
-            np.arange(8) - 1,
-            "expected labels from 0 to fewer than the 8 nodes",
-        ),
+        (np.ones((8, 0)), np.arange(8) % 2, "expected finite features, at least one a node"),
+        (np.ones((8, 3)), np.arange(8) * 2**59, "expected labels from 0 to fewer than the 8 nodes"),
+        (np.ones((8, 3)), np.arange(8) - 1, "expected labels from 0 to fewer than the 8 nodes"),
     ],
     ids=["text", "complex", "none", "large labels", "labels below 0"],
 )

@@ -11,7 +11,7 @@ from train.engine.errors import UserError
 @pytest.mark.parametrize(("minutes", "day"), [(360, 4), (420, None), (1440, None)])
 def test_clock_day_and_training_mean(tmp_path, minutes, day):
     start = np.datetime64("2024-02-29T06:30", "m")  # a Thursday
-    rows = [f"{start + i * minutes},{i},{7 * (i < 4)}" for i in range(6)]
+    rows = [f"{start + np.timedelta64(i * minutes, 'm')},{i},{7 * (i < 4)}" for i in range(6)]
     (tmp_path / "t.csv").write_text("\n".join(["date,a,b", *rows]))
     series = load_series(
         SeriesConfig(
