@@ -258,6 +258,7 @@ OTHERS = {
     "eval.forecast --workdir /nowhere": "--workdir: no run there",
     "eval.generate --workdir /nowhere --prompt x": "--workdir: no run there",
     "eval.generate --batch prompts.jsonl": "--batch and out must be given together",
+    "eval.generate --prompt x --max_new_tokens 3": r"unknown option --max_new_tokens: did you mean --tokens\?",
     "eval.generate --prompt x --slots 3": "--slots has no effect without batch",
     "eval.generate --prompt x --draft_tokens 3": "--draft_tokens has no effect without draft",
     "eval.generate --batch a --out b --draft c": "--batch must be given without draft",
