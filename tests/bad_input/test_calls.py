@@ -401,6 +401,29 @@ CALLS = [
     (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)), "block_sizes must"),
     (lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3), "ranks must"),
     (lambda: ours("linear", feature_map="rlu"), "feature_map must be .*, got 'rlu'; did you mean 'relu'"),
+    # States of other sizes, with which a function would count tokens in the wrong buckets or rank too few queries.
+    (lambda: stateful("reformer", init_reformer(num_buckets=8)),
+     r"state.counts must be int32 of shape \(4, 2, 4, 4\), got int32 of shape \(4, 2, 4, 8\)"),
+    (lambda: stateful("reformer", init_reformer(num_rounds=3)),
+     r"state.codes must be int32 of shape \(4, 2, 4, 16\), got int32 of shape \(3, 2, 4, 16\)"),
+    (lambda: stateful("reformer", init_reformer(num_heads=2)),
+     r"state.past.keys must be float32 of shape \(2, 4, 16, 8\), got float32 of shape"),
+    (lambda: stateful("informer", brl.init_informer_state(B, N, H, length=16, factor=1)),
+     r"state\.measures must be float32 of shape"),
+    (lambda: stateful("informer", brl.init_informer_state(B, N, H, length=16, num_heads=8)),
+     r"state\.measures must be float32 of shape"),
+    (lambda: stateful("mlr", MLR_STATE, ranks=(6, 2)),
+     r"state.keys\[0\] must be float32 of shape \(2, 4, 16, 6\), got"),
+    (lambda: stateful("mlr", MLR_STATE, block_sizes=(None, 8)),
+     r"state.keys\[1\] must be float32 of shape \(2, 4, 8, 4\), got"),
+    (lambda: stateful("mlr", MLR_STATE, ranks=(8,), block_sizes=(None,)), "state must have 3 arrays, .*, got 4"),
+    (lambda: stateful("mlr", brl.init_mlr_state(1, N, H, length=16, **MLR)),
+     r"state.keys\[0\] must be float32 of shape \(2, 4, 16, 4\), got"),
+    (lambda: brl.mlr_attention(*FEW, **MLR, is_causal=True, count=2), "count needs a state"),
+    (lambda: stateful("mlr", MLR_STATE, query_seq_lengths=np.ones(2, np.int32)),
+     "query_seq_lengths must be None with a state"),
+    (lambda: brl.init_mlr_state(2, 2, 8, length=20, ranks=(4, 2), block_sizes=(None, 8)),
+     "ranks must sum to the head_dim 8"),
     # Configurations.
     (lambda: brl.BRLConfig(formulation="equation"), "formulation must be .*; did you mean 'equations'"),
     (lambda: decoder(mechanism=brl.BRLConfig(compressed_dim=10, compress_positions="rope")),
@@ -566,6 +589,20 @@ STATES = {
     ),
     "informer": (brl.informer_attention, FEW, {"rng": KEY}, brl.init_informer_state(B, N, H, length=16)),
 }  # fmt: skip
+
+
+def init_reformer(**sizes):
+    return brl.init_reformer_state(B, N, H, **{"length": 16, "num_buckets": 4} | sizes)
+
+
+MLR_STATE = STATES["mlr"][3]
+
+
+def stateful(name, state, **options):
+    function, arrays, settings, _ = STATES[name]
+    return function(*arrays, **settings | {"is_causal": True, "state": state} | options)
+
+
 #: What every function with a state refuses, and the errors.
 WITH_STATES = {
     "count is negative": ({"count": -1}, "count must be from 0 to 3, got -1"),
@@ -587,10 +624,9 @@ WITH_STATES = {
     ("name", "case"), [(n, c) for n in STATES for c in WITH_STATES if (n, c) != ("diag", "no state")]
 )
 def test_states(name, case):
-    function, arrays, settings, state = STATES[name]
     options, message = WITH_STATES[case]
     with pytest.raises(ValueError, match=message):
-        function(*arrays, **settings | {"is_causal": True, "state": state} | options)
+        stateful(name, **{"state": STATES[name][3]} | options)
 
 
 long_short = functools.partial(brl.long_short_attention, Q, K, V, Q[..., :2])

@@ -1,4 +1,4 @@
-"""Attention in the buckets of a hash: special cases, padding, generation in pieces, and what it refuses."""
+"""Attention in the buckets of a hash: special cases, padding, and generation in pieces."""
 
 import functools
 
@@ -68,22 +68,3 @@ def test_directions_are_drawn_from_the_key():
     assert first.shape == (4, 8, 3)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_buckets": 8},
-         r"state.counts must be int32 of shape \(2, 4, 4, 4\), got int32 of shape \(2, 4, 4, 8\)"),
-        ({"num_rounds": 3}, r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(3, 4, 4, 9\)"),
-        ({"num_heads": 2}, r"state.past.keys must be float32 of shape \(4, 4, 9, 8\), got float32 of shape"),
-    ],
-)  # fmt: skip
-def test_a_state_of_other_sizes_is_refused(sizes, message):
-    """With another number of buckets it would count tokens in the wrong ones."""
-    query, value = arrays_of(9)
-    query, value = (jnp.concatenate([x, x])[:4, :2] for x in (query, value))
-    sizes = {"num_heads": query.shape[2], "num_rounds": 2, "num_buckets": 4} | sizes
-    state = init_reformer_state(4, value.shape[2], query.shape[3], length=9, **sizes)
-    with pytest.raises(ValueError, match=message):
-        reformer_attention(query, value, rotations_for(query), is_causal=True, state=state)
