@@ -146,20 +146,15 @@ def test_requests_are_read_as_slots_become_free():
     [
         ({"temperature": 1.0}, "rng is needed to sample"),
         ({"requests": [Request([1], 0)]}, r"requests\[0\].max_tokens must be .* at least 1, got 0"),
-        (
-            {"requests": [Request([1], 1), Request([], 1)]},
-            r"requests\[1\].prompt must be integers .* not empty",
-        ),
+        ({"requests": [Request([1], 1), Request([], 1)]}, r"requests\[1\].prompt must be integers .* not empty"),
         ({"requests": [Request([11], 1)]}, r"requests\[0\].prompt must hold tokens from 0 to 10, got \[11\]"),
         ({"requests": [[1, 2]]}, r"requests\[0\] must be a Request, got list"),
         ({"numbers": [5, 6]}, "is shorter"),
         ({"length": 4}, r"requests\[0\] must fit into length=4 tokens, got a prompt of 3 and 2 more"),
-        (
-            {"model": EncoderDecoder(EncoderDecoderConfig(**SIZES))},
-            "model must be a decoder without an encoder, got EncoderDecoder",
-        ),
+        ({"model": EncoderDecoder(EncoderDecoderConfig(**SIZES))},
+         "model must be a decoder without an encoder, got EncoderDecoder"),
     ],
-)
+)  # fmt: skip
 def test_calls_that_cannot_be(changes, message):
     model, variables = network(CASES["local"])
     call = {"model": model, "variables": variables, "requests": [Request([1, 2, 3], 2)], "temperature": 0}

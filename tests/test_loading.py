@@ -17,6 +17,7 @@ import train.lm
 from brl_jax import commands
 from brl_jax.loading import _network, load_run
 from eval.harness.runs import open_run
+from tests.support.processes import python
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
 
@@ -188,5 +189,4 @@ def test_the_library_imports_neither_the_training_code_nor_kernels():
         "heavy = ('optax', 'orbax', 'tyro', 'grain', 'train', 'triton', 'pallas_kernels.triton')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert python("-c", code).stdout == "[]\n"

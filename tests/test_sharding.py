@@ -55,19 +55,6 @@ def test_sizes_that_do_not_multiply_are_refused(given):
         MeshConfig(**given).sizes(8)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"data": 0}, "data must be at least 1, or -1"),
-        ({"tensor": -2}, "tensor must be at least 1, or -1"),
-        ({"data": -1, "tensor": -1}, "tensor must be at least 1 where data is -1"),
-    ],
-)
-def test_bad_sizes_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        MeshConfig(**given)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Device:
     id: int

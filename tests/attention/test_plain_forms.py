@@ -62,6 +62,34 @@ def tokens(length):
     return normal(B, length, 12), normal(B, length, K, 5)
 
 
+def query_and_value(length):
+    return qkv(length)[::2]
+
+
+def value_alone(length):
+    return qkv(length)[2:]
+
+
+def with_sort_logits(length):
+    """For blocks of 24 tokens."""
+    return *qkv(length), normal(B, -(-length // 24), K, -(-length // 24))
+
+
+def rotations(length):
+    return brl_jax.reformer_rotations(jax.random.key(0), H, num_rounds=3, num_buckets=4)
+
+
+def compressing(sizes):
+    """Queries, keys and values, the means of blocks of both, and gates."""
+
+    def arrays(length):
+        query, key, value = qkv(length)
+        means = (brl_jax.compression_blocks(x, sizes).mean(2) for x in (key, value))
+        return query, key, value, *means, normal(B, length, N, 3)
+
+    return arrays
+
+
 def few_read_many(length):
     return normal(B, 3, N, H), normal(B, length, N, H), -normal(B, length, N, H), normal(B, length, N, 5)
 
@@ -105,6 +133,10 @@ BIAS = RotaryBias(normal(N, H), normal(N, H) / 2)
 SAMPLES = jnp.asarray(np.random.default_rng(0).random(20), jnp.float32)
 NORMS = Norms(normal(K, H), normal(K, H) + 1)
 SCORES = ("softmax", "relu2", "laplace")
+ORDERS = ("ascending", "descending", "interleaved", "max_exchange")
+BLOCK_SIZES = [
+    brl_jax.BlockSizes(*sizes) for sizes in ((4, 2, 4, 5), (6, 2, 4, 4), (2, 2, 8, 4), (3, 3, 3, 2))
+]
 # By family: the function, its arrays for a length, and the options of several cases. An option that is a function is
 # called with the length.
 CASES = {
@@ -164,6 +196,19 @@ CASES = {
             both(chunk_size=24, compression=(normal(H, H, 5) / 4, 2 * normal(5, H, H)), strength=normal(N))[:1],
         ),
     ],
+    "sorting": [
+        ("informer_attention", qkv, both(factor=2, scale=0.3, rng=jax.random.key(0))),
+        ("reformer_attention", query_and_value, both(rotations=rotations, chunk_size=5, scale=1.5)),
+        (
+            "sinkhorn_attention", with_sort_logits,
+            both(block_size=24, iterations=3, temperature=0.6, scale=0.3),
+        ),
+        ("sliceformer_attention", value_alone, [{"order": order} for order in ORDERS]),
+        *(
+            ("native_sparse_attention", compressing(sizes), [{"sizes": sizes, "window": 3}])
+            for sizes in BLOCK_SIZES
+        ),
+    ],
     "compressed": [
         ("compress", few_read_many, [{"gamma": normal(N), "score": score} for score in SCORES]),
         ("compress_blocks", blocks_read_many, [{"gamma": normal(N), "block_size": 7, "history_size": 13}]),
@@ -173,6 +218,7 @@ CASES = {
 # Options that plain forms don't have. Skyformer's plain form uses the exact inverse, which twelve steps reach.
 OURS = {"skyformer_attention": {"iterations": 12}}
 OURS |= {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
+TOLERANCES = {"low_rank": 1e-4, "sorting": 1e-5}
 RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
 OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
 EACH = [
@@ -198,12 +244,14 @@ def run(family, name, arrays, options, length, gradients):
             out = function(*given[: 3 if names else None], **named, **options, **more)
             return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
 
-        if not gradients:
+        if not gradients or family == "sorting":  # whose plain forms use NumPy
             return loss(*given)[1], ()
         pulled, out = jax.grad(loss, argnums=range(len(given)), has_aux=True)(*given)
         return out, pulled
 
     ours, theirs = getattr(brl_jax, name), getattr(plain, name)
+    if family == "sorting":
+        return jax.jit(lambda: results(ours))(), results(theirs)
     return jax.jit(lambda: (results(ours, **OURS.get(name, {})), results(theirs)))()
 
 
@@ -211,7 +259,7 @@ def run(family, name, arrays, options, length, gradients):
 def test_equals_its_plain_form(family, name, arrays, options, first):
     """Gradients of a function's first case; the slow test below takes those of all cases."""
     (out, got), (expected, wanted) = run(family, name, arrays, options, 67, first)
-    close(out, expected, 1e-4 if family == "low_rank" else 2e-5)
+    close(out, expected, TOLERANCES.get(family, 2e-5))
     for a, b in zip(got, wanted, strict=True):
         close(a, b, 1e-4)
 
@@ -221,7 +269,7 @@ def test_equals_its_plain_form(family, name, arrays, options, first):
 @pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
 def test_gradients_at_other_lengths(family, name, arrays, options, first, length):
     (out, got), (expected, wanted) = run(family, name, arrays, options, length, True)
-    close(out, expected, 1e-4)
+    close(out, expected, 1e-5 if family == "sorting" else 1e-4)
     for a, b in zip(got, wanted, strict=True):
         close(a, b, 1e-4)
 

@@ -1,24 +1,16 @@
-"""A runtime checker accepts every call of these tests: the shapes and dtypes in attention's signatures are true.
+"""A runtime checker accepts every call of this file: the shapes and dtypes in attention's signatures are true.
 
 The checker must be chosen before brl_jax is imported, so this runs in another process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FILES = ("tests/attention/test_plain_forms.py", "tests/attention/sorting/test_reference.py")
+from tests.support.processes import python
 
 
 @pytest.mark.slow
 def test_annotations_are_true():
-    line = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *FILES]
-    done = subprocess.run(
-        line, cwd=ROOT, env=os.environ | {"BRL_JAX_CHECK_SHAPES": "1"}, capture_output=True, text=True
-    )
+    line = "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_plain_forms.py"
+    done = python(*line.split(), BRL_JAX_CHECK_SHAPES="1")
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -30,11 +22,5 @@ def test_the_checker_refuses_a_lie():
         "x = jnp.ones((1, 4, 2, 8))\n"
         "reference.propagate(x, jnp.ones((1, 3, 2, 6)), x, strength=jnp.ones((1,)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"BRL_JAX_CHECK_SHAPES": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", code, BRL_JAX_CHECK_SHAPES="1")
     assert "TypeCheckError" in done.stderr, done.stderr[-2000:]

@@ -108,6 +108,10 @@ CASES = {
     "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4, **BIAS}, second_linear),
     "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, retrieval, {**ROOM, "num_heads": N}),
     "mlr": Case(brl_jax.mlr_attention, LEVELS, of_state={"length": T}),
+    "mlr, doubling": Case(brl_jax.mlr_attention, {"ranks": (4, 2, 2)}, of_state={"length": T}),
+    "mlr, no common block": Case(
+        brl_jax.mlr_attention, {"ranks": (4, 4), "block_sizes": (6, 3)}, of_state={"length": T}
+    ),
     "long_short": Case(
         brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "rank": 3}
     ),
@@ -165,7 +169,7 @@ def test_states_after_each_of_the_last_tokens(name):
                 np.testing.assert_allclose(token, expected[:, t : t + 1], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["local", "diag", "linear", "bsbr"])
+@pytest.mark.parametrize("name", ["local", "diag", "linear", "bsbr", "mlr"])
 def test_values_narrower_than_keys(name):
     case = CASES[name]
     query, key, value = _inputs(name)

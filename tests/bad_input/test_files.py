@@ -72,17 +72,11 @@ def test_times_of_a_table(change, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (
-            np.array(["cat", "dog"] * 10),
-            "expected a whole number as the label of each image, got an array of <U3",
-        ),
-        (
-            np.linspace(0, 1, 20),
-            "expected a whole number as the label of each image, got an array of float64",
-        ),
+        (np.array(["cat", "dog"] * 10), "expected a whole number as the label of each image, got an array of <U3"),
+        (np.linspace(0, 1, 20), "expected a whole number as the label of each image, got an array of float64"),
         (np.zeros((20, 10), int), "and shape (20, 10)"),
     ],
-)
+)  # fmt: skip
 def test_labels_of_images(labels, message, tmp_path, monkeypatch, capsys):
     images = np.zeros((20, 32, 32), np.uint8)
     np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)

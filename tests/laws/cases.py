@@ -34,13 +34,7 @@ class Case(NamedTuple):
 _MASK = ("1011", "1100", "1010", "0111")
 
 # The paper's beta adds one matrix that the default lacks.
-_BRL: dict[str, Any] = {
-    "window": 5,
-    "num_compressed": 3,
-    "block_size": 8,
-    "history_size": None,
-    "beta": 0.5,
-}
+_BRL: dict[str, Any] = {"window": 5, "num_compressed": 3, "block_size": 8, "history_size": None, "beta": 0.5}
 
 
 def _case(repeats: str | None = None, **fields: Any) -> tuple[str | None, dict[str, Any]]:
@@ -114,10 +108,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
             beta=0.0,
         ),
     },
-    "diag": {
-        "relu": _case(block_size=6, score="relu"),
-        "softmax": _case("diag-relu", block_size=6),
-    },
+    "diag": {"relu": _case(block_size=6, score="relu"), "softmax": _case("diag-relu", block_size=6)},
     "linformer": {"": _case(num_projected=5, max_length=32)},
     "nystromformer": {"": _case(num_landmarks=5, conv_size=3)},
     "skyformer": {"": _case("nystromformer", num_samples=6)},
@@ -131,9 +122,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
     },
     "informer": {"": _case(factor=1)},
     # The last of a row's 27 tokens have four blocks to select two from; compressed blocks overlap.
-    "native_sparse": {
-        "": _case(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5),
-    },
+    "native_sparse": {"": _case(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)},
     "reformer": {"": _case(num_rounds=2, num_buckets=4, chunk_size=2)},
     # Dense products without a loop over tokens, like Nystromformer's; tests/attention has a fast test of padding.
     "sinkhorn": {"": _case("nystromformer", block_size=5, max_length=32, iterations=3)},
@@ -142,13 +131,8 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
         "ascending": _case("sliceformer"),
         "max_exchange": _case("sliceformer", order="max_exchange"),
     },
-    "linear": {
-        "": _case(chunk_size=8),
-    },
-    "deltanet": {
-        "": _case(chunk_size=8),
-        "plain": _case("deltanet", chunk_size=8, conv_size=0),
-    },
+    "linear": {"": _case(chunk_size=8)},
+    "deltanet": {"": _case(chunk_size=8), "plain": _case("deltanet", chunk_size=8, conv_size=0)},
     # Two value heads share a key head; tests/attention covers convolutions over packed rows and the decays.
     "gated_deltanet": {
         "": _case("deltanet", chunk_size=8),
@@ -181,10 +165,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
     "flowformer": {"": _case(chunk_size=8)},
     # Two linear attentions, one after the other; laws 1 to 3 and the tests of states cover its packed tokens and count.
     "luna": {"": _case("linear", num_packed=3, chunk_size=8)},
-    "bsbr": {
-        "": _case(chunk_size=6),
-        "compressed": _case("bsbr", chunk_size=8, num_compressed=5),
-    },
+    "bsbr": {"": _case(chunk_size=6), "compressed": _case("bsbr", chunk_size=8, num_compressed=5)},
     "mlr": {
         "": _case(ranks=(2, 1, 1), block_sizes=(None, 8, 4)),
         "context": _case("mlr", ranks=(2, 2), context=16, score_scale=2.0, qk_norm=False),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from brl_jax.layers import MECHANISMS
 from tests.laws.cases import CASES
+from tests.support.processes import python
 
 # The first case of each mechanism, and BRL's other memory.
 NAMES = [next(name for name in CASES if type(CASES[name]) is kind) for kind in MECHANISMS.values()] + [
@@ -58,9 +56,6 @@ print(json.dumps(sizes))
 @pytest.mark.parametrize("chip", CHIPS)
 def test_law_8_compiles_for_tpu(chip):
     """Forward and backward of each kind of mechanism compile with their Pallas kernels."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, CHIPS[chip], *NAMES], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", PROGRAM, CHIPS[chip], *NAMES, TPU_SKIP_MDS_QUERY="1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(json.loads(done.stdout.splitlines()[-1])) == set(NAMES)

@@ -118,20 +118,6 @@ def test_packed_sequences_have_the_answers_they_have_alone(positions):
     assert relative_error(logits[0, 1], ask(TOKENS[:1, 5:], jnp.array([[2]]))[0, 0]) < 1e-5
 
 
-def test_segment_ids_that_an_encoder_cannot_take():
-    encoder = Encoder(EncoderConfig(mechanism=FullConfig(), **SIZE))
-    for options, message in (
-        (
-            {"segment_ids": TOKENS[:, :3]},
-            r"segment_ids must be integers of shape \(2, 14\), got int32 \(2, 3\)",
-        ),
-        ({"segment_ids": TOKENS.astype(jnp.float32)}, r"segment_ids must be integers .*, got float32"),
-        ({"segment_ids": TOKENS, "prefix": jnp.ones((2, 1, 16))}, "segment_ids must be None with a prefix"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(lambda options=options: encoder.init(jax.random.key(0), TOKENS, **options))
-
-
 def test_sinusoidal_positions_are_the_formula():
     expected = np.zeros((5, 7))
     for t in range(5):
@@ -207,11 +193,6 @@ def test_without_compressed_tokens_brl_is_local_attention():
         BRLConfig(num_compressed=-1)
 
 
-def test_rotated_heads_are_even():
-    with pytest.raises(ValueError, match="rotary positions need an even head_dim"):
-        EncoderConfig(**SIZE | {"d_model": 12})
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -230,16 +211,3 @@ def test_heads_may_be_odd_where_nothing_is_rotated(config):
         assert jax.jit(Classifier(config).init_with_output)(jax.random.key(0), tokens)[0].shape == (1, 2)
     if isinstance(config, EncoderDecoderConfig):
         assert config.encoder_dimensions.rope_theta is None
-
-
-def test_bad_calls():
-    model = Classifier(EncoderConfig(mechanism=LocalConfig(), **SIZE))
-    for tokens, message in (
-        (jnp.zeros((1, 17), jnp.int32), "tokens must be at most max_length=16 per row, got 17"),
-        (jnp.zeros((1, 4)), "tokens must be integers, got float32"),
-        (jnp.zeros(4, jnp.int32), r"tokens must have shape \(batch, length\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(model.init, jax.random.key(0), tokens)
-    with pytest.raises(ValueError, match=r"tokens must have shape \(batch, 2, length\), got \(1, 4\)"):
-        jax.eval_shape(PairClassifier(model.config).init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))

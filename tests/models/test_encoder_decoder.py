@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig, generate
-from brl_jax.layers import (
-    MECHANISMS,
-    BRLConfig,
-    DeltaNetConfig,
-    FullConfig,
-    LinformerConfig,
-    LocalConfig,
-    TLinFormerConfig,
-)
+from brl_jax.layers import MECHANISMS, BRLConfig, DeltaNetConfig, FullConfig, LinformerConfig, LocalConfig
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
 from tests.support.parameters import drawn
@@ -191,22 +183,3 @@ def test_what_is_refused():
             model.init(jax.random.key(0), TOKENS, **call)
     with pytest.raises(ValueError, match="source_length of a cache must be at least 1, got 0"):
         model.init_cache(2, 4, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"positions": "learned"}, "positions must be one of .*, got 'learned'"),
-        ({"reversible": True}, "reversible must be False in an encoder-decoder"),
-        ({"mechanism": DeltaNetConfig()}, "deltanet has no bidirectional form"),
-        ({"encoder_mechanism": "full"}, "encoder_mechanism must be the configuration of a mechanism"),
-        ({"mechanism": LinformerConfig()}, "linformer has no causal form"),
-        (
-            {"mechanism": TLinFormerConfig(), "encoder_mechanism": FullConfig(), "num_layers": 4},
-            "tlinformer arranges its layers itself",
-        ),
-    ],
-)
-def test_bad_configurations(options, message):
-    with pytest.raises(ValueError, match=message):
-        EncoderDecoderConfig(**(SIZE | {"mechanism": FullConfig()} | options))

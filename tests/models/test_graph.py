@@ -1,5 +1,6 @@
 """Networks over graphs: layers against dense float64 ones, padding, and sets in any order."""
 
+import functools
 import math
 
 import jax
@@ -35,10 +36,16 @@ def random_graph(padding):
 
 
 def weights_of(layer, *args):
-    params = drawn(layer.init, *args)["params"]
-    return params, {
-        name: np.asarray(leaf, np.float64)
-        for name, leaf in ((k, v["kernel"] if isinstance(v, dict) else v) for k, v in params.items())
+    """A layer's parameters, and all of them by name in float64."""
+    return (params := drawn(layer.init, *args)["params"]), named(params)
+
+
+def named(params):
+    leaves = {name: leaf if isinstance(leaf, dict) else {"kernel": leaf} for name, leaf in params.items()}
+    return {
+        name + kind.removeprefix("kernel").replace("bias", "_bias"): np.asarray(leaf, np.float64)
+        for name, each in leaves.items()
+        for kind, leaf in each.items()
     }
 
 
@@ -157,52 +164,27 @@ def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
     return np.einsum("ijh,jhf->ihf", weights, h), weights
 
 
-@pytest.mark.parametrize("features", [4, 9])
-def test_gcn_equals_a_dense_one(features):
-    """One width below and one above the input's, so the product comes before or after the sum."""
-    x = np.random.default_rng(1).standard_normal((NODES, WIDTH)).astype(np.float32)
-    d = GraphConfig(**TINY).dimensions
-    edges, _ = random_graph(padding=5)
-    layer = GCNLayer(d, features)
-    params, w = weights_of(layer, x, edges)
-    y = layer.apply({"params": params}, x, edges)
-    np.testing.assert_allclose(y, dense_gcn(x.astype(np.float64), edges[:-5], w), rtol=1e-4, atol=1e-5)
+DIMENSIONS = GraphConfig(**TINY).dimensions
+KINDS, HEADS = (0,) * 4 + (1,) * 3, DIMENSIONS.num_heads
+#: Layers of 8 features and the dense ones. GCN's product comes before or after its sum, by its output's width.
+DENSE = {
+    "gcn to 4": (GCNLayer(DIMENSIONS, 4), dense_gcn),
+    "gcn to 9": (GCNLayer(DIMENSIONS, 9), dense_gcn),
+    "rgcn": (RGCNLayer(DIMENSIONS, 4, RELATIONS), dense_rgcn),
+    "hgt": (HGTLayer(DIMENSIONS, KINDS, RELATIONS), functools.partial(dense_hgt, kinds=KINDS, heads=HEADS)),
+    "han": (HANLayer(DIMENSIONS, RELATIONS), functools.partial(dense_han, heads=HEADS)),
+}
 
 
-def test_relations_of_their_own_equal_dense_ones():
-    """A node without edges of a kind gets nothing for it; edges that don't exist change nothing."""
-    x = np.random.default_rng(8).standard_normal((NODES, WIDTH)).astype(np.float32)
-    d = GraphConfig(**TINY).dimensions
-    edges, relations = random_graph(padding=5)
-    layer = RGCNLayer(d, 4, RELATIONS)
-    params = drawn(layer.init, x, edges, relations)["params"]
-    w = {"own": params["own"]["kernel"], "own_bias": params["own"]["bias"], "kernel": params["kernel"]}
-    w = {name: np.asarray(leaf, np.float64) for name, leaf in w.items()}
-    y = layer.apply({"params": params}, x, edges, relations)
-    expected = dense_rgcn(x.astype(np.float64), edges[:-5], relations[:-5], w)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_by_kinds_of_nodes_and_edges_equals_a_dense_one():
-    x = np.random.default_rng(9).standard_normal((NODES, 8)).astype(np.float32)
-    d, kinds = GraphConfig(**TINY).dimensions, (0,) * 4 + (1,) * 3
-    edges, relations = random_graph(padding=5)
-    layer = HGTLayer(d, kinds, RELATIONS)
-    params, w = weights_of(layer, x, edges, relations)
-    y = layer.apply({"params": params}, x, edges, relations)
-    expected = dense_hgt(x.astype(np.float64), edges[:-5], relations[:-5], w, kinds, d.num_heads)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_over_metapaths_equals_a_dense_one():
-    x = np.random.default_rng(11).standard_normal((NODES, 8)).astype(np.float32)
-    d = GraphConfig(**TINY).dimensions
-    edges, relations = random_graph(padding=5)
-    layer = HANLayer(d, RELATIONS)
-    params, w = weights_of(layer, x, edges, relations)
-    w["semantic_bias"] = np.asarray(params["semantic"]["bias"], np.float64)
-    y = layer.apply({"params": params}, x, edges, relations)
-    expected = dense_han(x.astype(np.float64), edges[:-5], relations[:-5], w, d.num_heads)
+@pytest.mark.parametrize("name", DENSE)
+def test_a_layer_equals_a_dense_one(name):
+    """Edges that don't exist change nothing."""
+    layer, dense = DENSE[name]
+    x = np.random.default_rng(1).standard_normal((NODES, 8)).astype(np.float32)
+    edges, *relations = random_graph(padding=5)[: 1 if "gcn to" in name else 2]
+    params, w = weights_of(layer, x, edges, *relations)
+    y = layer.apply({"params": params}, x, edges, *relations)
+    expected = dense(x.astype(np.float64), edges[:-5], *(kinds[:-5] for kinds in relations), w)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -219,12 +201,7 @@ def nodeformer(rows=NODES):
 def test_attention_to_all_nodes_and_edges_equals_a_dense_one():
     """Outputs, the loss on edges, and the gradient of both, by finite differences in float64."""
     layer, x, present, edges, params = nodeformer()
-    named = [
-        (name, leaf) for name, leaves in params.items() if isinstance(leaves, dict) for leaf in leaves.items()
-    ]
-    w = {name if kind == "kernel" else f"{name}_bias": leaf for name, (kind, leaf) in named}
-    w["edge_bias"] = params["edge_bias"]
-    w = {name: np.asarray(leaf, np.float64) for name, leaf in w.items()}
+    w = named(params)
     directions = np.asarray(performer_projection(jax.random.key(0), layer.features, 4), np.float64)
     towards = np.random.default_rng(13).standard_normal(x.shape)
 
@@ -359,7 +336,12 @@ def test_tokens_that_exist_come_first():
     assert number.tolist() == [2, 1, 4]
 
 
-def check_set(mechanism):
+@pytest.mark.parametrize(
+    "mechanism", [FullConfig(), pytest.param(BRLConfig(window=32, num_compressed=4), marks=pytest.mark.slow)]
+)
+def test_a_set_of_tokens_has_no_order(mechanism):
+    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are. Compressed tokens
+    read a set; if the window covers all of it, so does the local attention."""
     config = GraphConfig(**TINY, mechanism=mechanism)
     rng = np.random.default_rng(5)
     x = rng.standard_normal((2, 9, 8)).astype(np.float32)
@@ -372,17 +354,6 @@ def check_set(mechanism):
     np.testing.assert_allclose(run(x[:, order], present[:, order])[present[:, order]], y[:, order][present[:, order]],
                                rtol=1e-4, atol=1e-5)  # fmt: skip
     np.testing.assert_array_equal(run(np.where(present[..., None], x, np.nan), present)[present], y[present])
-
-
-def test_a_set_of_tokens_has_no_order():
-    """Permuted tokens give permuted outputs, and absent tokens change nothing, wherever they are."""
-    check_set(FullConfig())
-
-
-@pytest.mark.slow
-def test_a_set_that_is_compressed_has_no_order():
-    """Compressed tokens read a set; if the window covers all of it, so does the local attention."""
-    check_set(BRLConfig(window=32, num_compressed=4))
 
 
 @pytest.mark.slow
@@ -445,16 +416,3 @@ def test_tokens_of_one_kind_have_no_order():
     other[:, 2] = np.nan
     np.testing.assert_array_equal(run(other, present), y)
     assert not np.allclose(run(x[:, [0, 4, 2, 3, 1]], present), y, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kinds": (0, -1)}, "kinds must"),
-        ({"kinds": ()}, "kinds must not be empty"),
-        ({"identities": True}, "identities must be False with network 'tokens'"),
-    ],
-)
-def test_configurations_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphConfig(**TINY, **options)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,71 +16,44 @@ from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggi
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, text_part
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
+from tests.support.parameters import drawn
 
 FullConfig, LocalConfig = MECHANISMS["full"], MECHANISMS["local"]
 SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 GEMMA = SMALL | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 9, "num_hidden_layers": 5}
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0},
-}
+}  # fmt: skip
 LLAMA = {"model_type": "llama", **SMALL}
 # Two linear layers and a full one, twice.
 HYBRID = {
-    "num_hidden_layers": 6,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 5,
-}
+    "num_hidden_layers": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
+}  # fmt: skip
 NEXT = {
-    "model_type": "qwen3_next",
-    **SMALL,
-    **HYBRID,
-    "head_dim": 24,
-    "partial_rotary_factor": 0.5,
-    "num_experts": 0,
-}
+    "model_type": "qwen3_next", **SMALL, **HYBRID, "head_dim": 24, "partial_rotary_factor": 0.5, "num_experts": 0,
+}  # fmt: skip
 QWEN35 = {
-    "model_type": "qwen3_5_text",
-    **SMALL,
-    **HYBRID,
-    "head_dim": 24,
+    "model_type": "qwen3_5_text", **SMALL, **HYBRID, "head_dim": 24,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e5,
-        "partial_rotary_factor": 0.5,
-        "mrope_interleaved": True,
+        "rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
         "mrope_section": [2, 2, 2],
     },
-}
+}  # fmt: skip
 # Without positions.
 OLMO_HYBRID = {
-    "model_type": "olmo_hybrid",
-    **SMALL,
-    **HYBRID,
-    "rms_norm_eps": 1e-3,
+    "model_type": "olmo_hybrid", **SMALL, **HYBRID, "rms_norm_eps": 1e-3,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
-}
+}  # fmt: skip
 CASES = {
     "llama": LLAMA,
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -95,62 +67,35 @@ CASES = {
     "mistral-full": {"model_type": "mistral", **SMALL, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **SMALL},
     "qwen2-window": {
-        "model_type": "qwen2",
-        **SMALL,
-        "num_hidden_layers": 3,
-        "use_sliding_window": True,
-        "sliding_window": 4,
+        "model_type": "qwen2", **SMALL, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 4,
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 16},
     "qwen3-next": NEXT,
-    "qwen3-next-order": NEXT
-    | {
-        "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
-        "partial_rotary_factor": 1 / 3,
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 1,
-        "linear_conv_kernel_dim": 3,
-        "tie_word_embeddings": True,
+    "qwen3-next-order": NEXT | {
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2, "partial_rotary_factor": 1 / 3,
+        "num_hidden_layers": 4, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
         "rope_theta": 500.0,
     },
     "qwen3-5": QWEN35,
     "qwen3-5-defaults": {
-        "model_type": "qwen3_5_text",
-        **SMALL,
-        "num_hidden_layers": 5,
-        "head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "tie_word_embeddings": True,
-        "rope_scaling": SCALINGS["yarn"],
+        "model_type": "qwen3_5_text", **SMALL, "num_hidden_layers": 5, "head_dim": 24, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": SCALINGS["yarn"],
     },
     "qwen3-5-with-images": {
-        "model_type": "qwen3_5",
-        "text_config": QWEN35,
+        "model_type": "qwen3_5", "text_config": QWEN35,
         "vision_config": {
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": 32,
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
             "num_position_embeddings": 16,
         },
     },
     "olmo2": {"model_type": "olmo2", **SMALL, "rope_theta": 500.0},
     "olmo2-biases": {"model_type": "olmo2", **SMALL, "attention_bias": True, "num_key_value_heads": None},
     "olmo3": {
-        "model_type": "olmo3",
-        **SMALL,
-        "num_hidden_layers": 8,
-        "sliding_window": 5,
-        "rope_scaling": SCALINGS["yarn"],
+        "model_type": "olmo3", **SMALL, "num_hidden_layers": 8, "sliding_window": 5, "rope_scaling": SCALINGS["yarn"],
     },
     "olmo3-bases": {
-        "model_type": "olmo3",
-        **SMALL,
-        "sliding_window": 3,
-        "layer_types": ["full_attention", "sliding_attention"],
+        "model_type": "olmo3", **SMALL, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e3},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -158,40 +103,22 @@ CASES = {
     },
     "smollm3": {"model_type": "smollm3", **SMALL, "num_hidden_layers": 6, "rope_scaling": SCALINGS["yarn"]},
     "smollm3-window": {
-        "model_type": "smollm3",
-        **SMALL,
-        "no_rope_layers": [0, 1],
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": False,
+        "model_type": "smollm3", **SMALL, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
     },
     "olmo-hybrid": OLMO_HYBRID,
     "olmo-hybrid-defaults": {"model_type": "olmo_hybrid", **SMALL, "num_hidden_layers": 8},
-    "olmo-hybrid-positive": OLMO_HYBRID
-    | {
-        "linear_allow_neg_eigval": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "olmo-hybrid-positive": OLMO_HYBRID | {
+        "linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         "tie_word_embeddings": True,
     },
     "gemma": {"model_type": "gemma", **SMALL, "head_dim": 16},
-    "gemma2": {
-        "model_type": "gemma2",
-        **GEMMA,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
+    "gemma2": {"model_type": "gemma2", **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": {
-        "model_type": "gemma3_text",
-        **GEMMA,
-        "sliding_window_pattern": 3,
-        "rope_theta": 1e5,
-        "rope_local_base_freq": 100.0,
-        "attn_logit_softcapping": 0.5,
-        "rope_scaling": SCALINGS["linear"],
+        "model_type": "gemma3_text", **GEMMA, "sliding_window_pattern": 3, "rope_theta": 1e5,
+        "rope_local_base_freq": 100.0, "attn_logit_softcapping": 0.5, "rope_scaling": SCALINGS["linear"],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -319,15 +246,15 @@ def test_a_network_of_this_library_in_transformers(transformers, tmp_path):
     assert huggingface.save(tmp_path / "scaled", both, params) == "gemma"
 
 
+def random_parameters(config):
+    return jax.tree.map(np.asarray, drawn(DecoderLM(config).init, jnp.zeros((1, 1), jnp.int32))["params"])
+
+
 def test_a_folder_is_written_whole_and_read_back(tmp_path):
     pytest.importorskip("safetensors")
     config = read_config({**LLAMA, "num_hidden_layers": 1, "rope_scaling": SCALINGS["llama3"]})
     assert config.mechanism.rope_scaling == RopeScaling("llama3", 4.0, 16, 1.0, 4.0)
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))[
-        "params"
-    ]
+    params = random_parameters(config)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert huggingface.save(tmp_path / "a", config, params, tokenizer=tmp_path, dtype="bfloat16") == "llama"
     names = {"config.json", "model.safetensors", "tokenizer.json"}
@@ -364,11 +291,9 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
 def small(tmp_path, change=None, **options):
     """A configuration and random parameters, and the folder that they are saved in."""
     config = read_config(LLAMA | {"num_hidden_layers": 1} | (change or {}))
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
-    huggingface.save(tmp_path / "model", config, params["params"], **options)
-    return config, params["params"], tmp_path / "model"
+    params = random_parameters(config)
+    huggingface.save(tmp_path / "model", config, params, **options)
+    return config, params, tmp_path / "model"
 
 
 def edit(file, **changes):
@@ -570,20 +495,18 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
     """Every tensor of a Qwen3-Next is split into our parameters and reassembled from them."""
     config = read_config(NEXT)
     architecture = architecture_of(NEXT)
-    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
-    tensors = to_tensors(config, architecture, params["params"])
+    params = random_parameters(config)
+    tensors = to_tensors(config, architecture, params)
     first = "model.layers.0.linear_attn"
     # A key head of size 8 with three value heads of size 5: query, key, values and gates.
     assert tensors[f"{first}.in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 15 + 15), 32)
-    mixer = params["params"]["stack"]["layers_0"]["block_0"]["mixer"]
+    mixer = params["stack"]["layers_0"]["block_0"]["mixer"]
     projected = tensors[f"{first}.in_proj_qkvz.weight"].reshape(2, 46, 32)
     np.testing.assert_array_equal(projected[1, 8:16].T, mixer["key"]["kernel"][0, :, 1])
     np.testing.assert_array_equal(projected[1, 21:26].T, mixer["value"]["kernel"][0, :, 4])
     np.testing.assert_array_equal(projected[0, 41:46].T, mixer["gate"]["kernel"][0, :, 2])
     again = to_parameters(config, architecture, tensors.__getitem__)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params)
     assert write_config(config, None)[1]["max_position_embeddings"] == 8192
     _, values = write_config(config, 64)
     assert values["model_type"] == "qwen3_next"

@@ -15,7 +15,6 @@ from brl_jax import (
     Encoder,
     EncoderConfig,
     FullConfig,
-    LocalConfig,
     MaskedLM,
     PairClassifier,
     Regressor,
@@ -251,21 +250,6 @@ def test_places_of_masked_tokens():
             model.apply(variables, TOKENS, jnp.array(places))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"positions": jnp.arange(6)}, r"positions must be integers of shape \(1, 6\) or \(2, 6\), got int32 \(6,\)"),
-        ({"positions": jnp.ones((2, 5), jnp.int32)}, r"positions must be integers of shape .*, got int32 \(2, 5\)"),
-        ({"positions": jnp.ones((2, 6))}, r"positions must be integers of shape .*, got float32 \(2, 6\)"),
-        ({"segment_ids": jnp.ones(6, jnp.int32)}, r"segment_ids must be integers of shape \(2, 6\), got int32 \(6,\)"),
-    ],
-)  # fmt: skip
-def test_places_of_a_decoder(call, message):
-    model = DecoderLM(DecoderConfig(vocab_size=11, **SIZE))
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS, **call))
-
-
 def test_inputs_of_another_type():
     model = Classifier(encoder_config(inputs="features", num_features=3))
     for inputs, message in (
@@ -292,16 +276,3 @@ def test_targets_outside_the_vocabulary():
         np.testing.assert_allclose(loss(targets.at[0, 2].set(wrong), weights), 2 * np.log(4), rtol=1e-6)
     with pytest.raises(ValueError, match=r"targets must be integers of shape \(1, 3\), got int32 \(1, 2\)"):
         loss(targets[:, :2])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
-        ({"mechanism": LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
-        ({"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),
-    ],
-)
-def test_configurations_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        DecoderConfig(**SIZE | changes)

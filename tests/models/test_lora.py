@@ -10,7 +10,7 @@ import pytest
 
 from brl_jax import generate
 from brl_jax.layers import BRLConfig, FullConfig, GatedDeltaNetConfig
-from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
+from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from brl_jax.models.lora import merged
 from tests.support.parameters import drawn
 
@@ -95,10 +95,3 @@ def test_generation_and_export_have_the_changes(tmp_path):
     huggingface.save(tmp_path / "out", config, params)
     read, loaded = huggingface.load(tmp_path / "out")
     np.testing.assert_allclose(logits(read, loaded), logits(config, params), rtol=1e-4, atol=1e-4)
-
-
-def test_what_has_no_changes_is_refused():
-    with pytest.raises(ValueError, match="lora_rank must be 0 with mup_base_width, got 2"):
-        DecoderConfig(**SIZES, mup_base_width=32, lora_rank=2)
-    with pytest.raises(ValueError, match="lora_rank must be 0 in an encoder-decoder, got 2"):
-        EncoderDecoderConfig(lora_rank=2)

@@ -112,16 +112,12 @@ def test_memory_does_not_grow_with_the_layers():
     ("changes", "message"),
     [
         ({"remat": "full"}, "remat must be 'none' with reversible layers, got 'full'"),
-        (
-            {"mechanism": BRLConfig()},
-            "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual stream",
-        ),
-        (
-            {"mechanism": GAUConfig()},
-            "reversible must be False with mechanism GAUConfig, whose layers are not a mixer and a feed-forward",
-        ),
+        ({"mechanism": BRLConfig()},
+         "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual stream"),
+        ({"mechanism": GAUConfig()},
+         "reversible must be False with mechanism GAUConfig, whose layers are not a mixer and a feed-forward"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_reversed(changes, message):
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 8, "mechanism": FullConfig()}
     with pytest.raises(ValueError, match=message):

@@ -48,28 +48,6 @@ def test_which_layer_gets_which(num_layers, options, expected):
     assert layers(num_layers, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "alternate"}, "schedule must be 'split' without a late_mechanism, got 'alternate'"),
-        ({"early_layers": 1}, "early_layers must be None without a late_mechanism, got 1"),
-        ({"swap_mechanisms": True}, "swap_mechanisms must be False without a late_mechanism, got True"),
-        (BOTH | {"early_layers": 5}, "early_layers must be 0 to 4 with schedule 'split' over 4 layers, got 5"),
-        (BOTH | {"early_layers": 0, "schedule": "alternate"}, "early_layers must be 1 to 3 .*, got 0"),
-        (BOTH | {"early_layers": 2, "schedule": "parallel"}, "early_layers must be None with schedule 'parallel'"),
-    ],
-)  # fmt: skip
-def test_schedules_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        StackConfig(**options)
-
-
-@pytest.mark.parametrize("partner", [BRLConfig(memory="output"), BRLConfig()])
-def test_a_carry_cannot_share_a_layer(partner):
-    with pytest.raises(ValueError, match="brl cannot share a layer"):
-        DecoderConfig(mechanism=A, late_mechanism=partner, schedule="parallel")
-
-
 LOCAL = LocalConfig(window=3)
 BRL = BRLConfig(window=3, num_compressed=2, block_size=8, memory="output")
 NETWORKS = {

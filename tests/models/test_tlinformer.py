@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from brl_jax.decoding import generate
-from brl_jax.layers import FullConfig, LocalConfig, TLinFormerConfig
+from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
@@ -152,23 +152,6 @@ def test_dropout_is_fresh_and_reaches_every_window(variables):
     one, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     assert (np.abs(one - other).max(axis=(0, 2)) > 1e-3).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: config(num_layers=4), "num_layers must be a multiple of 3, the layers of a block .*, got 4"),
-        (lambda: config(late_mechanism=LocalConfig()), "late_mechanism must be None with tlinformer"),
-        (
-            lambda: config(FullConfig(), late_mechanism=SMALL),
-            "late_mechanism must be None with tlinformer",
-        ),
-        (lambda: config(num_heads=16), "even head_dim, got d_model / num_heads = 1"),
-    ],
-)
-def test_bad_input(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_the_papers_network_has_41m_parameters():

@@ -11,16 +11,7 @@ import math
 import numpy as np
 
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
-from tests.oracles.parts import (
-    full_mask,
-    layer_norm,
-    merge,
-    norm,
-    project,
-    residual_network,
-    rotary,
-    softmax,
-)
+from tests.oracles.parts import full_mask, layer_norm, merge, norm, project, residual_network, rotary, softmax
 
 
 def same_block(length, size):

@@ -90,6 +90,11 @@ def by_distance(kind, numbers, first, distance):
     return numbers.astype(np.float64)[:, place], pull
 
 
+def check(got, want, tolerance: float) -> None:
+    distances = [distance(x, y) for x, y in zip(got, want, strict=True)]
+    assert max(distances) < tolerance, distances
+
+
 def distance(got, want) -> float:
     """Norm of the difference over the norm of the expected value."""
     got, want = to64(got), np.asarray(want)

@@ -19,6 +19,16 @@ def random_qkv(
     return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
 
 
+def pulled(function, cotangent, *operands):
+    """The output, and the gradients of the operands by the output's cotangent, in one program."""
+
+    def both(operands, cotangent):
+        out, pull = jax.vjp(function, *operands)
+        return out, *pull(cotangent)
+
+    return jax.jit(both)(operands, cotangent)
+
+
 def outputs_and_gradients(function, query, key, value, d_out, *, by=(), **options):
     """The output and the gradients of query, key, value and the options that `by` names, in one compiled function that
     traces these and other arrays among the options."""

@@ -2,10 +2,10 @@
 
 import ctypes
 import resource
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.processes import python
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -24,8 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how):
-    line = [sys.executable, "-c", PROGRAM, how]
-    return int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    return int(python("-c", PROGRAM, how).stdout)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")

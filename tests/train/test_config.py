@@ -2,7 +2,6 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
 import sys
 
 import jax
@@ -13,6 +12,7 @@ import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh
+from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.options import _join_lines, parse, parse_options
 from train.cli.summary import beginning
@@ -145,11 +145,7 @@ def _with(values, path, value):
     [
         ("model.width", 3, "unknown field model.width"),
         ("colour", 3, "unknown field colour"),
-        (
-            "model.mechanism.name",
-            "brrl",
-            "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'",
-        ),
+        ("model.mechanism.name", "brrl", "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'"),
         ("model.mechanism.windw", 3, "unknown field model.mechanism.windw"),
         ("model.mechanism.window", 0, "model.mechanism.window must be at least 1, got 0"),
         ("optimizer", 3, "optimizer must be an object, got 3"),
@@ -158,7 +154,7 @@ def _with(values, path, value):
         ("loop.tensorboard", 1, "loop.tensorboard must be True or False, got 1"),
         ("model.dropout", "none", "model.dropout must be a number, got 'none'"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
     with pytest.raises(UserError, match=f"^the file: {message}"):
         from_json(LmConfig, _with(to_json(PRESETS["small"]), path, value), "the file")
@@ -338,8 +334,7 @@ def test_importing_takes_no_device():
         "import train.lm, eval.lm, eval.generate, jax; "
         "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).stdout == "False\n"
     assert jax.devices()
 
 

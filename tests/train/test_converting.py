@@ -231,25 +231,18 @@ def test_recall_is_converted_too(tmp_path):
         ("--convert_from {new}", "--convert_from: no run there: {new}/config.json is missing"),
         ("--convert_from {recall}", "--convert_from: {recall} is of the task 'recall'; expected lm"),
         ("--convert_from {moe}", "--convert_from: config.json: model_type must be one of"),
-        (
-            "--convert_from {run} --d_model 64",
-            "--d_model has no effect with convert_from, whose network has it",
-        ),
+        ("--convert_from {run} --d_model 64", "--d_model has no effect with convert_from, whose network has it"),
         ("--convert_from {run} --tokenizer bytes", "--tokenizer has no effect with convert_from"),
         ("--convert_from {run} --from_hf {run}", "--from_hf has no effect with convert_from"),
         ("--match_steps 4", "--match_steps has no effect without convert_from"),
-        (
-            "--convert_from {run} --mechanism full --match_steps 4",
-            "--match_steps: expected 0, as every layer keeps the mechanism",
-        ),
+        ("--convert_from {run} --mechanism full --match_steps 4",
+         "--match_steps: expected 0, as every layer keeps the mechanism"),
         ("--convert_from {run} --mechanism gau", "gau cannot replace full"),
         ("--convert_from {run} --mechanism linformer", "has no causal form"),
-        (
-            "--convert_from {run} --mechanism.memory output --match_steps 4",
-            "--convert_from {run}: mechanism brl reads the network's outputs",
-        ),
+        ("--convert_from {run} --mechanism.memory output --match_steps 4",
+         "--convert_from {run}: mechanism brl reads the network's outputs"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_a_line_and_status_2(teacher, text, tmp_path, monkeypatch, capsys, more, expected):
     places = {"run": teacher} | {name: tmp_path / name for name in ("new", "recall", "moe")}
     for name, values in (("recall", {"task": "recall"}), ("moe", {"model_type": "mixtral"})):

@@ -12,13 +12,7 @@ import train.copy
 from eval.harness.groups import by_network
 from tests.support.command_lines import last_wins
 from train.cli.options import parse
-from train.data.copying import (
-    CopyDataConfig,
-    HeldOutPairs,
-    PairStream,
-    draw_pairs,
-    load_pairs,
-)
+from train.data.copying import CopyDataConfig, HeldOutPairs, PairStream, draw_pairs, load_pairs
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.errors import UserError
 from train.tasks.copy import COPY, PRESETS

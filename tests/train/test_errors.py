@@ -1,12 +1,12 @@
 """Exit codes and messages of commands."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python, started
 
 _INTERRUPTED = """
 import gc, signal, sys, time
@@ -36,8 +36,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize("name", ["train.lm", "eval.lm"])
 def test_without_the_extra_a_command_says_so(name):
-    command = [sys.executable, "-S", "-m", name, "--help"]  # -S: without the folder of installed packages
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = python("-S", "-m", name, "--help")  # -S: without the folder of installed packages
     message = f"{name}: the module optax is missing: pip install -e '.[train]'\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
@@ -46,7 +45,7 @@ def test_without_the_extra_a_command_says_so(name):
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_DFL"])
 def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
     program = _INTERRUPTED.replace("{handler}", handler)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = python("-c", program)
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
 
 
@@ -60,9 +59,7 @@ def test_an_interrupt_during_the_imports_prints_nothing(name):
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         f"os.execv(sys.executable, [sys.executable, '-m', '{name}', '--help'])"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = started("-c", start)
     maps = Path(f"/proc/{process.pid}/maps")
     # NumPy's library is one of the first to load.
     while process.poll() is None and "_multiarray_umath" not in maps.read_text():

@@ -2,12 +2,11 @@
 
 import errno
 import fcntl
-import subprocess
-import sys
 
 import pytest
 
 from tests.bad_input.test_command_lines import run
+from tests.support.processes import started
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 
@@ -29,9 +28,7 @@ def test_a_second_command_is_refused_until_the_first_one_is_gone(tmp_path, monke
         f"--data text:{text.parent}/*.txt --workdir {folder} --steps 1 --batch 2 --length 16 --num_layers 1 "
         "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
     ).split()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    holder = started("-c", HOLDER, str(folder))
     assert holder.stdout.readline() == "in\n"
     status, err = run("train.lm", words, monkeypatch, capsys)
     assert status == 2

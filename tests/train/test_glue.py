@@ -126,23 +126,11 @@ def test_the_longer_sentence_is_cut_first(lengths, kept):
         ("cola", ["x\t2\t\tA sentence"], r"dev\.tsv, line 1: expected the label 0 or 1, got '2'"),
         ("cola", ["x\t1\t\t "], r"dev\.tsv, line 1: expected a sentence, got an empty one"),
         ("cola", ["x\t1\tA"], r"line 1: expected at least 4 columns, got 3"),
-        (
-            "sst2",
-            ["text\tlabel", "good\t1"],
-            r"line 1: expected a column 'sentence', got 'text', 'label'$",
-        ),
-        (
-            "rte",
-            ["sentence1\tsentence2\tlabel", "a\tb\tyes"],
-            r"line 2: expected the label entailment or not_",
-        ),
-        (
-            "stsb",
-            ["sentence1\tsentence2\tscore", "a\tb\t7"],
-            r"line 2: expected a score from 0 to 5, got '7'",
-        ),
+        ("sst2", ["text\tlabel", "good\t1"], r"line 1: expected a column 'sentence', got 'text', 'label'$"),
+        ("rte", ["sentence1\tsentence2\tlabel", "a\tb\tyes"], r"line 2: expected the label entailment or not_"),
+        ("stsb", ["sentence1\tsentence2\tscore", "a\tb\t7"], r"line 2: expected a score from 0 to 5, got '7'"),
     ],
-)
+)  # fmt: skip
 def test_bad_files(tmp_path, task, lines, message):
     write(tmp_path, "dev.tsv", lines)
     with pytest.raises(UserError, match=message):

@@ -12,10 +12,7 @@ from tests.support.command_lines import last_wins
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.cli.options import parse
 from train.data.graphs.batches import NodeBatches
-from train.engine.errors import UserError
-from train.tasks.graph import PRESETS
 
 TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
 
@@ -80,12 +77,6 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
     assert result["nodes"] == 30
     assert 0.01 < result["step_megabytes"] < 10
     assert (tmp_path / "graph.png").stat().st_size > 1000
-
-
-def test_vectors_of_nodes_need_the_whole_graph():
-    line = "--data_dir g --identities True --neighbours 2"
-    with pytest.raises(UserError, match="identities need the whole graph, neighbours=0, got 2"):
-        parse(PRESETS, "acm-gcn", line.split(), prog="p", about="a")
 
 
 @pytest.mark.slow

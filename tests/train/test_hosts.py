@@ -5,18 +5,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.processes import python, started
 from train.engine import hosts, watchdog
-from train.engine.hosts import HostsConfig
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--batch 8 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --eval_every 100000 --eval_tokens 200 "
     "--full_eval False --checkpoint_every 100000 --sample_tokens 0 --decay constant --tensorboard False "
@@ -26,17 +22,9 @@ TINY = (
 
 def _start(workdir, text, devices, steps, *more):
     """Starts a process with `devices` CPU devices."""
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled")}
     line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text} --steps {steps}"
-    return subprocess.Popen(
-        [sys.executable, *line.split(), *more],
-        cwd=ROOT,
-        env=os.environ | settings | cache,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return started(*line.split(), *more, JAX_NUM_CPU_DEVICES=str(devices), **cache)
 
 
 def _start_two(workdir, text, *, others=None, more=()):
@@ -155,15 +143,7 @@ with watchdog.WATCHDOG.watching("runs/x"):
     ],
 )
 def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
-    code = _STUCK.format(limit=limit, signal=int(signum))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", _STUCK.format(limit=limit, signal=int(signum)))
     assert done.returncode == status, done.stderr
     assert f"process 0 of 1 {line}" in done.stderr
     assert done.stderr.endswith("all resume from the last checkpoint in runs/x\n")
@@ -202,20 +182,3 @@ def test_ctrl_c_shortens_the_time_that_sigterm_leaves(monkeypatch):
     assert ended[0][1] == 130, ended
     assert "got SIGINT 0 seconds ago" in ended[0][0]
     os.close(reader), os.close(writer)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"processes": 2}, "coordinator, processes and process must be given together, got None, 2 and None"),
-        ({"coordinator": "here", "processes": 2, "process": 0}, "coordinator must be HOST:PORT, got 'here'"),
-        ({"coordinator": "a:1", "processes": 0, "process": 0}, "processes must be at least 1"),
-        (
-            {"coordinator": "a:1", "processes": 2, "process": 2},
-            "process must be at least 0 and below 2, got 2",
-        ),
-    ],
-)
-def test_bad_input(given, message):
-    with pytest.raises(ValueError, match=message):
-        HostsConfig(**given)

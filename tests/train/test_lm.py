@@ -5,15 +5,11 @@ import dataclasses
 import io
 import json
 import math
-import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +23,7 @@ from brl_jax.models import DecoderLM
 from eval.harness.runs import open_run
 from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
+from tests.support.processes import python, started
 from tests.train.logs import metrics_lines
 from train.data.corpus import Corpus
 from train.data.dataset import load
@@ -38,7 +35,6 @@ from train.tasks.lm_config import PRESETS
 # Keep these tests in one process, which shares the runs and compiled programs. Subprocesses compile for themselves.
 pytestmark = pytest.mark.xdist_group("train.lm")
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--steps 8 --batch 4 --accumulation 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
     "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5 "
@@ -155,9 +151,8 @@ def test_the_proposed_prompt_suits_the_text(data, chosen, proposed):
 @pytest.mark.slow
 def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
     """SIGTERM in the middle of a real run, then the same command again: bitwise the losses of `run`."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # this process compiles for itself
-    line = [sys.executable, "-m", "train.lm", *_argv(text, tmp_path)]
-    process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    line = ["-m", "train.lm", *_argv(text, tmp_path)]
+    process = started(*line)
     metrics = tmp_path / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 1):
         time.sleep(0.001)
@@ -171,8 +166,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
         assert "Traceback" not in err
         finished = "stopped after step 8 of 8" in err
     assert done == _lines(run)[: len(done)]
-    environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-    again = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    again = python(*line, JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir)
     assert ("nothing is left to train" if finished else "resuming from step") in again.stderr
     assert _lines(tmp_path) == _lines(run)
 
@@ -183,7 +177,7 @@ def test_the_second_interrupt_ends_the_process_at_once():
         "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
         " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "first\n"
     assert "saving; Ctrl-C again stops at once" in done.stderr

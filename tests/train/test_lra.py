@@ -335,6 +335,8 @@ def test_seeds_are_averaged():
     table = markdown([runs[0], runs[1] | other, runs[2], runs[0] | other])
     assert "| m, beta 0.5 | 30.00 ± 10.00 (2 seeds) |" in table
     assert "| m, beta 0.0 | 25.00 ± 5.00 (2 seeds) |" in table
+    # Alike runs differ by chance: the answers' error, 1 point / sqrt(2).
+    assert "| m | 20.00 ± 0.71 (2 seeds) |" in markdown([runs[0], runs[0] | {"seed": 1}])
 
 
 def test_what_is_compared_of_runs():

@@ -16,7 +16,6 @@ from brl_jax.models import EncoderConfig, MaskedLM
 from tests.support.command_lines import last_wins
 from tests.support.parameters import drawn
 from train.data.masking import mask_tokens, num_asked
-from train.engine.errors import UserError
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
 TINY = (
@@ -167,15 +166,6 @@ def test_a_run_from_before_packing_goes_on_without_it():
     del old["data"]["pack"]
     assert MLM.differences(old, config) == []
     assert MLM.differences(old, _config("stdlib", "--pack always")) == ["pack never -> always"]
-
-
-def test_packing_that_cannot_be_is_refused():
-    with pytest.raises(UserError, match=r"^--pack must be auto or never with flash, .* got always$"):
-        _config("stdlib", "--pack always --mechanism flash")
-    with pytest.raises(
-        UserError, match=r"^--data: expected a text whose tokens are made first, .* got hf-stream:x$"
-    ):
-        _config("hf-stream:x")
 
 
 def run(workdir, more=""):

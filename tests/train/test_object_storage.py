@@ -1,10 +1,6 @@
 """Runs whose folder and data are in object storage, with an emulator on the loopback interface and real processes."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -12,13 +8,13 @@ import pytest
 from etils import epath
 
 from eval.harness.runs import open_run
+from tests.support.processes import python
 from tests.train.object_store import BUCKET, ObjectStore
 from train.data.sources import open_source
 from train.engine.errors import UserError
 from train.engine.metrics import MetricsLog
 from train.engine.storage import Mirror, check_client
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--batch 4 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --mechanism local "
     "--mechanism.window 4 --eval_every 4 --eval_tokens 200 --checkpoint_every 2 --warmup_steps 2 --sample_tokens 5 "
@@ -55,16 +51,8 @@ def train_lm(store, tmp_path):
     def start(machine, workdir, *more, text=f"gs://{BUCKET}/text/*.txt"):
         line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text}"
         (tmp_path / machine).mkdir(exist_ok=True)
-        settings = {"HOME": str(tmp_path / machine), "JAX_PLATFORMS": "cpu"}
         cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-        return subprocess.run(
-            [sys.executable, *line.split(), *more],
-            cwd=ROOT,
-            env=os.environ | store.environment | settings | cache,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return python(*line.split(), *more, HOME=str(tmp_path / machine), **store.environment, **cache)
 
     return start
 
@@ -102,14 +90,8 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(store, train_lm, expected,
         assert f"runs/one/{file}" in names
     assert sum("events.out.tfevents" in name for name in names) == 2
     assert not list((tmp_path / "second" / ".cache" / "brl-jax" / "unsent").rglob("metrics.jsonl"))
-    evaluated = subprocess.run(
-        [sys.executable, "-m", "eval.lm", "--workdir", workdir, "--split", "valid"],
-        cwd=ROOT,
-        env=os.environ | store.environment | {"HOME": str(tmp_path / "third"), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = f"-m eval.lm --workdir {workdir} --split valid"
+    evaluated = python(*line.split(), HOME=str(tmp_path / "third"), **store.environment)
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["loss"] == pytest.approx(expected[-1][2], rel=1e-5)
 

@@ -16,13 +16,7 @@ from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.drawn import DrawnBatches, HeldOutDrawn
-from train.data.recall import (
-    Case,
-    RecallDataConfig,
-    blind_accuracy,
-    draw_rows,
-    num_answers,
-)
+from train.data.recall import Case, RecallDataConfig, blind_accuracy, draw_rows, num_answers
 from train.engine.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
@@ -125,21 +119,14 @@ def test_answers_are_uniform(kind):
     np.testing.assert_allclose(counts / targets.size, 1 / num_answers(config, 3), rtol=0.08)
 
 
-def test_batches_and_splits_are_all_different_and_the_same_again():
+def test_batches_and_splits_are_all_different():
     config = dataclasses.replace(config_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=4)
 
-    def take(seed, count, **kwargs):
-        return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed, **kwargs), range(count))]
+    def take(seed, count):
+        return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed), range(count))]
 
     batches = take(0, 4)
     assert [batch["tokens"].shape for batch in batches] == [(4, 20), (4, 30), (4, 20), (4, 30)]
-    for batch, again, part in zip(batches, take(0, 4), take(0, 4, rows=[3, 1])):
-        for name, array in batch.arrays.items():
-            np.testing.assert_array_equal(array, again[name])
-            np.testing.assert_array_equal(array[[3, 1]], part[name])
-    stream = DrawnBatches(config, batch=4, seed=0)
-    stream.set_state({"step": 2, "batch": 4, "seed": 0})
-    np.testing.assert_array_equal(next(stream)["tokens"], batches[2]["tokens"])
 
     def rows_of(batches):
         return {tuple(row) for b in batches for row, w in zip(b["tokens"], b["weights"]) if w.all()}

@@ -230,13 +230,3 @@ def test_the_table_names_what_runs_differ_in():
 def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
     run(tmp_path / "run", "--dispatch 2")
     assert lines(tmp_path / "run") == lines(runs / "full")
-
-
-def test_compilation_does_not_count_as_training(tmp_path):
-    """The first step's rate includes compilation; the step counts as long as the next one."""
-    lines = [
-        {"step": step, "tokens_per_second": rate, "val_loss": 1.0}
-        for step, rate in enumerate((1.0, 100.0, 50.0), 1)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert eval.tasks.regression.read_curve(str(tmp_path), 100)["seconds"] == [1.0, 2.0, 4.0]

@@ -14,13 +14,7 @@ from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.mesh import training_programs
 from train.engine.optimizer import decayed, make_optimizer, make_schedule
-from train.engine.step import (
-    Objective,
-    classification,
-    init_state,
-    make_train_step,
-    random_streams,
-)
+from train.engine.step import Objective, classification, init_state, make_train_step, random_streams
 from train.tasks.lm import lm_objective
 
 

@@ -23,16 +23,10 @@ def _table(path):
     ("module", "line"),
     [
         ("train.regression", "full-8 --pairs 4 --input_dim 2"),
-        (
-            "train.lra",
-            "listops --length 64 --train_examples 8 --valid_examples 4 --test_examples 4 --processes 1",
-        ),
-        (
-            "train.forecast",
-            "encoder --data {folder}/table.csv --lookback 24 --horizon 8 --split 150 50 50",
-        ),
+        ("train.lra", "listops --length 64 --train_examples 8 --valid_examples 4 --test_examples 4 --processes 1"),
+        ("train.forecast", "encoder --data {folder}/table.csv --lookback 24 --horizon 8 --split 150 50 50"),
     ],
-)
+)  # fmt: skip
 def test_the_next_commands_work(module, line, tmp_path, capsys):
     _table(tmp_path / "table.csv")
     words = f"{line.format(folder=tmp_path)} {TINY}".split()

@@ -65,6 +65,22 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
             train.lm.main(["--data", f"text:{tmp_path}/*.txt", "--workdir", f"{tmp_path}/cut"])
         assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == before
         shutil.rmtree(tmp_path / "cut" / "checkpoints", ignore_errors=True)
+    # Nor does it replace the file of another program.
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
+    for more in ([], ["--bits", "5"]):
+        with pytest.raises(UserError, match=r"theirs/config\.json: task is missing$"):
+            parity.main(["--workdir", f"{tmp_path}/theirs", *more])
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
+
+
+def test_a_folder_without_a_checkpoint_yet_has_its_configuration(tmp_path, capsys):
+    """A run that was killed before its first checkpoint starts again as it was."""
+    parity.main(["--workdir", f"{tmp_path}/run", "--steps", "2", "--bits", "5"])
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    parity.main(["--workdir", f"{tmp_path}/run"])
+    assert f"done: 2 steps in {tmp_path}/run, " in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["bits"] == 5
 
 
 def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):

@@ -85,11 +85,5 @@ class ToyHeldOut:
 
 def loop_config(workdir, **changes):
     """A short run in `workdir`."""
-    settings = {
-        "steps": 12,
-        "batch": 4,
-        "accumulation": 2,
-        "eval_every": 4,
-        "checkpoint_every": 3,
-    }
+    settings = {"steps": 12, "batch": 4, "accumulation": 2, "eval_every": 4, "checkpoint_every": 3}
     return LoopConfig(workdir=str(workdir), **(settings | {"tensorboard": False} | changes))

@@ -41,6 +41,7 @@ _SYNONYMS = {
     "seq_len": "length",
     "seq_length": "length",
     "max_length": "length",
+    "max_new_tokens": "tokens",
     "sequence_length": "length",
     "wandb": "log",
     "warmup": "warmup_steps",

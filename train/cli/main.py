@@ -42,7 +42,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     workdir = _only_workdir(argv)
-    if workdir and is_started(workdir):
+    if workdir and _has_config(workdir):
         task, config = read_config(tasks, epath.Path(workdir) / "config.json")
         # A run that was moved or copied goes on where it is now.
         run_task(task, dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir)))
@@ -57,12 +57,15 @@ def _only_workdir(argv: Sequence[str]) -> str | None:
     return words[1] if len(words) == 2 and words[0] == "--workdir" else None
 
 
-def is_started(workdir: str) -> bool:
-    """Whether a folder has a run with checkpoints."""
-    folder = epath.Path(workdir)
-    with contextlib.suppress(OSError, UserError), as_os_errors():
-        return (folder / "config.json").exists() and bool(Checkpoints(folder / "checkpoints").steps())
+def _has_config(workdir: str) -> bool:
+    with contextlib.suppress(OSError), as_os_errors():
+        return (epath.Path(workdir) / "config.json").exists()
     return False
+
+
+def _steps(workdir: str) -> list[int]:
+    """The steps of the checkpoints in a run's folder. Raises UserError if they cannot be read."""
+    return Checkpoints(epath.Path(workdir) / "checkpoints").steps()
 
 
 def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
@@ -81,7 +84,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
     with alone_in(config.loop.workdir):
-        before = None if is_started(config.loop.workdir) else task.before(config)
+        before = None if _steps(config.loop.workdir) else task.before(config)
         if before is not None:
             _run_task(*before, report)
         _run_task(task, config, report)
@@ -165,17 +168,21 @@ def check_alike(stream: Stream, held_out: HeldOut) -> None:
 
 
 def _check_task(task: Task[Any, Any], workdir: str) -> None:
-    """Refuses the folder of another task's run, before a tokenizer or anything else is written into it.
+    """Refuses the folder of another task's run or of another program, before a tokenizer or anything else is written
+    into it.
 
     Raises:
-      UserError: the run is of another task, or its checkpoints cannot be read.
+      UserError: config.json is of another task or of no run, or the checkpoints cannot be read.
     """
-    folder = epath.Path(workdir)
-    Checkpoints(folder / "checkpoints").steps()
-    try:
-        other = read_values(folder / "config.json")["task"]
-    except UserError:  # there is no run, or it is damaged, which opening it will report
+    steps = _steps(workdir)
+    if not _has_config(workdir):
         return
+    try:
+        other = read_values(epath.Path(workdir) / "config.json")["task"]
+    except UserError:
+        if steps:  # the checkpoints have what a damaged file has lost
+            return
+        raise
     if other != task.name:
         raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 

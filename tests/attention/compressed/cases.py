@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests.laws.networks import relative_error
+from tests.support.attention import pulled
 
 SCORES = ["softmax", "relu2", "laplace"]
 
@@ -23,12 +23,7 @@ def check(function, oracle, operands, tolerance=1e-4):
     rng = np.random.default_rng(1)
     expected = oracle(*operands)
     weight = rng.standard_normal(expected.shape)
-
-    def output_and_gradients(*xs):
-        out, pull = jax.vjp(function, *xs)
-        return out, pull(jnp.asarray(weight, jnp.float32))
-
-    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in operands))
+    out, *grads = pulled(function, *(jnp.asarray(x, jnp.float32) for x in (weight, *operands)))
     assert relative_error(out, expected) < 1e-5
     for i, grad in enumerate(grads):
         direction = rng.standard_normal(operands[i].shape)

@@ -19,7 +19,7 @@ from brl_jax.attention.dense.hopfield import hopfield_attention
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 from tests.support import meshes
-from tests.support.attention import random_qkv
+from tests.support.attention import pulled, random_qkv
 from tests.support.collectives import collectives
 from tests.support.meshes import check_equal, check_prefix
 
@@ -108,13 +108,7 @@ CASES = {
 def compared(name):
     """The output and the gradients of a case."""
     function, arguments, d_out = case(**CASES[name])
-
-    @jax.jit
-    def both(arguments, d_out):
-        out, pull = jax.vjp(function, *arguments)
-        return out, *pull(d_out)
-
-    return [np.asarray(x.astype(jnp.float32)) for x in both(arguments, d_out)]
+    return [np.asarray(x.astype(jnp.float32)) for x in pulled(function, d_out, *arguments)]
 
 
 def after(place, steps=None):
@@ -179,13 +173,7 @@ def shared_queries(is_causal, function=full_attention, **options):
 
     def both(attend):
         options = {"is_causal": is_causal, "segment_ids": ids, "key_value_seq_lengths": lengths}
-
-        @jax.jit
-        def program(arrays, d_out):
-            out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
-            return out, *pull(d_out)
-
-        return [np.asarray(x) for x in program(arrays, d_out)]
+        return [np.asarray(x) for x in pulled(functools.partial(attend, **options), d_out, *arrays)]
 
     expected = both(functools.partial(function, implementation="xla", **options))
     with jax.set_mesh(meshes.mesh()):

@@ -91,37 +91,3 @@ def test_a_count_of_64_bits_leaves_the_state_its_types():
 
 def _state(**changes):
     return init_diag_state(2, 2, 8, block_size=4)._replace(**changes)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda q, k, v: diag_attention(q, k, v, implementation="cudnn"),
-            "implementation must be None or 'xla', got 'cudnn'",
-        ),
-        (
-            lambda q, k, v: diag_attention(q, k, v, is_causal=True, state={"sum": k}),
-            "state must be of type DiagState, got",
-        ),
-        (
-            lambda q, k, v: diag_attention(q, k, v, return_state=True),
-            "state and return_state must be given with is_causal=True",
-        ),
-        (lambda q, k, v: diag_attention(q, k, v, count=1), "count must be None without state"),
-        (
-            lambda q, k, v: diag_attention(q, k, v, is_causal=True, state=init_diag_state(2, 1, 8)),
-            r"state\.key must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
-        ),
-        (
-            lambda q, k, v: diag_attention(
-                q, k, v, block_size=4, is_causal=True, state=_state(value=jnp.zeros((2, 4, 2, 8), jnp.bfloat16))
-            ),
-            r"state\.value must be float32",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_input(call, message):
-    query, key, value, _ = random_qkv(6, batch=2, heads=4, kv_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match=message):
-        call(query, key, value)

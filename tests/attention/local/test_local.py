@@ -299,24 +299,6 @@ WINDOW = {"local_window_size": 3}
 
 
 @pytest.mark.parametrize(
-    ("arrays", "options", "message"),
-    [
-        ((Q, KV, KV), {"pattern": BIG_BIRD, "is_causal": True}, "is_causal must be False with BigBird"),
-        ((Q, KV, KV), {**WINDOW, "bias": 1.0}, "bias must be a PositionBias or an array, got float"),
-        ((Q, KV, KV), {**WINDOW, "query_offset": jnp.int32(1)}, "query_offset must be an integer, got int32"),
-    ],
-)
-def test_bad_input(arrays, options, message):
-    with pytest.raises(ValueError, match=message):
-        local_attention(*arrays, **options)
-
-
-def test_a_mask_with_a_position_bias_is_refused():
-    with pytest.raises(ValueError, match="mask must be None with ALiBi"):
-        local_attention(Q, KV, KV, ALiBi(alibi_slopes(4)), jnp.ones((10, 10), bool), **WINDOW)
-
-
-@pytest.mark.parametrize(
     "name", slow_unless(["strided", "fixed", "global_window", "big_bird"], ("strided", "big_bird"))
 )
 @BOTH

@@ -51,20 +51,3 @@ def test_memory_grows_linearly(is_causal):
         return gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert size(2**14) <= 2.2 * size(2**13)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"projection": jnp.ones((2, 5, 2, 3))},
-            r"projection must have shape \(2, 6, 2, 'R'\), got \(2, 5, 2, 3\)",
-        ),
-        ({"norms": Norms(local=jnp.ones(8))}, r"norms.local must have shape \(2, 8\), got \(8,\)"),
-        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
-    ],
-)
-def test_bad_input(changes, message):
-    query, key, value, projection = arrays(6)
-    with pytest.raises(ValueError, match=message):
-        long_short_attention(query, key, value, **({"projection": projection} | changes))

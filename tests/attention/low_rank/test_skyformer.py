@@ -23,22 +23,6 @@ def test_all_tokens_as_samples_are_kernelized_attention():
     assert relative_error(call(query, key, value, samples=places[:2]), expected) > 1e-1
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rng": None}, "rng .* or samples must be given, and not both, got neither"),
-        ({"samples": jnp.ones(3) / 2}, "rng .* or samples must be given, and not both, got both"),
-        (
-            {"rng": None, "samples": jnp.ones((2, 3)) / 2},
-            r"samples must have shape \(samples,\), got \(2, 3\)",
-        ),
-    ],
-)
-def test_bad_input(changes, message):
-    with pytest.raises(ValueError, match=message):
-        skyformer_attention(*random_qkv(6)[:3], **({"rng": jax.random.key(0)} | changes))
-
-
 def test_places_are_uniform():
     places = np.asarray(skyformer_samples(jax.random.key(0), 2000))
     assert places.min() >= 0

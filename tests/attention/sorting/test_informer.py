@@ -1,4 +1,4 @@
-"""ProbSparse attention: its blocks, its budgets, its samples, and what it refuses."""
+"""ProbSparse attention: its blocks, its budgets and its samples."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, informer_attention, init_informer_state
+from brl_jax import full_attention, informer_attention
 from brl_jax.attention.sorting import informer, reference
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
@@ -58,13 +58,3 @@ def test_samples_are_uniform_and_of_the_position_alone():
     np.testing.assert_array_equal(draw(KEY, jnp.arange(2000) + 7, 3)[:-7], drawn[7:])
     for other in (draw(KEY, jnp.arange(2000), 4), draw(jax.random.key(1), jnp.arange(2000), 3)):
         assert (np.asarray(other) != drawn).mean() > 0.99
-
-
-@pytest.mark.parametrize("sizes", [{"factor": 1}, {"num_heads": 2}])
-def test_a_state_of_other_sizes_is_refused(sizes):
-    """With them, it would rank a query among too few of the earlier ones."""
-    query, key, value = (x[:1, :2] for x in random_qkv(90, heads=4)[:3])
-    sizes = {"length": 90, "num_heads": query.shape[2], "factor": 2} | sizes
-    state = init_informer_state(1, key.shape[2], key.shape[3], **sizes)
-    with pytest.raises(ValueError, match=r"state\.measures must be float32 of shape"):
-        informer_attention(query, key, value, rng=KEY, factor=2, is_causal=True, state=state)

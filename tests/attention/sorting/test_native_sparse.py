@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax import BlockSizes, compression_blocks, full_attention, native_sparse_attention
-from brl_jax.attention.sorting import native_sparse, reference, selected
 from tests.oracles.attention import relative_error
-from tests.support.attention import random_qkv
 
 SIZES = BlockSizes(compressed=4, stride=2, selected=4, blocks=5)
 
@@ -26,25 +24,6 @@ def attend(query, key, value, gates, sizes=SIZES, segment_ids=None, **options):
     return native_sparse_attention(
         query, key, value, *blocks, gates, sizes=sizes, window=3, segment_ids=segment_ids, **options
     )
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        SIZES,
-        pytest.param(BlockSizes(6, 2, 4, 4), marks=pytest.mark.slow),
-        pytest.param(BlockSizes(2, 2, 8, 4), marks=pytest.mark.slow),
-        pytest.param(BlockSizes(3, 3, 3, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_the_function_is_its_reference(sizes, monkeypatch):
-    monkeypatch.setattr(native_sparse, "_QUERY_BLOCK", 16)
-    monkeypatch.setattr(selected, "_QUERY_BLOCK", 16)
-    query, key, value, gates = arguments(37)
-    blocks = [compression_blocks(x, sizes).mean(2) for x in (key, value)]
-    expected = reference.native_sparse_attention(query, key, value, *blocks, gates, sizes=sizes, window=3)
-    got = jax.jit(attend, static_argnums=4)(query, key, value, gates, sizes)
-    assert relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.slow
@@ -117,28 +96,3 @@ def test_memory_is_linear():
         return run.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(16384) <= 2.2 * temporary(8192)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"sizes": BlockSizes(5, 2, 4, 4)},
-            r"sizes\.compressed must be a multiple of sizes\.stride=2, got 5",
-        ),
-        ({"sizes": BlockSizes(4, 2, 4, 0)}, r"sizes\.blocks must be at least 1, got 0"),
-        ({"gates": jnp.zeros((1, 9, 2, 2))}, r"gates must have shape \(1, 9, 2, 3\), got \(1, 9, 2, 2\)"),
-        ({"compressed_key": jnp.zeros((1, 2, 2, 4))}, r"compressed_key must have shape \(1, 3, 2, 4\)"),
-        ({"window_value": jnp.zeros((1, 8, 2, 4))}, r"window_value must have shape \(1, 9, 2, 4\)"),
-    ],
-)
-def test_bad_input(changes, message):
-    query, key, value, _ = random_qkv(9, heads=2)
-    query, key, value = (x[:1, ..., :4] for x in (query, key, value))
-    blocks = {
-        "compressed_key": key[:, :3],
-        "compressed_value": value[:, :3],
-        "gates": jnp.zeros((1, 9, 2, 3)),
-    }
-    with pytest.raises(ValueError, match=message):
-        native_sparse_attention(query, key, value, **(blocks | {"sizes": SIZES} | changes))

@@ -8,6 +8,7 @@ import pytest
 from brl_jax.attention.sorting import selected
 from tests.oracles.attention import relative_error
 from tests.pallas_kernels import oracle
+from tests.support.attention import pulled
 
 LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3
 
@@ -38,21 +39,15 @@ def test_results_and_gradients_equal_the_oracle(all_keys, monkeypatch):
     query, d_out = (jnp.asarray(rng.standard_normal((1, total, 4, 8)), jnp.float32) for _ in range(2))
     key, value = (jnp.asarray(rng.standard_normal((1, total, 2, 8)), jnp.float32) for _ in range(2))
 
-    @jax.jit
-    def both(*arrays):
-        def run(*arrays):
-            return selected.selected_attention(
-                *arrays, jnp.asarray(starts), size=SIZE, scale=SCALE, implementation="xla"
-            )
+    def run(*arrays):
+        options = {"size": SIZE, "scale": SCALE, "implementation": "xla"}
+        return selected.selected_attention(*arrays, jnp.asarray(starts), **options)
 
-        out, pull = jax.vjp(run, *arrays)
-        return out, *pull(d_out)
-
-    got = both(query, key, value)
+    got = pulled(run, d_out, query, key, value)
     out, _, *gradients = oracle.attention(query, key, value, seen, SCALE, d_out)
     for have, want in zip(got, (out, *gradients), strict=True):
         assert relative_error(have, want) < 1e-5
-    changed = both(query, *(x.at[:, 30:].add(1.0) for x in (key, value)))
+    changed = pulled(run, d_out, query, *(x.at[:, 30:].add(1.0) for x in (key, value)))
     np.testing.assert_array_equal(changed[0][:, :30], got[0][:, :30])
     assert np.all(np.any(changed[0][:, 30:] != got[0][:, 30:], axis=(0, 2, 3)))
 

@@ -30,20 +30,3 @@ def test_equal_values_keep_their_order(order):
     gradient = jax.grad(lambda v: (sliceformer_attention(v, order=order) * weight).sum())(value)
     expected = [3.0, 1.0, 4.0, 2.0] if order == "ascending" else [1.0, 3.0, 2.0, 4.0]
     np.testing.assert_array_equal(gradient[0, :, 0, 0], expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "options", "message"),
-    [
-        ([[1.0]], {}, "value must be an array, got list"),
-        (jnp.ones((2, 3, 4)), {}, "value must have shape"),
-        (jnp.ones((2, 0, 1, 4)), {}, "value must not be empty"),
-        (jnp.ones((2, 3, 1, 4), jnp.int32), {}, "value must be float32, bfloat16 or float16, got int32"),
-        (np.ones((2, 3, 1, 4), np.float64), {}, "value must be float32, bfloat16 or float16, got float64"),
-        (jnp.ones((2, 3, 1, 4)), {"implementation": "pallas"}, "implementation must be None or 'xla'"),
-        (jnp.ones((2, 3, 1, 4)), {"key_value_seq_lengths": jnp.ones(3)}, "key_value_seq_lengths must be"),
-    ],
-)
-def test_bad_input(value, options, message):
-    with pytest.raises(ValueError, match=message):
-        sliceformer_attention(value, **options)

@@ -210,27 +210,6 @@ def test_flops_of_the_scores(schedule, monkeypatch):
 # --- Bad input ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ranks": (4, 0, 4)}, "ranks must be at least 1, got 0"),
-        ({"block_sizes": (None, 24, 16)}, "nested.*24 before 16"),
-        ({"block_sizes": (32, None, 16)}, "nested.*32 before None"),
-        ({"block_sizes": (32, 16, 0)}, "block_sizes must be at least 1, got 0"),
-        (
-            {"block_sizes": None, "block_ids": jnp.zeros((2, 20, 3), int)},
-            r"block_ids must have shape \(2, 20, 2\), .* got \(2, 20, 3\)",
-        ),
-        ({"block_ids": jnp.zeros((2, 20, 2), int)}, "block_ids must have .* neither block_sizes nor sharded"),
-        ({"scale": (1.0, 2.0)}, "scale must be a number, or one for each of the 3 ranks"),
-    ],
-)
-def test_bad_arguments(changes, message):
-    arguments = {"ranks": (4, 2, 2), "block_sizes": (None, 16, 8)} | changes
-    with pytest.raises(ValueError, match=message):
-        mlr_attention(*random_qkv(20)[:3], **arguments)
-
-
 def test_doubling_block_sizes():
     assert doubling_block_sizes(1024, 4) == (None, 512, 256, 128)
     assert doubling_block_sizes(29, 3) == (None, 16, 8)

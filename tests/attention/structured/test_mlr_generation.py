@@ -1,4 +1,4 @@
-"""mlr_attention on a sequence in pieces equals the whole sequence; the size of its cache."""
+"""mlr_attention with a state: absent tokens and the size of its cache; see also test_states.py."""
 
 import functools
 
@@ -12,34 +12,10 @@ from brl_jax.attention.structured.mlr_generation import init_mlr_state
 from tests.support.attention import random_qkv
 
 LENGTH = 61
-LEVELS = {
-    "nested": {"ranks": (4, 2, 2), "block_sizes": (None, 16, 4)},
-    "no_common_block": {"ranks": (4, 4), "block_sizes": (20, 5)},
-    "doubling": {"ranks": (4, 2, 2)},
-}
 
 
 def extend(**levels):
     return jax.jit(functools.partial(mlr_attention, is_causal=True, return_state=True, **levels))
-
-
-@pytest.mark.parametrize("value_dim", [None, 5])
-@pytest.mark.parametrize("name", LEVELS)
-@pytest.mark.parametrize("sizes", [[1] * LENGTH, [7, 1, 9, 1, 1, 20, 1, 5, 16]], ids=["steps", "pieces"])
-def test_pieces_are_the_whole(name, sizes, value_dim):
-    query, key, value = random_qkv(LENGTH)[:3]
-    arrays = [query, key, value[..., :value_dim]]
-    expected = jax.jit(functools.partial(mlr_attention, is_causal=True, **LEVELS[name]))(*arrays)
-    arrays = [np.asarray(x) for x in arrays]
-    state = init_mlr_state(2, 2, 8, value_dim, length=LENGTH, **LEVELS[name])
-    step = extend(**LEVELS[name])
-    outputs, start = [], 0
-    for size in sizes:
-        out, state = step(*(x[:, start : start + size] for x in arrays), state=state)
-        outputs.append(out)
-        start += size
-    assert start == LENGTH == int(state.length)
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_that_do_not_exist_leave_no_trace():
@@ -65,26 +41,3 @@ def test_cache_is_as_large_as_the_formula_says():
     assert numbers == 3 * 2 * sum(r * length // 2**level for level, r in enumerate(ranks))
     assert 4 * numbers == pytest.approx(3 * 2 * 64 * length, rel=0.01)
     assert state.value.shape == (3, 2, length, 64)
-
-
-def test_bad_arguments():
-    query, key, value, _ = random_qkv(3)
-    options = {"ranks": (4, 4), "block_sizes": (None, 8)}
-    state = init_mlr_state(2, 2, 8, length=20, **options)
-    call = {**options, "is_causal": True, "state": state}
-    for changes, message in (
-        ({"ranks": (6, 2)}, r"state.keys\[0\] must be float32 of shape \(2, 2, 20, 6\), got"),
-        ({"block_sizes": (None, 4)}, r"state.keys\[1\] must be float32 of shape \(2, 2, 4, 4\), got"),
-        ({"ranks": (8,), "block_sizes": (None,)}, "state must have 3 arrays, .*, got 4"),
-        ({"state": (1, 2)}, "state must be of type MLRState, got"),
-        ({"is_causal": False}, "state needs is_causal=True"),
-        ({"query_seq_lengths": jnp.ones(2, jnp.int32)}, "query_seq_lengths must be None with a state"),
-        ({"state": None, "return_state": True}, "return_state needs a state"),
-        ({"state": None, "count": 2}, "count needs a state"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mlr_attention(query, key, value, **call | changes)
-    with pytest.raises(ValueError, match=r"state.keys\[0\] must be float32 of shape \(1, 2, 20, 4\), got"):
-        mlr_attention(query[:1], key[:1], value[:1], **call)
-    with pytest.raises(ValueError, match="ranks must sum to the head_dim 8"):
-        init_mlr_state(2, 2, 8, length=20, ranks=(4, 2), block_sizes=(None, 8))

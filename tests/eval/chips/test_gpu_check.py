@@ -2,10 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,8 +13,7 @@ from eval.chips import gpu_check, gpu_operations, gpu_worker
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import adjusted_tiles
 from pallas_kernels.triton.local import api as local
-
-ROOT = Path(__file__).parents[3]
+from tests.support.processes import ROOT, python
 
 
 def test_the_tasks_name_operations_and_kernels_that_exist():
@@ -110,14 +106,13 @@ def test_tilings_around_one():
 
 
 def run(*arguments, **environment):
-    line = [sys.executable, "-m", "eval.gpu_check", *arguments]
-    return subprocess.run(line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    return python("-m", "eval.gpu_check", *arguments, **environment)
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
     for name in ("triton", "jax_triton"):  # any module can replace them in what runs before
         (tmp_path / f"{name}.py").touch()
-    done = run("--workers", "1", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", JAX_PLATFORMS="cpu")
+    done = run("--workers", "1", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("eval.gpu_check: JAX finds no NVIDIA GPU here")
     assert done.stderr.count("\n") == 1
@@ -157,11 +152,8 @@ def test_tuning_in_tritons_interpreter(family, kernel):
     todo = gpu_check.tasks(gpu_check.parse(["--tune"]))
     task = next(t for t in todo if (t.get("family"), t.get("kernel")) == (family, kernel))
     task |= {"size": {"n": 40, "heads": 1, "head_dim": 16, "window": 9}, "dtype": "float32"}
-    environment = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", TUNE, json.dumps(task)], cwd=ROOT, env=os.environ | environment,
-        input=3 * "go\n", capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = python("-c", TUNE, json.dumps(task), given=3 * "go\n", **environment)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len({tuple(row["tile"]) for row in rows}) == 3

@@ -30,15 +30,7 @@ class _Config:
     model = None
 
 
-def test_curves_have_the_evaluations_of_all_seeds():
-    def run(*points):
-        keys = ("step", "loss", "whole")
-        return {"curve": [dict(zip(keys, point)) for point in points]}
-
-    first = run((1, 4.0, False), (2, 3.0, False), (3, 2.5, True))
-    second = run((2, 2.0, False), (3, 1.5, True))
-    points, means = compute._curve([first, second])
-    assert ([point["step"] for point in points], means) == ([2], [2.5])
+def test_finished_runs_are_preferred():
     whole = [Measured({"whole": whole, "workdir": "run"}) for whole in (True, False)]
     assert compute.select(whole) == whole[:1]
     assert compute.select(whole[1:]) == whole[1:]

@@ -1,12 +1,9 @@
-"""The parameters of a Linformer layer, and what it refuses."""
+"""The parameters of a Linformer layer."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from brl_jax.layers import LinformerConfig
-from brl_jax.models import DecoderConfig
 from tests.laws.cases import dimensions
 from tests.support.parameters import drawn
 
@@ -24,11 +21,3 @@ def test_columns_beyond_the_sequence_have_no_influence():
     moved = variables["params"]["key_projection"].at[:, 7:].set(np.nan)
     changed = layer.apply({"params": variables["params"] | {"key_projection": moved}}, x)[0]
     np.testing.assert_array_equal(changed, layer.apply(variables, x)[0])
-
-
-def test_what_it_refuses():
-    layer, variables, _ = _init(CONFIG)
-    with pytest.raises(ValueError, match="max_length must be at least the sequence's length 10, got 9"):
-        layer.apply(variables, jnp.zeros((1, 10, 16)))
-    with pytest.raises(ValueError, match="linformer has no causal form"):
-        DecoderConfig(mechanism=CONFIG)

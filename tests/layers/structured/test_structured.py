@@ -6,14 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import (
-    BilinearBTTConfig,
-    BilinearMLRConfig,
-    Dimensions,
-    GlobalWindowConfig,
-    MLRConfig,
-)
-from brl_jax.models import DecoderConfig
+from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, Dimensions, GlobalWindowConfig, MLRConfig
 from brl_jax.structured import rms_limit
 
 
@@ -82,28 +75,3 @@ def test_weights_start_at_their_limit():
     for name, fans in (("right", (8, 64)), ("left", (16, 8))):
         rms = float(jnp.sqrt(jnp.mean(params[name] ** 2)))
         assert rms == pytest.approx(rms_limit(*fans), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MLRConfig(ranks=(8, 4)).check(dimensions()), r"ranks must sum to the head_dim 16, got 8\+4 = 12"),
-        (lambda: MLRConfig(ranks=(8, 0)), "ranks must be at least 1, got 0"),
-        (lambda: MLRConfig(ranks=(8, 4, 4), block_sizes=(None, 24, 16)), "nested.*got 24 before 16"),
-        (lambda: MLRConfig(ranks=(8, 8), block_sizes=(None, 24, 12)), "one size for each of the 2 ranks, got 3"),
-        (lambda: MLRConfig(block_sizes=(None, 24)), "block_sizes need ranks"),
-        (lambda: BilinearMLRConfig(ranks=(8, 4)).check(dimensions()), r"sum to the head_dim 16, got 8\+4 = 12"),
-        (
-            lambda: BilinearMLRConfig(ranks=(2,) * 8).check(dimensions()),
-            "ranks of 8 levels need a d_model that is a multiple of 128, got 64",
-        ),
-        (
-            lambda: DecoderConfig(d_model=46, num_heads=1, mechanism=BilinearBTTConfig()),
-            r"d_model: .*got 46 = 2\*23; the nearest such widths are 45 = 5\*9 and 48 = 6\*8",
-        ),
-        (lambda: GlobalWindowConfig(ranks=(8, 4)).check(dimensions()), r"ranks must sum to the head_dim 16, got 8\+4"),
-    ],
-)  # fmt: skip
-def test_bad_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

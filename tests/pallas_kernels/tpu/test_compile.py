@@ -32,8 +32,7 @@ from tests.marks import slow_unless
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed (pip install -e '.[tpu]')",
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install -e '.[tpu]')"
     ),
     pytest.mark.usefixtures("uncached"),
 ]
@@ -64,42 +63,32 @@ def attend(chip, n, heads, groups, head_dim, f, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("chip", "n", "heads", "groups", "head_dim", "window", "dtype"),
+    ("chip", "n", "heads", "groups", "head_dim", "left", "right", "dtype"),
     [
-        ("v4", 1 << 14, 8, 8, 128, 512, jnp.bfloat16),
-        ("v5e", 1 << 14, 8, 8, 64, 256, jnp.bfloat16),
-        ("v5e", 1000, 2, 1, 128, 64, jnp.float32),
-        ("v5p", 1 << 14, 8, 2, 128, 128, jnp.bfloat16),
-        ("v6e", 1 << 18, 8, 8, 128, 512, jnp.bfloat16),
-        ("7x", 1 << 10, 8, 8, 128, 256, jnp.bfloat16),
+        ("v4", 1 << 14, 8, 8, 128, 511, 0, jnp.bfloat16),
+        ("v5e", 1 << 14, 8, 8, 64, 255, 0, jnp.bfloat16),
+        ("v5e", 1000, 2, 1, 128, 63, 0, jnp.float32),
+        ("v5p", 1 << 14, 8, 2, 128, 127, 0, jnp.bfloat16),
+        ("v6e", 1 << 18, 8, 8, 128, 511, 0, jnp.bfloat16),
+        ("7x", 1 << 10, 8, 8, 128, 255, 0, jnp.bfloat16),
         # These need more memory than every kernel gets by default.
-        pytest.param("v5e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("v6e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("7x", 1 << 12, 1, 1, 256, 1024, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("v5e", 1 << 12, 2, 2, 64, 1023, 0, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("v6e", 1 << 12, 2, 2, 64, 1023, 0, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("7x", 1 << 12, 1, 1, 256, 1023, 0, jnp.bfloat16, marks=pytest.mark.slow),
+        # float32 takes several times the memory of bfloat16.
+        ("v5e", 1 << 12, 8, 8, 16, 256, 256, jnp.float32),
+        ("v5e", 1 << 12, 8, 8, 16, 512, 512, jnp.float32),
+        ("v5e", 1 << 12, 8, 8, 64, 128, 127, jnp.float32),
+        ("v5e", 1 << 12, 2, 2, 256, 255, 0, jnp.float32),
+        ("7x", 1 << 12, 8, 8, 64, 256, 256, jnp.float32),
+        ("v5p", 1 << 12, 8, 8, 16, 255, 0, jnp.float32),
+        ("v6e", 1 << 12, 8, 8, 16, 256, 256, jnp.float32),
+        ("v4", 1 << 12, 4, 4, 128, 255, 0, jnp.float32),
     ],
 )
-def test_window_attention(chip, n, heads, groups, head_dim, window, dtype):
-    f = functools.partial(window_attention, left=window - 1, right=0, chip=chip)
-    attend(chip, n, heads, groups, head_dim, f, dtype)
-
-
-@pytest.mark.parametrize(
-    ("chip", "heads", "head_dim", "left", "right"),
-    [
-        ("v5e", 8, 16, 256, 256),
-        ("v5e", 8, 16, 512, 512),
-        ("v5e", 8, 64, 128, 127),
-        ("v5e", 2, 256, 255, 0),
-        ("7x", 8, 64, 256, 256),
-        ("v5p", 8, 16, 255, 0),
-        ("v6e", 8, 16, 256, 256),
-        ("v4", 4, 128, 255, 0),
-    ],
-)
-def test_windows_of_float32(chip, heads, head_dim, left, right):
-    """These take several times the memory of windows in bfloat16."""
+def test_window_attention(chip, n, heads, groups, head_dim, left, right, dtype):
     f = functools.partial(window_attention, left=left, right=right, chip=chip)
-    attend(chip, 4096, heads, heads, head_dim, f, jnp.float32)
+    attend(chip, n, heads, groups, head_dim, f, dtype)
 
 
 def test_a_window_of_float32_that_fits_no_chip_goes_by_blocks():
@@ -108,14 +97,36 @@ def test_a_window_of_float32_that_fits_no_chip_goes_by_blocks():
     assert "block_attention_forward" in text
 
 
-def test_temporary_memory_is_linear():
-    f = functools.partial(window_attention, left=255, right=0)
+def windows(width):
+    """Local attention with a bias: by windows, or by lists of blocks if a window is too wide."""
+
+    def f(query, key, value, table):
+        bias = T5Bias(table[0, :, 0])
+        return local_attention(query, key, value, bias, local_window_size=(width - 1, 0), is_causal=True)
+
+    return f
+
+
+#: Each with its heads, their width, more arrays' shapes and the most bytes that 2**17 tokens may take.
+MEMORY = {
+    "windows": (functools.partial(window_attention, left=255, right=0), 8, 128, (), None),
+    "windows with a bias": (windows(256), 2, 128, ((1, 32, 1, 2),), 1 << 25),
+    "wide windows with a bias": (windows(4096), 2, 128, ((1, 32, 1, 2),), 1 << 25),
+    "full": (functools.partial(full_attention, is_causal=True), 2, 64, (), (1 << 17) ** 2 / 16),
+}
+
+
+@pytest.mark.parametrize("name", slow_unless(MEMORY, ("windows",)))
+def test_temporary_memory_is_linear(name):
+    f, heads, head_dim, more, most = MEMORY[name]
     small, large = (
-        attend("v5e", n, 8, 8, 128, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
+        compile_both("v5e", f, (*((1, n, heads, head_dim),) * 3, *more)).memory_analysis().temp_size_in_bytes
+        for n in (1 << 14, 1 << 17)
     )
-    statistics = 2 * 8 * 4 * (1 << 14)
-    assert small <= 8 * statistics
-    assert large <= 8 * max(small, statistics) * 1.1
+    statistics = 2 * heads * 4 * (1 << 14)
+    assert small <= 8 * statistics or name != "windows"
+    assert large <= 8 * 1.1 * (small if name == "full" else max(small, statistics))
+    assert most is None or large < most
 
 
 @pytest.mark.parametrize(
@@ -187,10 +198,7 @@ def biased(kind, heads):
             ("v4", 4, 4, 32, None, "t5", jnp.float32),
             ("v5p", 2, 2, 128, 4096, "rotary", jnp.bfloat16),
         ],
-        (
-            ("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16),
-            ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16),
-        ),
+        (("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16), ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16)),
     ),
 )
 def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
@@ -240,25 +248,6 @@ def test_windows_with_biases(chip, heads, groups, head_dim, left, right, dtype, 
         return window_attention(query, key, value, left=left, right=right, bias=bias, chip=chip)
 
     attend(chip, 4096, heads, groups, head_dim, f, dtype)
-
-
-@pytest.mark.slow
-def test_memory_with_a_bias_is_linear():
-    """By windows, or by lists of blocks if a window is too wide."""
-
-    def size(n, window):
-        def f(query, key, value, table):
-            bias = T5Bias(table[0, :, 0])
-            return local_attention(query, key, value, bias, local_window_size=(window - 1, 0), is_causal=True)
-
-        compiled = compile_both("v5e", f, (*((1, n, 2, 128),) * 3, (1, 32, 1, 2)))
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    statistics = 2 * 2 * 4 * (1 << 14)
-    for window in (256, 4096):
-        small, large = (size(n, window) for n in (1 << 14, 1 << 17))
-        assert large <= 8 * max(small, statistics) * 1.1
-        assert large < (1 << 17) * 256
 
 
 @pytest.mark.parametrize(
@@ -357,16 +346,6 @@ def test_full_attention(chip, tokens, heads, groups, head_dim, dtype, kernels):
     text = attend(chip, tokens, heads, groups, head_dim, f, dtype).as_text()
     assert "block_attention_forward" in text
     assert set(re.findall(r"block_attention_backward_(all|key)", text)) == {kernels}
-
-
-@pytest.mark.slow
-def test_memory_of_full_attention_is_linear():
-    f = functools.partial(full_attention, is_causal=True)
-    small, large = (
-        attend("v5e", n, 2, 2, 64, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
-    )
-    assert large <= 8 * small * 1.1
-    assert large < (1 << 17) ** 2 / 16
 
 
 def test_lists_longer_than_scalar_memory(monkeypatch):

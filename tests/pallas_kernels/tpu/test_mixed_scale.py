@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from pallas_kernels.tpu import block_attention, compress, compress_blocks, propa
 from tests.marks import slow_unless
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays
+from tests.support.attention import pulled
 
 LENGTH, WINDOW, FEW, HEAD_DIM = 256, 127, 32, 128
 AT = np.arange(LENGTH)
@@ -87,22 +87,13 @@ def largest_logit(q, k, scale):
     return np.abs(np.einsum("btnh,bsnh->bts", oracle.to64(q), oracle.to64(k)) * scale).max()
 
 
-def run(f, given):
-    @jax.jit
-    def both(given):
-        out, pull = jax.vjp(f, *given[:-1])
-        return out, *pull(given[-1])
-
-    return both(given)
-
-
 @pytest.mark.parametrize("scale", slow_unless(SCALES, SCALES[:1]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_exact_logits(kernel, scale):
     q, k, v, g = exact_arrays(7, *SHAPES, spread=3.3)
     assert largest_logit(q, k, scale) > (1e4 if scale == 0.5 else 2e3)
     f, given, want = kernel(q, k, v, g, scale)
-    for got, right in zip(run(f, given), want, strict=True):
+    for got, right in zip(pulled(f, given[-1], *given[:-1]), want, strict=True):
         assert oracle.distance(got, right) < 1e-6
 
 
@@ -115,7 +106,7 @@ def test_rounded_logits(kernel, scale, dtype):
     assert largest_logit(q, k, scale) > 1e3
     f, given, want = kernel(q, k, v, g, scale)
     _, _, shaken = kernel(q, k, v, g, scale, see=oracle.rounded)
-    for got, right, other in zip(run(f, given), want, shaken, strict=True):
+    for got, right, other in zip(pulled(f, given[-1], *given[:-1]), want, shaken, strict=True):
         tolerance = max(1e-5, ROUNDING * oracle.distance(other, right)) if dtype == jnp.float32 else 1e-2
         assert tolerance <= 1e-2
         assert oracle.distance(got, right) < tolerance

@@ -91,12 +91,7 @@ def local(
     blind = ~seen.any(-1) & (sinks is None)
     np.testing.assert_array_equal(np.isneginf(log_sums), np.broadcast_to(blind[..., None], log_sums.shape))
     log_sums, expected = (np.where(blind[..., None], 0.0, x) for x in (log_sums, want[1]))
-    close(
-        names,
-        (out, log_sums, *pull((d_out, d_log_sums))),
-        (want[0], expected, *want[2:]),
-        dtype,
-    )
+    close(names, (out, log_sums, *pull((d_out, d_log_sums))), (want[0], expected, *want[2:]), dtype)
 
 
 def compress(

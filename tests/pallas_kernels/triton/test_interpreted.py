@@ -4,10 +4,6 @@ imports Triton."""
 import collections
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -16,8 +12,7 @@ from pallas_kernels.triton.core.bridge import interprets, target_capability
 from tests.laws.cases import ON_GPU_KERNELS
 from tests.pallas_kernels.triton.cases import CASES
 from tests.support.gpu import is_native
-
-ROOT = Path(__file__).parents[3]
+from tests.support.processes import python
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,11 +26,7 @@ pytestmark = [
 
 def run(*module, **environment):
     """Runs a module in a process that interprets Triton; Triton 3.9 warns without the second setting."""
-    settings = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", *module], cwd=ROOT, env=os.environ | settings | environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("-m", *module, TRITON_INTERPRET="1", TRITON_DEFAULT_FP_FUSION="1", **environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 

@@ -104,35 +104,20 @@ def test_nodes_of_several_classes(tmp_path):
     ("changes", "message"),
     [
         ([("node.dat", 3, "0\tpaper\t0\t1,2,3,4,5")], "node.dat.gz, line 3: the node 0 stands there twice"),
-        (
-            [("node.dat", 3, "2\tpaper\t0\t1,2")],
-            "line 3: expected 5 features, as of the type's other nodes, got 2",
-        ),
-        (
-            [("node.dat", 3, "2\tpaper\t0\t1,2,x,4,5")],
-            "line 3: expected numbers separated by commas, got '1,2,x",
-        ),
+        ([("node.dat", 3, "2\tpaper\t0\t1,2")], "line 3: expected 5 features, as of the type's other nodes, got 2"),
+        ([("node.dat", 3, "2\tpaper\t0\t1,2,x,4,5")], "line 3: expected numbers separated by commas, got '1,2,x"),
         ([("node.dat", 3, "2\tpaper")], "line 3: expected at least 3 columns, got 2"),
         ([("node.dat", 61, "60\t\t5")], r"expected types from 0 on, got \[0, 1, 5\]"),
-        (
-            [("link.dat", 2, "0\t999\t0\t1")],
-            "link.dat.gz, line 2: the link names the node 999, which node.dat does",
-        ),
+        ([("link.dat", 2, "0\t999\t0\t1")], "link.dat.gz, line 2: the link names the node 999, which node.dat does"),
         ([("link.dat", 2, "0\t1\t0\t1")], "line 2: links of type 0 join the node types 0 and 1, got 0 and 0"),
         ([("link.dat", 2, "0\tx\t0\t1")], "line 2: expected a number as to, got 'x'"),
-        (
-            [("label.dat.test", 4, "33\t\t0\t7")],
-            "label.dat.test.gz, line 4: expected classes out of 0, 1, 2, got 7",
-        ),
+        ([("label.dat.test", 4, "33\t\t0\t7")], "label.dat.test.gz, line 4: expected classes out of 0, 1, 2, got 7"),
         ([("label.dat", 4, "3\t\t0\t999")], "expected fewer classes than nodes of their type, got 999"),
         ([("label.dat.test", 4, "3\t\t0\t1")], "line 4: the node 3 has a label already"),
         ([("label.dat", 4, "61\t\t1\t1")], "line 4: expected a node of type 0, as the others, got type 1"),
-        (
-            [("label.dat", 4, "999\t\t0\t1")],
-            "line 4: the label names the node 999, which node.dat does not have",
-        ),
+        ([("label.dat", 4, "999\t\t0\t1")], "line 4: the label names the node 999, which node.dat does not have"),
     ],
-)
+)  # fmt: skip
 def test_bad_lines(tmp_path, changes, message):
     write_graph(tmp_path / "g", changes)
     with pytest.raises(UserError, match=message):
@@ -206,21 +191,9 @@ def test_features_from_a_file(tmp_path):
     [
         (np.full((8, 3), "a"), np.arange(8) % 2, "expected features"),
         (np.ones((8, 3), np.complex64), np.arange(8) % 2, "expected features .* got complex64"),
-        (
-            np.ones((8, 0)),
-            np.arange(8) % 2,
-            "expected finite features, at least one a node",
-        ),
-        (
-            np.ones((8, 3)),
-            np.arange(8) * 2**59,
-            "expected labels from 0 to fewer than the 8 nodes",
-        ),
-        (
-            np.ones((8, 3)),
-            np.arange(8) - 1,
-            "expected labels from 0 to fewer than the 8 nodes",
-        ),
+        (np.ones((8, 0)), np.arange(8) % 2, "expected finite features, at least one a node"),
+        (np.ones((8, 3)), np.arange(8) * 2**59, "expected labels from 0 to fewer than the 8 nodes"),
+        (np.ones((8, 3)), np.arange(8) - 1, "expected labels from 0 to fewer than the 8 nodes"),
     ],
     ids=["text", "complex", "none", "large labels", "labels below 0"],
 )

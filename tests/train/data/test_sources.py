@@ -191,15 +191,11 @@ def test_compressed_files_are_known_by_their_first_bytes(compress, name, tmp_pat
 @pytest.mark.parametrize(
     ("name", "start", "message"),
     [
-        (
-            "book.zst",
-            b"\x28\xb5\x2f\xfd",
-            "it is compressed by zstd; expected text, or text compressed by gzip, ",
-        ),
+        ("book.zst", b"\x28\xb5\x2f\xfd", "it is compressed by zstd; expected text, or text compressed by gzip, "),
         ("book.txt", b"PK\x03\x04", "it is compressed by zip; expected text"),
         ("book.xz", b"plain text", "it is named as compressed and is not"),
     ],
-)
+)  # fmt: skip
 def test_files_of_other_compressions_are_refused(name, start, message, tmp_path):
     (tmp_path / name).write_bytes(start + lines(50))
     with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: {message}"):

@@ -11,6 +11,7 @@ from pallas_kernels.tpu import DistanceTable, Granules, Slopes, block_attention
 from pallas_kernels.tpu.block import plan
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
+from tests.support.attention import pulled
 
 
 def causal(queries, keys):
@@ -87,8 +88,7 @@ def check(
         got = got[:4]
     else:
         grads[3] = pull_bias(grads[3])
-    distances = [oracle.distance(x, y) for x, y in zip(got, (out, *grads), strict=True)]
-    assert max(distances) < (1e-5 if dtype == jnp.float32 else 1e-2), distances
+    oracle.check(got, (out, *grads), 1e-5 if dtype == jnp.float32 else 1e-2)
     close = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(np.asarray(log_sum), want_log_sum, rtol=close, atol=close)
 
@@ -162,14 +162,7 @@ def test_segments_lengths_and_poison():
         key_lengths=key_lengths,
         interpret=True,
     )
-
-    @jax.jit
-    def run(q, k, v, g):
-        out, pull = jax.vjp(f, q, k, v)
-        return out, *pull(g)
-
-    got = run(q, k, v, g)
-    assert max(oracle.distance(x, y) for x, y in zip(got, (want[0], *want[2:]))) < 1e-5
+    oracle.check(pulled(f, g, q, k, v), (want[0], *want[2:])[:4], 1e-5)
 
 
 BIASED = {
@@ -234,20 +227,14 @@ def test_causal_bitwise(kind):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"key_blocks": [[0], [3], [1]]},
-            r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]",
-        ),
+        ({"key_blocks": [[0], [3], [1]]}, r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]"),
         ({"key_blocks": [[0, 0], [1], [1]]}, r"key_blocks\[0\] must name blocks from 0 to 2, each once"),
         ({"bias": Slopes(np.ones(2, np.float32))}, r"Slopes must have shape \(1,\), got \(2,\)"),
-        (
-            {"bias": DistanceTable(np.ones(1, np.float32), 0)},
-            r"DistanceTable must have shape \(1, distances\)",
-        ),
+        ({"bias": DistanceTable(np.ones(1, np.float32), 0)}, r"DistanceTable must have shape \(1, distances\)"),
         ({"bias": DistanceTable(np.ones((1, 1 << 20), np.float32), 0)}, r"needs [0-9.]+ MiB of VMEM"),
         ({"block_k": 100}, "block_k must be a positive multiple of 128, got 100"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(change, words):
     q = jax.ShapeDtypeStruct((1, 300, 1, 64), jnp.float32)
     options = {"key_blocks": [[0], [0], [0]], "block_q": 128, "block_k": 128} | change

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from pallas_kernels.tpu import block_attention
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
+from tests.support.attention import pulled
 
 
 def random_starts(rng, batch, queries, key_heads, keys, runs, size, offset, aligned):
@@ -44,25 +44,10 @@ def check(heads, lengths, runs, size, *, aligned, dtype=jnp.float32, tolerance=1
     seen &= (places <= np.arange(queries)[:, None] + offset)[None, :, None]
     blocks = [range(-(-keys // 128))] * -(-queries // 128)
 
-    @jax.jit
-    def run(q, k, v, g, starts, shift):
-        f = functools.partial(
-            block_attention,
-            key_blocks=blocks,
-            block_q=128,
-            block_k=128,
-            causal=True,
-            query_position=offset if known else 0,
-            shift=None if known else shift,
-            chosen_starts=starts,
-            chosen_size=size,
-            chosen_aligned=aligned,
-            interpret=True,
-        )
-        out, pull = jax.vjp(f, q, k, v)
-        return out, *pull(g)
-
-    got = run(q, k, v, g, jnp.asarray(starts), jnp.int32(offset))
+    chosen = {"chosen_starts": jnp.asarray(starts), "chosen_size": size, "chosen_aligned": aligned}
+    place = {"query_position": offset} if known else {"query_position": 0, "shift": jnp.int32(offset)}
+    options = {"key_blocks": blocks, "block_q": 128, "block_k": 128, "causal": True, "interpret": True}
+    got = pulled(functools.partial(block_attention, **options, **chosen, **place), g, q, k, v)
     group = count // groups
     parts = []
     for head in range(groups):
@@ -71,8 +56,7 @@ def check(heads, lengths, runs, size, *, aligned, dtype=jnp.float32, tolerance=1
         out, _, *grads = oracle.attention(*arguments, g[:, :, its[0]])
         parts.append((out, *grads))
     want = [np.concatenate(x, axis=2) for x in zip(*parts)]
-    distances = [oracle.distance(x, y) for x, y in zip(got, want)]
-    assert max(distances) < tolerance, distances
+    oracle.check(got, want, tolerance)
 
 
 def test_whole_runs_of_grouped_heads_at_a_ragged_length():

@@ -11,6 +11,7 @@ from pallas_kernels.tpu import propagate
 from tests.marks import slow_unless
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
+from tests.support.attention import pulled
 
 
 def check(shape, keys, score, dtype, tolerance, **options):
@@ -20,16 +21,12 @@ def check(shape, keys, score, dtype, tolerance, **options):
     )
     (strength,) = arrays(1, jnp.float32, (heads,))
 
-    @jax.jit
-    def run(q, k, v, strength, g):
-        f = functools.partial(propagate, score=score, **{"interpret": True} | options)
-        out, pull = jax.vjp(lambda q, k, v, s: f(q, k, v, strength=s), q, k, v, strength)
-        return out, *pull(g)
+    def f(q, k, v, strength):
+        return propagate(q, k, v, strength=strength, score=score, **{"interpret": True} | options)
 
-    got = run(q, k, v, strength, g)
+    got = pulled(f, g, q, k, v, strength)
     want = oracle.propagate(q, k, v, strength, options.get("scale", head_dim**-0.5), score, g)
-    distances = [oracle.distance(x, y) for x, y in zip(got, want)]
-    assert max(distances) < tolerance, distances
+    oracle.check(got, want, tolerance)
 
 
 @pytest.mark.parametrize("score", ["softmax", "relu2", "laplace"])
@@ -57,20 +54,16 @@ def test_bias(score, shape, bias, dtype, tolerance):
     if bias[2] > 1:
         numbers = numbers.at[:, :, 7].set(-jnp.inf)
 
-    @jax.jit
-    def run(q, k, v, strength, numbers, g):
-        f = functools.partial(propagate, score=score, block=256, interpret=True)
-        out, pull = jax.vjp(lambda q, k, v, s, b: f(q, k, v, strength=s, bias=b), q, k, v, strength, numbers)
-        return out, *pull(g)
+    def f(q, k, v, strength, bias):
+        return propagate(q, k, v, strength=strength, bias=bias, score=score, block=256, interpret=True)
 
-    got = run(q, k, v, strength, numbers, g)
+    got = pulled(f, g, q, k, v, strength, numbers)
     seen = np.isfinite(np.asarray(numbers))
     added = np.where(seen, np.asarray(numbers, np.float64), 0.0)
     want = oracle.propagate(q, k, v, strength, head_dim**-0.5, score, g, seen=seen, bias=added)
     shared = tuple(axis for axis in range(4) if bias[axis] == 1)
     want = (*want[:-1], want[-1].sum(shared, keepdims=True))
-    distances = [oracle.distance(x, y) for x, y in zip(got, want, strict=True)]
-    assert max(distances) < tolerance, distances
+    oracle.check(got, want, tolerance)
 
 
 @pytest.mark.slow
@@ -93,13 +86,9 @@ def test_poisoned_memory_and_any_order(hostile):
     [
         (16, {"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
         (16, {"block": 100}, "block must be a positive multiple of 128, got 100"),
-        (
-            16,
-            {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)},
-            r"strength must have shape \(2,\), got \(3,\)",
-        ),
+        (16, {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)}, r"strength must have shape \(2,\), got \(3,\)"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(keys, options, words):
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (300, keys))
     strength = options.pop("strength", jnp.ones((2,)))

@@ -13,6 +13,7 @@ from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_atten
 from pallas_kernels.tpu.core.chips import resolve_chip
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
+from tests.support.attention import pulled
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 SMALL = WindowBlocks(tile=128, block=256, backward_tile=128, backward_block=256)
@@ -57,18 +58,13 @@ def check(
     if poison is not None:
         q, k, v = poison(q, k, v)
 
-    @jax.jit
-    def run(q, k, v, numbers):
-        def f(q, k, v, numbers):
-            # Windows in float32 need more VMEM than some chips have.
-            static = {"left": left, "right": right, "blocks": SMALL, "chip": "v5e", "interpret": True}
-            static |= {"scale": scale, "return_log_sum_exp": with_log_sum, "logits_soft_cap": cap} | options
-            return window_attention(q, k, v, bias=bias_by_distance(kind, numbers, first), **static)
+    def f(q, k, v, numbers):
+        # Windows in float32 need more VMEM than some chips have.
+        static = {"left": left, "right": right, "blocks": SMALL, "chip": "v5e", "interpret": True}
+        static |= {"scale": scale, "return_log_sum_exp": with_log_sum, "logits_soft_cap": cap} | options
+        return window_attention(q, k, v, bias=bias_by_distance(kind, numbers, first), **static)
 
-        out, pull = jax.vjp(f, q, k, v, numbers)
-        return out, pull((g, g_log_sum) if with_log_sum else g)
-
-    out, grads = run(q, k, v, jnp.asarray(numbers))
+    out, *grads = pulled(f, (g, g_log_sum) if with_log_sum else g, q, k, v, jnp.asarray(numbers))
     if with_log_sum:
         out, log_sum = out
         close = 1e-5 if dtype == jnp.float32 else 2e-2
@@ -76,8 +72,7 @@ def check(
     assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(dtype)}
     assert not np.asarray(out)[~np.broadcast_to(seen.any(-1), out.shape[:2])].any()
     got = (out, *grads[:3]) if kind is None else (out, *grads)
-    distances = [oracle.distance(x, y) for x, y in zip(got, (want, *want_grads), strict=True)]
-    assert max(distances) < TOLERANCE[dtype], distances
+    oracle.check(got, (want, *want_grads), TOLERANCE[dtype])
 
 
 CASES = [
@@ -200,13 +195,8 @@ def test_minus_infinity_hides(all_of_one_head):
     bias, pull_bias = oracle.by_distance("table", np.where(np.isfinite(numbers), numbers, 0.0), -20, offset)
     hidden, _ = oracle.by_distance("table", (~np.isfinite(numbers)).astype(np.float32), -20, offset)
     f = functools.partial(window_attention, left=left, right=right, blocks=SMALL, interpret=True, chip="v5e")
-
-    @jax.jit
-    def run(*given):
-        out, pull = jax.vjp(lambda q, k, v, x: f(q, k, v, bias=DistanceTable(x, -20)), *given)
-        return out, pull(g)
-
-    out, grads = run(q, k, v, jnp.asarray(numbers))
+    biased = lambda q, k, v, x: f(q, k, v, bias=DistanceTable(x, -20))  # noqa: E731
+    out, *grads = pulled(biased, g, q, k, v, jnp.asarray(numbers))
     for head in range(2):
         seen = (hidden[head] == 0) & (offset <= left) & (offset >= -right)
         mine = [x[:, :, head : head + 1] for x in (q, k, v)]
@@ -214,7 +204,7 @@ def test_minus_infinity_hides(all_of_one_head):
             *mine, seen[None], 0.125, g[:, :, head : head + 1], bias=bias[None, head : head + 1]
         )
         got = [x[:, :, head : head + 1] for x in (out, *grads[:3])]
-        assert max(oracle.distance(x, y) for x, y in zip(got, (want, *of_arrays), strict=True)) < 1e-5
+        oracle.check(got, (want, *of_arrays), 1e-5)
         both = np.zeros((1, 2, length, length))
         both[:, head] = of_bias[0, 0]
         want_numbers = np.where(np.isfinite(numbers[head]), pull_bias(both)[head], 0.0)

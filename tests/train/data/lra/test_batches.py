@@ -1,4 +1,4 @@
-"""Batches: each example once per pass, padded to the bucket of its length, whatever the number of processes."""
+"""Batches: each example once per pass, padded to the bucket of its length."""
 
 import numpy as np
 import pytest
@@ -50,34 +50,6 @@ def test_a_pass_has_every_example_once_but_a_remainder(parts):
         assert len(set(widths)) > 1
     assert orders[0].tolist() != orders[1].tolist()
     stream.close()
-
-
-def test_a_stream_goes_on_where_it_stood():
-    data = examples()
-    stream, again = (TrainBatches(data, batch=4, buckets=BUCKETS, seed=1) for _ in range(2))
-    batches = [next(stream) for _ in range(8)]
-    again.set_state(stream.get_state() | {"step": 3})
-    for batch in batches[3:]:
-        for name, value in next(again).arrays.items():
-            np.testing.assert_array_equal(value, batch[name])
-    other = TrainBatches(data, batch=4, buckets=BUCKETS, seed=2)
-    with pytest.raises(UserError, match="the saved input position is of seed 1, now it is 2"):
-        other.set_state(stream.get_state())
-    assert any(np.any(next(other)["targets"] != batch["targets"]) for batch in batches)
-    for opened in (stream, again, other):
-        opened.close()
-
-
-@pytest.mark.parametrize("kind", [TrainBatches, EvalBatches])
-def test_processes_share_the_rows(kind):
-    data = examples()
-    whole = kind(data, batch=4, buckets=BUCKETS)
-    held = ([0, 3], [1, 2])
-    shares = [kind(data, batch=4, buckets=BUCKETS, rows=rows) for rows in held]
-    for batch, *parts in [row for row, _ in zip(zip(whole, *shares), range(7))]:
-        for name in ("tokens", "lengths", "targets", "weights"):
-            for rows, part in zip(held, parts):
-                np.testing.assert_array_equal(part[name], batch[name][rows])
 
 
 def test_evaluation_has_every_example_once():

@@ -184,7 +184,3 @@ def test_bad_folders_are_named(release, tmp_path):
             _load(release)
     with pytest.raises(UserError, match="has no pathfinder files"):
         _load(release / "imgs")
-    with pytest.raises(ValueError, match="resolution must be one of 32, 64, 128, got 48"):
-        LraDataConfig(task="pathx", resolution=48)
-    with pytest.raises(ValueError, match="length must be at least 16384 for images of 128 x 128, got 2000"):
-        LraDataConfig(task="pathx", resolution=128)
