@@ -314,7 +314,7 @@ def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool
         # Without the causal flag the kernel has one body: see `_full`.
         return tpu.block_attention(
             query, key, value, scale=scale, chosen_starts=starts, chosen_size=sizes.selected, chosen_aligned=True,
-            **all_blocks(options.length, options.length, False, 0),
+            chip=chip, **all_blocks(options.length, options.length, False, 0),
         )  # fmt: skip
 
     narrow = jax.ShapeDtypeStruct(short, shape.dtype, sharding=shape.sharding)
