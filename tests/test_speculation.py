@@ -186,7 +186,7 @@ def test_bad_input():
         run(draft=Draft(*made("local", vocab_size=7)))
     for mechanism in (BRLConfig(memory="output", block_size=4), TLinFormerConfig(window=4)):
         config = DecoderConfig(**SIZES | {"num_layers": 4, "mechanism": mechanism})
-        with pytest.raises(ValueError, match=f"mechanism {type(mechanism).__name__} cannot go back"):
+        with pytest.raises(ValueError, match=f"mechanism {mechanism.name} cannot go back"):
             run(draft=Draft(DecoderLM(config), variables))
     with pytest.raises(ValueError, match="kept needs a decoding cache"):
         model.apply(variables, jnp.asarray(PROMPTS), kept=1)

@@ -85,3 +85,6 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "global_window": GlobalWindowConfig,
     }
 )
+
+for _name, _kind in MECHANISMS.items():
+    _kind.name = _name

@@ -113,9 +113,9 @@ def test_memory_does_not_grow_with_the_layers():
     [
         ({"remat": "full"}, "remat must be 'none' with reversible layers, got 'full'"),
         ({"mechanism": BRLConfig()},
-         "reversible must be False with mechanism BRLConfig, whose layers pass on more than the residual stream"),
+         "reversible must be False with mechanism brl, whose layers pass on more than the residual stream"),
         ({"mechanism": GAUConfig()},
-         "reversible must be False with mechanism GAUConfig, whose layers are not a mixer and a feed-forward"),
+         "reversible must be False with mechanism gau, whose layers are not a mixer and a feed-forward"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_reversed(changes, message):

@@ -194,13 +194,12 @@ class Mechanism(Checked):
         """Accepts heads whose total width differs from the model width."""
         return False
 
-    @property
-    def name(self) -> str:
-        """Its name in `MECHANISMS`, or its class's if it is not listed there."""
-        from brl_jax.layers import MECHANISMS  # which imports this module
+    #: Its name in `MECHANISMS`, or its class's if it is not listed there.
+    name: ClassVar[str]
 
-        listed = {kind: name for name, kind in MECHANISMS.items()}
-        return listed.get(type(self), type(self).__name__)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = cls.__name__
 
     # --- Required ---
 
