@@ -27,14 +27,15 @@ def by_query_blocks(
     function: Callable[[Array, Any, Any], Any],
     block: int,
     query: Float[Array, "B T N H"],
-    segments: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T *S"] | None = None,
     offset: Any = 0,
 ) -> Any:
     """function(query, segments, offset), computed on `block` queries at a time, in the backward pass too.
 
     Args:
-      function: maps t queries (B, t, N, H), their segments (B, t) or None, and the offset of the first one to outputs,
-        a pytree of (B, t, ...) arrays. Each query's output must not depend on the other queries.
+      function: maps t queries (B, t, N, H), their segments (B, t) or other ints (B, t, ...) or None, and the offset of
+        the first one to outputs, a pytree of (B, t, ...) arrays. Each query's output must not depend on the other
+        queries.
     """
     batch, length = query.shape[:2]
     if length <= block:

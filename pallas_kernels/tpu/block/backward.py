@@ -1,7 +1,7 @@
 """The backward kernels of block-sparse attention.
 
-One kernel walks over the listed pairs by blocks of keys and computes all gradients, if the queries' fit in VMEM.
-Otherwise it computes those of keys and values, and another kernel, which walks by blocks of queries, the queries'.
+If the queries' gradient fits in VMEM, one kernel walks over the listed pairs by blocks of keys and computes all
+gradients. Otherwise it leaves out the queries, and a second kernel walks by blocks of queries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradientPair(BlockPair):
         return weights, capped, changes, q, g
 
     def add_to_bias(self, grads, unit: int, capped) -> None:
-        """Adds a unit's gradients of the capped scores to those of the pair's bias."""
+        """Adds a unit's gradients of the capped scores to `grads`, the gradient of the pair's bias."""
         assert self.bias is not None
         tile, head = divmod(unit, self.call.layout.packed)
         grads[head, self.bias.tile(tile)] += capped

@@ -62,8 +62,7 @@ class PairBias:
         return slice(first, first + self.call.block_k)
 
     def add_gradient(self, result, member, grads) -> None:
-        """Adds the gradient in `grads`, which is laid out like the array, to that of query tile `member` in `result`,
-        which is laid out like the operand."""
+        """Adds `grads`, laid out like the array, to query tile `member` of `result`, laid out like the operand."""
         for head in range(self.call.layout.packed):
             place = self.rows.place(head)
             result[0, member, *place] += self.rows.reduce(grads[head])
