@@ -160,6 +160,14 @@ def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
         from_json(LmConfig, _with(to_json(PRESETS["small"]), path, value), "the file")
 
 
+def test_a_mechanism_that_no_file_can_name():
+    class Unlisted(LocalConfig):
+        pass
+
+    with pytest.raises(ValueError, match="Unlisted is not listed in MECHANISMS"):
+        to_json(Unlisted())
+
+
 def test_fields_a_file_lacks_have_their_defaults():
     values = to_json(PRESETS["small"])
     del values["loop"]["keep_checkpoints"]

@@ -14,7 +14,7 @@ from flax import traverse_util
 
 from brl_jax.configuration import configuration
 from brl_jax.json_files import read_json
-from brl_jax.layers import Mechanism
+from brl_jax.layers import MECHANISMS, Mechanism
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.storage import as_os_errors, write_whole
@@ -26,9 +26,15 @@ _FLAT_PARTS = ("loop", "data", "model", "optimizer")
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS."""
+    """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS.
+
+    Raises:
+      ValueError: a mechanism is not listed there, so that no program could read the file.
+    """
     values: dict[str, Any] = {}
     if isinstance(config, Mechanism):
+        if MECHANISMS.get(config.name) is not type(config):
+            raise ValueError(f"{config.name} is not listed in MECHANISMS")
         values["name"] = config.name
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

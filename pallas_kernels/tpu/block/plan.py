@@ -309,7 +309,7 @@ def plan_block(
     call.check_lists()
     needed += call.bias_bytes
     held = call.fused_bytes(query.dtype.itemsize)
-    fused = call.can_fuse and needed + held <= vmem_mib(chip) * MIB
+    fused = needed + held <= vmem_mib(chip) * MIB and call.can_fuse
     needed += held if fused else 0
     limit = vmem_limit("block_attention", needed, chip, "choose smaller blocks")
     return dataclasses.replace(call, vmem_limit=limit, fused=fused)
