@@ -573,7 +573,7 @@ def test_flags_numbers_and_keys_are_found():
 FEW = (Q[:, :3], K[:, :3], V[:, :3])
 PROJECTED = {"length": 16, "rank": 2, "window": 4, "chunk_size": 2}
 
-#: Functions, their arguments and their states, in which 3 of 3 tokens may be valid.
+#: Functions, their arguments and their states. Calls have 3 tokens, which may all be valid.
 STATES = {
     "diag": (brl.diag_attention, FEW, {"block_size": 4}, brl.init_diag_state(B, N, H, block_size=4)),
     "mlr": (brl.mlr_attention, FEW, MLR, brl.init_mlr_state(B, N, H, length=16, **MLR)),

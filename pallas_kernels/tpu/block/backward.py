@@ -240,7 +240,7 @@ def block_backward(
     rounded output.
 
     In float32, the remainder of that rounded sum is computed first. If a softmax is almost one-hot, its derivative is a
-    small difference of large numbers, in which the rounding would show.
+    small difference of large numbers, and the rounding would show.
     """
     width = call.layout.width
 
