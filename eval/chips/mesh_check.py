@@ -68,7 +68,7 @@ _OPTIONS = {
     "recall": "--length 64",
     "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
     "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
-    "forecast_tokens": "--lookback 32 --horizon 33 --split 96 96 96 --bins 64",
+    "forecast_tokens": "--lookback 32 --horizon 32 --split 96 96 96 --bins 64",
 }
 # The mechanisms' sizes that fit a row of 64 tokens: several chunks, and a window longer than the 8 tokens of a device.
 _SMALL = {

@@ -3,9 +3,9 @@
 Prints a JSON object for each run: mean absolute and mean squared error (`mae`, `mse`) over all windows, rows and
 columns, in the usual normalised units; the errors of repeating the last row (`naive`) and the last day
 (`seasonal_naive`, null where the known rows do not cover a day, or a day is not a whole number of rows); and the share
-of the true values within the 80% band (`coverage`). A decoder of tokens is sampled: its forecast is the median (for
-`mse` the mean) of --samples continuations, which also give the band. An encoder's band comes from its errors on the
-validation split. The object is kept as forecast_test.json in the run's folder.
+of the true values within the 80% band (`coverage`). An encoder-decoder of tokens is sampled: its forecast is the median
+(for `mse` the mean) of --samples continuations, which also give the band. An encoder's band comes from its errors on
+the validation split. The object is kept as forecast_test.json in the run's folder.
 
 --picture FILE.png draws forecasts with their bands. python -m eval.forecast --table DIR measures the runs under DIR
 that have not been measured, and prints a table of them as markdown, averaged over seeds.
@@ -57,7 +57,7 @@ class ForecastEvalOptions(TableOptions):
     stride: Count = 1
     """Rows between the windows that are measured; 1 is the standard."""
     samples: Rows = 20
-    """Continuations that a decoder of tokens samples for each window."""
+    """Continuations that an encoder-decoder of tokens samples for each window."""
     seed: Seed = 0
     """Seed of the samples."""
 
@@ -103,7 +103,7 @@ def _by_tokens(
     rows: Int[np.ndarray, " W"],
     options: ForecastEvalOptions,
 ) -> Float[np.ndarray, "S W H C"]:
-    columns, horizon = len(series.columns), config.data.horizon
+    columns, horizon, bins = len(series.columns), config.data.horizon, config.data.bins
     windows = TokenWindows(series, config.data)
     every = column_origins(rows, columns)
     size = config.loop.batch
@@ -113,11 +113,13 @@ def _by_tokens(
         tokens = generate(
             model,
             {"params": params},
-            np.tile(known, (options.samples, 1)),
+            np.full((options.samples * size, 1), bins),
             max_new_tokens=horizon,
             rng=jax.random.fold_in(jax.random.key(options.seed), first),
+            source=np.tile(known, (options.samples, 1)),
         )
-        numbers = to_numbers(np.asarray(tokens)[:, -horizon:], config.data)
+        # An untrained network may write the token after the bins, too.
+        numbers = to_numbers(np.minimum(np.asarray(tokens)[:, 1:], bins - 1), config.data)
         drawn = numbers.reshape(options.samples, size, horizon) * scale[None]
         parts.append(drawn[:, : len(every) - first])
     drawn = np.concatenate(parts, axis=1).reshape(options.samples, len(rows), columns, horizon)

@@ -1,8 +1,9 @@
 """The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost True].
 
 Each row has the paper's figures, the preset that trains it, and the measures of every run under DIR whose folder, or a
-folder above it, has the preset's name: where `python -m train.lm PRESET` puts it. The last column lists the settings in
-which such a run differs from its preset, as "name preset's -> run's". Without TABLE the tables are listed.
+folder above it, has the preset's name, as where `python -m train.lm PRESET` puts it, or the name and a seed, PRESET-0.
+The last column lists the settings in which such a run differs from its preset, as "name preset's -> run's". Without
+TABLE the tables are listed.
 
 Measures are read from a run's folder: its last evaluation while training (val_loss, ...), and what the evaluation
 commands keep there (lm_test.json of `python -m eval.lm --workdir RUN --split test`, lra_test.json, ...).
@@ -14,6 +15,7 @@ machine that does --tflops of them a second.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,11 +83,18 @@ def other_settings(task: Task[Any, Any], preset: Any, config: Any) -> list[str]:
 def beside_runs(table: PaperTable, folder: Path) -> Table:
     """The table, with a line for each run of a row's preset under the folder."""
     task = TASKS[table.task]
-    paths = find_runs([task], folder)
+    # The preset for 8 tokens is not the eighth seed of another.
+    named = {
+        path: [
+            part if part in task.presets else re.sub(r"-\d+$", "", part)
+            for part in path.relative_to(folder).parts
+        ]
+        for path in find_runs([task], folder)
+    }
     columns = [name for title in table.measures for name in (f"{title}, paper", "here")]
     shown = Table("row", "preset", *columns, "step", "differs from the preset", title=table.source)
     for name, (preset, *figures) in table.rows.items():
-        runs: list[Path | None] = [path for path in paths if preset in path.relative_to(folder).parts]
+        runs: list[Path | None] = [path for path, presets in named.items() if preset in presets]
         for path in runs or [None]:
             found = {} if path is None else measures(path)
             cells = [

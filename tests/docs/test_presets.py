@@ -41,7 +41,7 @@ DESCRIBED = _tables()
 
 def _presets(command: str) -> dict:
     """The presets of a command, by name."""
-    return {name: (task, config) for task in TASKS.values() if task.name.split("-")[0] == command
+    return {name: (task, config) for task in TASKS.values() if re.split("[-_]", task.name)[0] == command
             for name, config in task.presets.items()}  # fmt: skip
 
 

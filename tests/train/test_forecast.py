@@ -26,7 +26,7 @@ from train.data.series import (
 )
 from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins, to_numbers, to_tokens
 from train.engine.errors import UserError
-from train.tasks.forecast import FORECAST, FORECAST_TASKS, forecast
+from train.tasks.forecast import FORECAST, FORECAST_TASKS, FORECAST_TOKENS, forecast
 from train.tasks.task import read_config
 
 ROWS = 240
@@ -145,11 +145,21 @@ def test_tokens_are_bins_of_the_scaled_series(table):
     off = to_numbers(tokens, config) * scale - series.values[20:50].T
     assert np.abs(off / scale).max() <= 0.02 + 1e-9
     batch = windows.batch(origin)
-    np.testing.assert_array_equal(batch["tokens"][:, :30], tokens)
+    np.testing.assert_array_equal(batch["source"], tokens)
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    np.testing.assert_array_equal(batch["tokens"][:, 0], 201)
+    came = to_numbers(batch["targets"], config) * scale - series.values[50:56].T
+    assert np.abs(came / scale).max() <= 0.02 + 1e-9
     np.testing.assert_array_equal(
         to_tokens(np.array([-9.0, -4.0, 0.0, 4.0, 9.0]), config), [0, 0, 100, 200, 200]
     )
+
+
+def test_blocks_follow_the_length_of_their_own_sequence():
+    config = parse(FORECAST_TOKENS.presets, "chronos-tiny", ["--mechanism", "mlr"], prog="", about="")
+    model = FORECAST_TOKENS.sized(config).model
+    assert (model.encoder.mechanism.context, model.mechanism.context) == (512, 64)
+    assert FORECAST_TOKENS.sized(FORECAST_TOKENS.presets["tokens"]).model.encoder_mechanism is None
 
 
 @pytest.mark.parametrize("center", ["last", "mean", "none"])

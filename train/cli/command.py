@@ -15,7 +15,15 @@ from typing import Any
 
 import jax
 
-from train.engine.errors import RunError, Stopped, UserError, is_client_error, is_memory_shortage, one_line
+from train.engine.errors import (
+    RunError,
+    Stopped,
+    UserError,
+    is_client_error,
+    is_memory_shortage,
+    one_line,
+    reason,
+)
 from train.engine.metrics import as_started
 
 # <malloc.h> of glibc: parameters of mallopt.
@@ -60,11 +68,25 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
             return _report(name, f"out of memory: {one_line(error)}", 1)
         if isinstance(error, OSError):
             where = f" ({error.filename})" if error.filename else ""
-            return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
-        if not is_client_error(error):
+            return _report(name, f"{reason(error)}{where}", 1)
+        if is_client_error(error):
+            return _report(name, f"object storage: {one_line(error)}", 1)
+        problem = _no_devices()
+        if problem is None:
             raise
-        return _report(name, f"object storage: {one_line(error)}", 1)
+        return _report(name, problem, 2)
     return 0
+
+
+def _no_devices() -> str | None:
+    """What is wrong where JAX finds no devices, as with a misspelt JAX_PLATFORMS; None where it has some."""
+    try:
+        jax.local_devices()
+    except Exception as error:
+        # JAX knows some platforms whose package is missing, and then fails without a message.
+        why = f": {one_line(error)}" if str(error) else ""
+        return f"JAX finds no devices with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}{why}"
+    return None
 
 
 @contextlib.contextmanager

@@ -45,8 +45,8 @@ def to_numbers(tokens: Int[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Fl
 class TokenWindows:
     """Batches of windows of single columns; origin o is row o // C and column o % C of C columns.
 
-    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32}: every token
-    but the first is a target.
+    A batch is what `train.tasks.copy.copy_objective` reads: the source has the L known tokens, the target the H that
+    follow. The first token of "tokens" is the one after the bins.
     """
 
     def __init__(self, series: Series, config: TokenSeriesConfig):
@@ -65,11 +65,17 @@ class TokenWindows:
         return self._values[(origin // columns)[:, None] + self._places, (origin % columns)[:, None]]
 
     def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
-        numbers = self._numbers(origin)
-        tokens = to_tokens(numbers / scale_of(numbers[:, : self.config.lookback]), self.config)
+        c, numbers = self.config, self._numbers(origin)
+        tokens = to_tokens(numbers / scale_of(numbers[:, : c.lookback]), c)
+        source, targets = np.split(tokens, [c.lookback], axis=1)
         there = np.broadcast_to(exists, origin.shape)[:, None]
-        weights = np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32)
-        arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+        arrays = {
+            "tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=c.bins),
+            "source": source,
+            "source_lengths": np.full(len(source), c.lookback, np.int32),
+            "targets": targets,
+            "weights": np.broadcast_to(there, targets.shape).astype(np.float32),
+        }
         return Batch(arrays, reset=np.True_)
 
 

@@ -1,5 +1,5 @@
-"""The two tasks of `python -m train.forecast`: an encoder that forecasts the whole horizon at once, and a decoder of
-tokens."""
+"""The two tasks of `python -m train.forecast`: an encoder that forecasts the whole horizon at once, and an
+encoder-decoder of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers import FullConfig
-from brl_jax.models import DecoderConfig, DecoderLM, Regressor, RegressorConfig
+from brl_jax.models import EncoderDecoder, Regressor, RegressorConfig
 from train.data.series import (
     CLOCK,
     HeldOutWindows,
@@ -32,7 +32,7 @@ from train.engine.fields import Decided, Flat
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
-from train.tasks.lm import lm_objective
+from train.tasks.copy import CopyModelConfig, copy_objective
 from train.tasks.task import Task, shapes
 
 LossKind = Literal["squared", "absolute"]
@@ -47,15 +47,6 @@ class ForecastModelConfig(RegressorConfig):
     num_inputs: Decided[int] = 1
     num_outputs: Decided[int] = 1
     max_length: Decided[int] = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenModelConfig(DecoderConfig):
-    """The network."""
-
-    vocab_size: Decided[int] = 512
-    lora_rank: Decided[int] = 0
-    lora_alpha: Decided[float] = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +72,10 @@ class ForecastConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TokenForecastConfig(RunConfig):
-    """A decoder of a series' tokens."""
+    """An encoder-decoder that reads a series' tokens and writes the ones that follow."""
 
     data: Annotated[TokenSeriesConfig, Flat]
-    model: Annotated[TokenModelConfig, Flat]
+    model: Annotated[CopyModelConfig, Flat]
 
 
 AnyForecastConfig = ForecastConfig | TokenForecastConfig
@@ -109,13 +100,33 @@ _ENCODER = ForecastConfig(
 _TOKENS = TokenForecastConfig(
     loop=_loop(),
     data=TokenSeriesConfig(),
-    model=TokenModelConfig(**_SIZES, mechanism=FullConfig()),
+    model=CopyModelConfig(**_SIZES, encoder_layers=2, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,
 )
 # Series of 1,024 rows, as in Chronos, without a file.
 _TOKENS_OF_KERNELS = dataclasses.replace(
     _TOKENS,
     data=TokenSeriesConfig(data="kernels:256", features="multivariate", target="k0", split=(640, 192, 192)),
+)
+# Chronos's smallest network and its training, scripts/training/configs/chronos-t5-tiny.yaml of its authors' code.
+_CHRONOS = TokenForecastConfig(
+    loop=LoopConfig(steps=200_000, batch=256, eval_every=2_000, checkpoint_every=1_000, keep_checkpoints=1),
+    data=dataclasses.replace(
+        _TOKENS_OF_KERNELS.data, data="kernels:1000", lookback=512, horizon=64, bins=4094, limit=15.0
+    ),
+    model=CopyModelConfig(
+        num_layers=4,
+        encoder_layers=4,
+        d_model=256,
+        num_heads=4,
+        d_ff=1024,
+        ffn="relu",
+        dropout=0.1,
+        mechanism=FullConfig(),
+    ),
+    optimizer=OptimizerConfig(
+        learning_rate=1e-3, warmup_steps=0, decay="linear", final_share=0.0, beta2=0.999, weight_decay=0.0
+    ),
 )
 
 
@@ -233,28 +244,33 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
 
 
 class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
-    """A decoder of one column's values as tokens."""
+    """An encoder-decoder of one column's values as tokens."""
 
     name = "forecast_tokens"
     config_class = TokenForecastConfig
     presets: Mapping[str, TokenForecastConfig] = MappingProxyType(
-        {"tokens": _TOKENS, "tokens-kernels": _TOKENS_OF_KERNELS}
+        {"tokens": _TOKENS, "tokens-kernels": _TOKENS_OF_KERNELS, "chronos-tiny": _CHRONOS}
     )
     default_preset = "tokens"
-    network = DecoderLM
+    network = EncoderDecoder
 
     def sized(self, config: TokenForecastConfig, data: Series | None = None) -> TokenForecastConfig:
-        """The bins are the vocabulary."""
-        return dataclasses.replace(
-            config, model=dataclasses.replace(config.model, vocab_size=config.data.bins)
+        """The bins and the first token are the vocabulary; what follows the length follows that of its own sequence."""
+        encoder = config.model.encoder.mechanism.for_training(config.data.lookback)
+        model = config.model.for_training(config.data.horizon)
+        encoder_mechanism = None if encoder == model.mechanism else encoder
+        model = dataclasses.replace(
+            model, vocab_size=config.data.bins + 1, encoder_mechanism=encoder_mechanism
         )
+        return dataclasses.replace(config, model=model)
 
-    def objective(self, model: DecoderLM, config: TokenForecastConfig) -> Objective:
-        return lm_objective(model, config.z_loss)
+    def objective(self, model: EncoderDecoder, config: TokenForecastConfig) -> Objective:
+        return copy_objective(model, config.z_loss)
 
     def batch_shapes(self, config: TokenForecastConfig, rows: int) -> dict[str, Any]:
-        tokens = (rows, config.data.lookback + config.data.horizon - 1)
-        return shapes({"tokens": tokens, "targets": tokens}, {"weights": tokens})
+        source, target = (rows, config.data.lookback), (rows, config.data.horizon)
+        integers = {"tokens": target, "source": source, "source_lengths": (rows,), "targets": target}
+        return shapes(integers, {"weights": target})
 
     def windows(self, config: TokenForecastConfig, series: Series) -> TokenWindows:
         return TokenWindows(series, config.data)

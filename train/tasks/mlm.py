@@ -186,7 +186,7 @@ PRESETS: dict[str, MlmConfig] = {
     "roberta-brl": _base(BRLConfig(window=128, num_compressed=128, beta=0.5)),
     "roberta-flash-quad": _base(GAUConfig(), layers=24),
     "roberta-flash": _base(FlashConfig(), layers=24),
-    "roberta-long-short": _base(LongShortConfig()),
+    "roberta-long-short": _base(LongShortConfig(num_projected=32)),
     "roberta-performer": _base(PerformerConfig()),
     "roberta-linear": _base(LinearConfig()),
     "roberta-linear-unscaled": _base(LinearConfig(normalize=False)),

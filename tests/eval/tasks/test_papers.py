@@ -17,7 +17,7 @@ TABLE = PaperTable(
     "A paper, table 1",
     "lm",
     {"PPL (val)": "val_perplexity", "PPL (test)": "test_perplexity"},
-    {"first": (NAME, 20.5, None), "second": ("wikitext103-full", 1.0, 2.0), "third": ("", 3.0, 4.0)},
+    {"first": (NAME, 20.5, None), "second": ("wikitext103-local", 1.0, 2.0), "third": ("", 3.0, 4.0)},
 )
 
 
@@ -37,12 +37,15 @@ def test_runs_stand_next_to_the_papers_figures(tmp_path):
     for seed, config, loss in ((0, preset, 0.0), (1, smaller, 1.0)):
         _run(tmp_path / NAME / str(seed), config, steps=7, loss=loss)
     _run(tmp_path / "another", preset, steps=5, loss=1.0)
+    _run(tmp_path / "wikitext103-local-12", PRESETS["wikitext103-local"], steps=5, loss=1.0)
+    # A preset of its own, not a seed.
+    _run(tmp_path / "wikitext103-local-64", PRESETS["wikitext103-local-64"], steps=5, loss=1.0)
     (tmp_path / NAME / "0" / "lm_test.json").write_text('{"perplexity": 3.25, "split": "test"}')
     shown = papers.beside_runs(TABLE, tmp_path)
     assert shown.rows == [
         ("first", NAME, "20.5", "1", "-", "3.25", "7", ""),
         ("first", NAME, "20.5", "2.718", "-", "-", "7", "steps 100000 -> 7, d_model 512 -> 64"),
-        ("second", "wikitext103-full", "1.0", "-", "2.0", "-", "-", "-"),
+        ("second", "wikitext103-local", "1.0", "2.718", "2.0", "-", "5", ""),
         ("third", "-", "3.0", "-", "4.0", "-", "-", "-"),
     ]
 
