@@ -120,6 +120,10 @@ class StackConfig(Checked):
                     raise ValueError(
                         f"{name} must be {alone!r} without a late_mechanism, got {getattr(self, name)!r}"
                     )
+        elif self.early_layers is None and self.num_layers == 1 and self.schedule != "parallel":
+            raise ValueError(
+                f"num_layers must be at least 2 with schedule {self.schedule!r} of two mechanisms, got 1"
+            )
         elif self.early_layers is not None:
             if self.schedule == "parallel":
                 raise ValueError(

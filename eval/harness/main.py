@@ -21,7 +21,7 @@ from train.cli.main import keep_programs
 from train.cli.options import parse_options
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import flatten
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.engine.storage import as_os_errors, write_whole
 from train.tasks.task import Task, find_runs, read_config
@@ -123,7 +123,7 @@ class Evaluation(Generic[P]):
                 with as_os_errors():
                     write_whole(path, json.dumps(kept, indent=1) + "\n")
             except OSError as error:  # a full disk, or somebody else's run
-                log(f"{self.name}: the measures are not kept in {path}: {error.strerror or one_line(error)}")
+                log(f"{self.name}: the measures are not kept in {path}: {reason(error)}")
         return measured
 
     def _is_standard(self, options: P) -> bool:

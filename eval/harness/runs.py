@@ -13,7 +13,7 @@ from etils import epath
 from brl_jax.json_files import check_regular
 from train.cli.summary import num_parameters
 from train.engine.checkpoint import Checkpoints
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.engine.storage import check_client, is_remote
 from train.engine.throughput import step_flops
@@ -57,7 +57,7 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
             regular_file("--workdir", str(path))
         task, config = read_config(tasks, path)
     except OSError as error:
-        raise UserError(f"--workdir: cannot read {path}: {error.strerror}") from error
+        raise UserError(f"--workdir: cannot read {path}: {reason(error)}") from error
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir))
     cache = getattr(config.data, "cache_dir", None)
     if cache is not None and not is_remote(cache) and not Path(cache).expanduser().is_dir():

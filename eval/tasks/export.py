@@ -29,7 +29,7 @@ from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import Run, open_run
 from train.cli.options import parse_options
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.tasks.every import TASKS
 
@@ -68,8 +68,10 @@ def main(argv: Sequence[str]) -> None:
                 save_export(options.out, run.params, config, step=run.step, **shared)
         except UserError:
             raise
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except FileExistsError as error:
             raise UserError(f"--out: {error}") from error
+        except OSError as error:
+            raise UserError(f"--out: cannot write {options.out}: {reason(error)}") from error
         except ImportError as error:
             raise UserError(str(error)) from error
         except ValueError as error:

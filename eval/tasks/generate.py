@@ -33,7 +33,7 @@ from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from train.cli.options import parse_options
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.tasks.lm import LM
 
@@ -104,7 +104,7 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
             text = file.read_bytes().decode("utf-8-sig")  # keeps \r\n, as training does
             prompts.append(("--prompt_file", text))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
+            raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {reason(error)}") from error
     if not prompts:
         raise UserError("--prompt: expected a text to continue, got none")
     return prompts

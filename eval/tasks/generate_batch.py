@@ -26,7 +26,7 @@ from rich.progress import Progress
 from brl_jax.batching import Request, generate_requests
 from eval.harness.runs import regular_file
 from train.data.tokenizers.base import Tokenizer, continuation
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.storage import write_whole
 
 _KEYS = ("prompt", "max_tokens", "id")
@@ -60,7 +60,7 @@ def read_lines(path: Path, max_tokens: int) -> list[Line]:
     try:
         rows = regular_file("--batch", str(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--batch: cannot read {path}: {error}") from error
+        raise UserError(f"--batch: cannot read {path}: {reason(error)}") from error
     lines = [_line(path, i, row, max_tokens) for i, row in enumerate(rows) if row.strip()]
     if not lines:
         raise UserError(f"--batch: expected a prompt in {path}, got none")
@@ -214,7 +214,7 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
     try:
         number, name = tempfile.mkstemp(prefix=f"{out.name}.", suffix=".part", dir=out.parent)
     except OSError as error:
-        raise UserError(f"--out: cannot write {out}: {error.strerror}") from error
+        raise UserError(f"--out: cannot write {out}: {reason(error)}") from error
     with os.fdopen(number, "w", encoding="utf-8") as file:
         _append(file, call)
     return Path(name), {}

@@ -11,11 +11,9 @@ import pytest
 import brl_jax
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
-from brl_jax.sharding import MeshConfig, make_mesh
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.options import _join_lines, parse, parse_options
-from train.cli.summary import beginning
 from train.engine.config import LoopConfig
 from train.engine.config_file import differences, flatten, from_json, to_json, write_json
 from train.engine.errors import UserError
@@ -241,17 +239,6 @@ def test_options_of_other_commands():
     assert parse_options(Options(), ["--data", "x"], prog="p", about="a") == Options("x")
     with pytest.raises(UserError, match=r"unknown option --dat: did you mean --data\?"):
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
-
-
-def test_a_warm_up_longer_than_the_run_is_said():
-    for steps, last in (
-        (50, "training: "),
-        (49, "learning rate: rising to the end, as --warmup_steps is 50, "),
-    ):
-        config = PRESETS["stdlib"]
-        config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=steps))
-        lines = beginning(config, parameters="", mesh=make_mesh(MeshConfig()), data="", tokens=1)
-        assert lines[-1].startswith(last)
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])

@@ -14,6 +14,7 @@ import eval.tasks.lm
 import train.lm
 import train.recall
 import train.tokenize
+from brl_jax.loading import load_run
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.bad_input.test_command_lines import run as command
@@ -102,6 +103,8 @@ def test_matching_brings_the_layers_nearer_and_moves_them_alone(run, teacher):
     assert {name for name in both if name.startswith("teacher/")} == {f"teacher/{name}" for name in trained}
     for name, value in trained.items():
         np.testing.assert_array_equal(both[f"teacher/{name}"], value)
+    with pytest.raises(ValueError, match=r"network must be one of DecoderLM, .* got 'TrainedAndNew'"):
+        load_run(run / "matching")
     moved = both["student/stack/layers_0/block_0/mixer/local/query/kernel"]
     assert not np.array_equal(moved, trained["stack/layers_0/block_0/mixer/query/kernel"])
 
@@ -230,6 +233,7 @@ def test_recall_is_converted_too(tmp_path):
     [
         ("--convert_from {new}", "--convert_from: no run there: {new}/config.json is missing"),
         ("--convert_from {recall}", "--convert_from: {recall} is of the task 'recall'; expected lm"),
+        ("--convert_from {export}", "--convert_from: no checkpoint in {export}/checkpoints"),
         ("--convert_from {moe}", "--convert_from: config.json: model_type must be one of"),
         ("--convert_from {run} --d_model 64", "--d_model has no effect with convert_from, whose network has it"),
         ("--convert_from {run} --tokenizer bytes", "--tokenizer has no effect with convert_from"),
@@ -244,12 +248,17 @@ def test_recall_is_converted_too(tmp_path):
     ],
 )  # fmt: skip
 def test_bad_input_is_a_line_and_status_2(teacher, text, tmp_path, monkeypatch, capsys, more, expected):
-    places = {"run": teacher} | {name: tmp_path / name for name in ("new", "recall", "moe")}
-    for name, values in (("recall", {"task": "recall"}), ("moe", {"model_type": "mixtral"})):
+    places = {"run": teacher} | {name: tmp_path / name for name in ("new", "recall", "moe", "export")}
+    exported = json.loads((teacher / "config.json").read_text())
+    for name, values in (
+        ("recall", {"task": "recall"}),
+        ("moe", {"model_type": "mixtral"}),
+        ("export", exported),
+    ):
         places[name].mkdir()
         (places[name] / "config.json").write_text(json.dumps(values))
     line = words(text, tmp_path / "run", *more.format(**places).split())
     status, err = command("train.lm", line, monkeypatch, capsys)
     assert status == 2
     assert expected.format(**places) in err.splitlines()[-1], err
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """Exit codes and messages of commands."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,14 @@ def test_without_the_extra_a_command_says_so(name):
     result = python("-S", "-m", name, "--help")  # -S: without the folder of installed packages
     message = f"{name}: the module optax is missing: pip install -e '.[train]'\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+
+
+def test_a_platform_that_jax_does_not_have(tmp_path):
+    words = ("--steps", "1", "--workdir", str(tmp_path / "run"))
+    result = python("-m", "train.lm", *words, JAX_PLATFORMS="gppu")
+    assert result.returncode == 2
+    assert re.fullmatch("train.lm: JAX finds no devices with JAX_PLATFORMS=gppu: .*'gppu'.*\n", result.stderr)
+    assert not (tmp_path / "run").exists()
 
 
 # `train/__init__.py` sets SIG_DFL during the imports.

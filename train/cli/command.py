@@ -15,7 +15,15 @@ from typing import Any
 
 import jax
 
-from train.engine.errors import RunError, Stopped, UserError, is_client_error, is_memory_shortage, one_line
+from train.engine.errors import (
+    RunError,
+    Stopped,
+    UserError,
+    is_client_error,
+    is_memory_shortage,
+    one_line,
+    reason,
+)
 from train.engine.metrics import as_started
 
 # <malloc.h> of glibc: parameters of mallopt.
@@ -24,6 +32,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # first step. `dynamic_slice_fusion` runs a kernel twice where a scan over layers keeps its result. docs/gpu.md has the
 # times.
 _OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
+
+
+def start(main: Callable[[Sequence[str]], None], name: str) -> None:
+    """How `python -m train.NAME` and `python -m eval.NAME` start: runs a command and exits."""
+    sys.exit(command(main, name))
 
 
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
@@ -55,11 +68,25 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
             return _report(name, f"out of memory: {one_line(error)}", 1)
         if isinstance(error, OSError):
             where = f" ({error.filename})" if error.filename else ""
-            return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
-        if not is_client_error(error):
+            return _report(name, f"{reason(error)}{where}", 1)
+        if is_client_error(error):
+            return _report(name, f"object storage: {one_line(error)}", 1)
+        problem = _no_devices()
+        if problem is None:
             raise
-        return _report(name, f"object storage: {one_line(error)}", 1)
+        return _report(name, problem, 2)
     return 0
+
+
+def _no_devices() -> str | None:
+    """What is wrong where JAX finds no devices, as with a misspelt JAX_PLATFORMS; None where it has some."""
+    try:
+        jax.local_devices()
+    except Exception as error:
+        # JAX knows some platforms whose package is missing, and then fails without a message.
+        why = f": {one_line(error)}" if str(error) else ""
+        return f"JAX finds no devices with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}{why}"
+    return None
 
 
 @contextlib.contextmanager

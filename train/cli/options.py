@@ -32,6 +32,7 @@ from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.metrics import as_started
 
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 T = TypeVar("T")
 R = TypeVar("R", bound=RunConfig)
 M = TypeVar("M", bound=StackConfig)
@@ -109,7 +110,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
     plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(complaint), plain:
+        with contextlib.redirect_stderr(complaint), plain, _REGISTRY:
             config, unknown = tyro.cli(
                 type(default),
                 prog=as_started(prog),
@@ -139,6 +140,23 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
         )
     _check_effects(config, argv)
     return config
+
+
+@_REGISTRY.primitive_rule
+def _none(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[None] | None:
+    """Reads None as tyro does, but shows "None|INT" in the help instead of "{None}|INT"."""
+    if kind.type is not type(None):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="None",
+        choices=("None",),
+        instance_from_str=lambda words: None,
+        is_instance=lambda value: value is None,
+        str_from_instance=lambda value: ["None"],
+    )
 
 
 def _join_lines(part: Any) -> None:

@@ -46,19 +46,16 @@ def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, toke
       config: its settings. parameters: their number, in words. mesh: the devices.
       data: the data in a few words. tokens: tokens of a step, with padding.
     """
-    loop, model, warmup = config.loop, config.model, config.optimizer.warmup_steps
+    loop, model = config.loop, config.model
     devices = mesh.devices.size
     divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"
     kind = mesh.devices.flat[0].device_kind
-    lines = [
+    return [
         f"model: {mechanism_names(model)}, layers {model.num_layers} x {model.d_model}, {parameters}",
         f"devices: {devices} ({kind}), mesh: {divided}",
         f"data: {data}",
         f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch} rows), in {loop.workdir}",
     ]
-    if warmup > loop.steps:
-        lines.append(f"learning rate: rising to the end, as --warmup_steps is {warmup:,}, more than --steps")
-    return lines
 
 
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:

@@ -27,7 +27,7 @@ from train.data.streams import TokenStreams
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.data.tokenizers.published import is_pretrained
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError, reason
 from train.engine.fields import Free
 from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
@@ -195,9 +195,7 @@ def load(
                 write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         option, place = ("--cache_dir", cache) if config.cache_dir else ("--workdir", run)
-        raise UserError(
-            f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
-        ) from error
+        raise UserError(f"{option}: cannot write under {place}: {reason(error)}") from error
     return tokenizer, _with_stream(config, splits, tokenizer) | opened
 
 
@@ -239,7 +237,7 @@ def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Se
 
 
 def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
-    return (run / _TOKENIZER).exists() and load_tokenizer(run).digest != tokenizer.digest
+    return (run / _TOKENIZER).exists() and not load_tokenizer(run).equals(tokenizer)
 
 
 def _load_mixture(
@@ -263,7 +261,7 @@ def _load_mixture(
         place = epath.Path(workdir) / "mixture" / str(number)
         loaded.append(load(part, place, splits, is_part=True))
     tokenizer = loaded[0][0]
-    other = next((text for text, each in zip(weights, loaded) if each[0].digest != tokenizer.digest), None)
+    other = next((text for text, each in zip(weights, loaded) if not each[0].equals(tokenizer)), None)
     if other is not None:
         raise UserError(f"--data mix: {other} has another tokenizer than {next(iter(weights))}")
     _keep_tokenizer(config.data, tokenizer, epath.Path(workdir), splits)

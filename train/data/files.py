@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from brl_jax.json_files import check_regular
-from train.engine.errors import UNREADABLE, UserError, one_line
+from train.engine.errors import UNREADABLE, UserError, reason
 from train.engine.storage import beside
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
         try:
             stat = path.stat()
         except OSError as error:
-            raise UserError(f"--data_dir: expected {path}: {error.strerror}") from error
+            raise UserError(f"--data_dir: expected {path}: {reason(error)}") from error
         stats.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
     return stats
 
@@ -64,9 +64,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except ValueError as error:
         raise UserError(f"--data_dir: {error}") from error
     except UNREADABLE as error:
-        raise UserError(
-            f"--data_dir: {path} cannot be read (a truncated file?): {one_line(error)}"
-        ) from error
+        raise UserError(f"--data_dir: {path} cannot be read (a truncated file?): {reason(error)}") from error
 
 
 def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T]) -> Iterator[T]:
@@ -140,6 +138,6 @@ def writing_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         yield aside
         aside.rename(target)
     except OSError as error:
-        raise UserError(f"--out: cannot write {target}: {error.strerror or one_line(error)}") from error
+        raise UserError(f"--out: cannot write {target}: {reason(error)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -31,7 +31,7 @@ from train.data.json_lines import Line, documents
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
 from train.data.tokenizers.base import NotUtf8
-from train.engine.errors import UNREADABLE, UserError, one_line
+from train.engine.errors import UNREADABLE, UserError, one_line, reason
 from train.engine.storage import as_os_errors, is_remote
 
 _EXPECTED = (
@@ -121,7 +121,7 @@ def _reading(file: _File) -> Iterator[None]:
         with as_os_errors():
             yield
     except UNREADABLE as error:
-        raise UserError(f"--data: cannot read {file.address}: {error}") from error
+        raise UserError(f"--data: cannot read {file.address}: {reason(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)

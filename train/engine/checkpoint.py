@@ -31,7 +31,7 @@ from brl_jax.checkpoints import (
     steps_in,
 )
 from brl_jax.sharding import parameter_shardings
-from train.engine.errors import RunError, UserError, is_memory_shortage, one_line
+from train.engine.errors import RunError, UserError, is_memory_shortage, one_line, reason
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
 from train.engine.storage import absolute, as_os_errors, move, write_whole
@@ -172,9 +172,7 @@ class Checkpoints:
             with as_os_errors():
                 return steps_in(self.folder)
         except OSError as error:
-            raise UserError(
-                f"--workdir: cannot read {self.folder}: {error.strerror or one_line(error)}"
-            ) from error
+            raise UserError(f"--workdir: cannot read {self.folder}: {reason(error)}") from error
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
         """The newest intact checkpoint, or None in a new folder.

@@ -15,7 +15,7 @@ from flax import traverse_util
 from brl_jax.configuration import configuration
 from brl_jax.json_files import read_json
 from brl_jax.layers import MECHANISMS, Mechanism
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.fields import Mark, marked
 from train.engine.storage import as_os_errors, write_whole
 
@@ -133,6 +133,6 @@ def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
     except OSError as error:
-        raise UserError(f"--workdir: {os.fspath(path)} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"--workdir: {os.fspath(path)} cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise UserError(f"--workdir: {error}") from error

@@ -63,3 +63,8 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     text = re.sub(r"^\[Errno \d+\] ", "", " ".join(str(error).split())) or type(error).__name__
     half = (limit - 5) // 2
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
+
+
+def reason(error: BaseException) -> str:
+    """Why a file cannot be read or written, for a message that names it already."""
+    return getattr(error, "strerror", None) or one_line(error)

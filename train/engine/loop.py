@@ -28,7 +28,7 @@ from train.engine.batch import HeldOut, Stream, num_tokens, stacked
 from train.engine.checkpoint import Checkpoints
 from train.engine.config import LoopConfig
 from train.engine.config_file import write_json
-from train.engine.errors import RunError, Stopped, UserError, one_line
+from train.engine.errors import RunError, Stopped, UserError, one_line, reason
 from train.engine.evaluation import Best, evaluate, held_out_metrics
 from train.engine.hosts import ending_together, is_lead, preempted
 from train.engine.mesh import TrainingPrograms, place_batch, training_programs
@@ -109,8 +109,9 @@ def train(
         metrics_log = _open_folder(loop, config, int(state.step) - (unfinished is not None))
         for text in introduction:
             log(text)
-        if meta is not None:
-            log(resuming(int(state.step), loop.steps, meta["config"]["loop"]["steps"]))
+        before = None if meta is None else meta["config"]["loop"]["steps"]
+        for text in outlook(int(state.step), loop.steps, before, optimizer_config.warmup_steps):
+            log(text)
 
         stack.enter_context(WATCHDOG.watching(loop.workdir))
         profiler = stack.enter_context(contextlib.closing(Profiler(loop.profile, loop.workdir)))
@@ -412,8 +413,7 @@ def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) ->
             wandb_config=config if loop.log == "wandb" else None,
         )
     except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise UserError(f"--workdir: cannot write under {loop.workdir}: {reason}") from error
+        raise UserError(f"--workdir: cannot write under {loop.workdir}: {reason(error)}") from error
 
 
 def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
@@ -428,14 +428,21 @@ def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
     )
 
 
-def resuming(step: int, steps: int, before: int) -> str:
-    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`; its last command had
-    `before` as its steps."""
+def outlook(step: int, steps: int, before: int | None, warmup: int) -> list[str]:
+    """The lines about a run that begins at `step` and ends at `steps`.
+
+    Args:
+      before: the steps of its last command; None for a new run.
+      warmup: the steps of the learning rate's warm-up.
+    """
     if step == steps:
-        return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
-    text = f"resuming from step {step} of {steps}"
-    if steps == before:
-        return text
-    return (
-        f"{text}; --steps was {before}, and from here on the learning rate is that of a run of {steps} steps"
-    )
+        return [f"nothing is left to train: the run is at step {step}, and --steps is {steps}"]
+    lines = []
+    if before is not None:
+        follows = (
+            f"; --steps was {before}, and from here on the learning rate is that of a run of {steps} steps"
+        )
+        lines.append(f"resuming from step {step} of {steps}{'' if steps == before else follows}")
+    if warmup > steps:
+        lines.append(f"learning rate: rising to the end, as --warmup_steps is {warmup:,}, more than --steps")
+    return lines

@@ -28,7 +28,7 @@ from rich.progress import (
 )
 
 from brl_jax.json_files import parse_json
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError, reason
 from train.engine.hosts import is_lead
 from train.engine.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
 from train.engine.tensorboard_log import TensorboardLog
@@ -210,7 +210,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 raise UserError(f"--workdir: {path} is missing")
             return [values for _, values in _whole_lines(path)]
     except OSError as error:
-        raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error
+        raise UserError(f"--workdir: {path} cannot be read: {reason(error)}") from error
 
 
 def _whole_lines(path: epath.Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -244,8 +244,8 @@ class Reporter:
 
     def __init__(self, steps: int, start: int):
         self._steps = steps
-        self._start = start
-        self._began, self._last_line = time.monotonic(), -math.inf
+        self._first: tuple[int, float] | None = None
+        self._last_line = -math.inf
         self._progress: Progress | None = None
         if _CONSOLE.is_terminal and is_lead():
             self._progress = Progress(
@@ -277,16 +277,17 @@ class Reporter:
             note += f"  held-out loss {line['val_loss']:.4f}"
             note += f", accuracy {line['val_accuracy']:.1%}" if "val_accuracy" in line else ""
         now = time.monotonic()
+        self._first = self._first or (step, now)
+        first, began = self._first
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
             if "val_loss" in line:
                 log(f"step {step}: {note}")
         elif "val_loss" in line or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            left = (
-                (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
-            )
-            log(f"step {step}/{self._steps}  {note}  {clock(left)} left")
+            # The first step's time is its program's, which had to be compiled.
+            left = (now - began) / (step - first) * (self._steps - step) if step > first else 0
+            log(f"step {step}/{self._steps}  {note}{f'  {clock(left)} left' if left else ''}")
 
     def busy(self, note: str) -> None:
         """Shows what the run does between steps."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from etils import epath
 
-from train.engine.errors import UserError, is_client_error, one_line
+from train.engine.errors import UserError, is_client_error, one_line, reason
 
 P = TypeVar("P", Path, epath.Path)
 
@@ -40,6 +40,8 @@ def check_address(name: str, path: str) -> None:
     Args:
       name: the option, for the message.
     """
+    if path.encode(errors="replace").decode() != path:  # Orbax cannot write there
+        raise ValueError(f"{name} must be a path in UTF-8, got {path!r}")
     scheme, mark, rest = path.partition("://")
     if mark and (scheme not in SCHEMES or "/" not in rest.strip("/")):
         raise ValueError(f"{name} must be a local folder or gs://BUCKET/FOLDER, got {path!r}")
@@ -163,7 +165,7 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
     try:
         try_to_write(folder)
     except OSError as error:
-        raise UserError(f"{option}: cannot write under {folder}: {error.strerror}") from error
+        raise UserError(f"{option}: cannot write under {folder}: {reason(error)}") from error
 
 
 def user_cache() -> Path:

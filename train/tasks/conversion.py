@@ -157,9 +157,10 @@ def teacher_of(config: ConvertibleConfig) -> Teacher:
         raise UserError(f"--convert_from: {folder} is of the task {task!r}; expected {config.task}")
     values.pop("network", None)
     run = from_json(type(config), values, f"--convert_from: {folder}/config.json")
+    checkpoints = Checkpoints(epath.Path(folder) / "checkpoints", log=log)
+    checkpoints.choose("best", option="--convert_from")  # now, because reading the data may take minutes
 
     def load(mesh: Mesh) -> Any:
-        checkpoints = Checkpoints(epath.Path(folder) / "checkpoints", log=log)
         step, params = checkpoints.read_params(_init(run.model), "best", option="--convert_from", mesh=mesh)
         log(f"weights of {folder}, step {step}")
         return params
@@ -285,8 +286,15 @@ def matching_objective(config: ConvertibleConfig) -> Objective:
     return Objective(_both(config.model, teacher), loss, start=start, trained=own_parameters)
 
 
+class TrainedAndNew:
+    """The two networks of a matching, which `matching_objective` makes. `load_run` refuses a run of that name."""
+
+
 class Matching:
     """The run that matches the layers, as a mixin before the class of a task, whose data it reads."""
+
+    def model(self, config: Any) -> TrainedAndNew:
+        return TrainedAndNew()
 
     def objective(self, model: Any, config: Any) -> Objective:
         return matching_objective(config)

@@ -203,7 +203,7 @@ class LmTask(TextTask[LmConfig]):
     def load(self, config: LmConfig, splits: Sequence[str]) -> LmData:
         theirs = _tokenizer_of_run(config) if "train" in splits else None
         tokenizer, corpora = load(config.data, config.loop.workdir, splits, given=theirs)
-        if theirs is not None and tokenizer.digest != theirs.digest:
+        if theirs is not None and not tokenizer.equals(theirs):
             raise UserError(
                 f"--convert_from: {config.convert_from} has another tokenizer than {config.data.data}"
             )

@@ -1,5 +1,6 @@
 """Tokenizers: round trips, and byte counts that add up to the text for every tokenizer."""
 
+import json
 import os
 from pathlib import Path
 
@@ -178,6 +179,22 @@ def test_saved_and_loaded_it_is_the_same(spec, tmp_path):
     pair = [list(encoded(t, [b"the mat\n"])[0]) for t in (loaded, TOKENIZERS[spec])]
     assert pair[0] == pair[1]
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
+def test_a_copy_has_the_same_tokens(tmp_path):
+    """`eval.export` adds fields to tokenizer_config.json, and a run names the copy by its path."""
+    learnt = make("bpe:300")
+    learnt.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **json.loads(path.read_text())})
+    )
+    copy = train_tokenizer(f"{tmp_path}/tokenizer.json", lambda: [])
+    assert copy.digest != learnt.digest
+    assert copy.equals(learnt)
+    assert not copy.equals(make("bpe:300", "another text of other words"))
+    assert not make("bytes").equals(make("words"))
+    assert make("words:2").equals(make("words:2"))
 
 
 def test_a_tokenizer_out_of_reach_names_one_of_its_size(monkeypatch):

@@ -16,7 +16,7 @@ from train.data.lra import image, listops, pathfinder, retrieval, text
 from train.data.lra.batches import default_buckets
 from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.fields import Decided, Free
 from train.engine.storage import check_local
 
@@ -215,5 +215,5 @@ def load(
             )
         except OSError as error:
             option = "--cache_dir" if config.cache_dir else "--workdir"
-            raise UserError(f"{option}: cannot write under {folder}: {error.strerror or error}") from error
+            raise UserError(f"{option}: cannot write under {folder}: {reason(error)}") from error
     return source, opened

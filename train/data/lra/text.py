@@ -12,7 +12,7 @@ from brl_jax.json_files import parse_json
 from train.data.files import SPLIT_OF, belongs, file_stats, numbered_lines, parsed, rows_of
 from train.data.lra.examples import Source, digest, in_chunks
 from train.data.named_sources import open_tfds
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 
 NUM_CLASSES = 2
 _CLASSES = ("neg", "pos")
@@ -104,4 +104,4 @@ def _read_reviews(files: list[tuple[Path, int]], split: str) -> Iterator[tuple[b
             try:
                 yield path.read_bytes(), label
             except OSError as error:
-                raise UserError(f"--data_dir: cannot read {path}: {error.strerror}") from error
+                raise UserError(f"--data_dir: cannot read {path}: {reason(error)}") from error

@@ -79,8 +79,12 @@ class Tokenizer(abc.ABC):
         return hashlib.sha256(json.dumps([self.spec, self._payload()]).encode()).hexdigest()
 
     def equals(self, other: Tokenizer) -> bool:
-        """Whether another tokenizer gives every text the same tokens; their names may be the paths of two copies."""
-        return type(self) is type(other) and self._payload() == other._payload()
+        """Whether another tokenizer has the same tokens. It may have another name, as the path of a copy, and other
+        fields in CONFIG, as in an export."""
+        mine, theirs = (
+            {name: text for name, text in each._payload().items() if name != CONFIG} for each in (self, other)
+        )
+        return mine == theirs
 
     @abc.abstractmethod
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
