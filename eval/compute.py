@@ -1,7 +1,7 @@
 """Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png]."""
 
-from eval.harness.entry import start
 from eval.studies.compute import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.compute")

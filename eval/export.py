@@ -1,7 +1,7 @@
 """Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR."""
 
-from eval.harness.entry import start
 from eval.tasks.export import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.export")

@@ -1,7 +1,7 @@
 """Compares forecasts on the test split with naive ones: python -m eval.forecast --workdir DIR [DIR ...]."""
 
-from eval.harness.entry import start
 from eval.tasks.forecast import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.forecast")

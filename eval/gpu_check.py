@@ -1,7 +1,7 @@
 """Whether the kernels are right and how fast they are on this machine's GPU: python -m eval.gpu_check."""
 
 from eval.chips.gpu_check import main
-from eval.harness.entry import start
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.gpu_check")

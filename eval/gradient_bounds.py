@@ -1,7 +1,7 @@
 """Compares gradients by attention scores with their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...]."""
 
-from eval.harness.entry import start
 from eval.studies.gradient_bounds import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.gradient_bounds")

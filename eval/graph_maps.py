@@ -1,7 +1,7 @@
 """What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png]."""
 
-from eval.harness.entry import start
 from eval.studies.graph_maps import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.graph_maps")

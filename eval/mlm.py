@@ -1,7 +1,7 @@
 """Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR."""
 
-from eval.harness.entry import start
 from eval.tasks.mlm import main
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.mlm")

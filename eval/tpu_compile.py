@@ -1,7 +1,7 @@
 """Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile."""
 
 from eval.chips.tpu_compile import main
-from eval.harness.entry import start
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.tpu_compile")

@@ -1,7 +1,7 @@
 """Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule."""
 
 from eval.chips.tpu_schedule import main
-from eval.harness.entry import start
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.tpu_schedule")

@@ -1,7 +1,7 @@
 """The versions of the libraries in an environment: python -m eval.versions."""
 
 from eval.chips.versions import main
-from eval.harness.entry import start
+from train.cli.command import start
 
 if __name__ == "__main__":
     start(main, "eval.versions")

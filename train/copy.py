@@ -9,13 +9,12 @@ other lengths too.
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.copy import COPY
 
 main = functools.partial(train_main, [COPY], name="train.copy")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.copy"))
+    start(main, "train.copy")

@@ -12,13 +12,12 @@ metrics.jsonl and checkpoints/; the same command again resumes the run where it 
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.forecast import FORECAST_TASKS
 
 main = functools.partial(train_main, FORECAST_TASKS, name="train.forecast")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.forecast"))
+    start(main, "train.forecast")

@@ -7,13 +7,12 @@ tfds or hf. Every tenth training example is held out to choose the checkpoint; G
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.glue import GLUE
 
 main = functools.partial(train_main, [GLUE], name="train.glue")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.glue"))
+    start(main, "train.glue")

@@ -7,13 +7,12 @@ format of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, labe
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.graph import GRAPH
 
 main = functools.partial(train_main, [GRAPH], name="train.graph")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.graph"))
+    start(main, "train.graph")

@@ -7,13 +7,12 @@ sample of what the model has learnt.
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.lm import LM
 
 main = functools.partial(train_main, [LM], name="train.lm")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.lm"))
+    start(main, "train.lm")

@@ -9,9 +9,8 @@ it stopped, bit for bit as if it had not stopped. `python -m eval.lra --workdir 
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -20,4 +19,4 @@ from train.tasks.lra_trace import LRA_TRACE
 main = functools.partial(train_main, [LRA, LRA_DENOISE, LRA_TRACE], name="train.lra")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.lra"))
+    start(main, "train.lra")

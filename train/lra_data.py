@@ -6,10 +6,9 @@ object with the number of examples written, and the number a minute.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.options import parse_options
 from train.data.lra.release import ReleaseOptions, write_release
 
@@ -21,4 +20,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.lra_data"))
+    start(main, "train.lra_data")

@@ -8,13 +8,12 @@ eval.mlm --workdir DIR` measures it.
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.mlm import MLM
 
 main = functools.partial(train_main, [MLM], name="train.mlm")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.mlm"))
+    start(main, "train.mlm")

@@ -7,13 +7,12 @@ resumes the run where it stopped, bit for bit. `python -m eval.recall --workdir 
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.recall import RECALL
 
 main = functools.partial(train_main, [RECALL], name="train.recall")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.recall"))
+    start(main, "train.recall")

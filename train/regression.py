@@ -8,13 +8,12 @@ holds config.json, metrics.jsonl and checkpoints/; the same command again resume
 """
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.regression import REGRESSION
 
 main = functools.partial(train_main, [REGRESSION], name="train.regression")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.regression"))
+    start(main, "train.regression")

@@ -6,10 +6,9 @@ the tokens of a part of it and is complete or does not exist. The same command a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.options import parse_options
 from train.data.write_shards import TokenizeOptions, write_shards
 
@@ -21,4 +20,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.tokenize"))
+    start(main, "train.tokenize")

@@ -19,7 +19,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.harness.entry import start
 from eval.harness.output import json_path, make_folder
 from eval.speed import generation, report, tracing
 from eval.speed.functions import has_torch
@@ -27,6 +26,7 @@ from eval.speed.levels import LEVELS, CheckedOptions
 from eval.speed.measure import measure, sigterm_interrupts
 from eval.speed.options import SpeedOptions
 from eval.speed.pictures import draw
+from train.cli.command import start
 from train.cli.options import parse_options
 from train.engine.errors import RunError
 

@@ -76,8 +76,11 @@ def measures(workdir: Path) -> dict[str, float]:
 def other_settings(task: Task[Any, Any], preset: Any, config: Any) -> list[str]:
     """The settings in which a run's configuration differs from a preset's, the seed and what the data decide left
     out."""
-    decided = frozenset(marked(task.config_class, Mark.DECIDED))
-    return differences(compared(task, preset), compared(task, config), decided)
+    theirs, sized = compared(task, preset), compared(task, task.sized(preset))
+    decided = {name for name, value in sized.items() if theirs.get(name) != value}
+    return differences(
+        theirs, compared(task, config), decided | frozenset(marked(task.config_class, Mark.DECIDED))
+    )
 
 
 def beside_runs(table: PaperTable, folder: Path) -> Table:

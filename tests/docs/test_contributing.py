@@ -28,16 +28,15 @@ from brl_jax.layers.core.protocol import Mechanism, MechanismLayer
 _PARITY = '''"""Trains the new task."""
 
 import functools
-import sys
 
-from train.cli.command import command
+from train.cli.command import start
 from train.cli.main import train_main
 from train.tasks.parity import PARITY
 
 main = functools.partial(train_main, [PARITY], name="train.parity")
 
 if __name__ == "__main__":
-    sys.exit(command(main, "train.parity"))
+    start(main, "train.parity")
 '''
 _BACKEND = """
 from brl_jax.attention.local.reference import local_attention

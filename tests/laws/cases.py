@@ -172,7 +172,7 @@ VARIANTS: dict[str, dict[str, tuple[str | None, dict[str, Any]]]] = {
     },
     "bilinear_mlr": {
         "": _case(),
-        "bare": _case("bilinear_mlr", ranks=(3, 1), normalize=False, limit_weights=False),
+        "bare": _case("bilinear_mlr", ranks=(3, 1), normalize=False, limit_weights=False, score_scale=2.0),
     },
     "bilinear_btt": {
         "": _case("bilinear_mlr"),

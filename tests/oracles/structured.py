@@ -66,7 +66,7 @@ def mlr_mix(u, p, m, d):
         for rank, size in zip(m.ranks, sizes):
             own = slice(first, first + rank)
             same = np.ones((n, n)) if size is None else places[:, None] // size == places // size
-            scores = scores + same * (q[:, a, own] @ k[:, b, own].T) * m.score_scale / rank
+            scores = scores + same * (q[:, a, own] @ k[:, b, own].T) * score_scale(m, rank)
             first += rank
         heads.append(softmax(scores, full_mask(n, d, m)) @ v[:, b])
     return merge(heads, p)
@@ -103,6 +103,10 @@ def bilinear_mix(features):
     return mix
 
 
+def score_scale(m, features):
+    return 1 / math.sqrt(features) if m.score_scale is None else m.score_scale / features
+
+
 def bilinear_mlr_features(u, p, m, d, head):
     ranks = (1, 1, 1, 1) if m.ranks is None else m.ranks
     sides = []
@@ -118,7 +122,7 @@ def bilinear_mlr_features(u, p, m, d, head):
             if m.normalize:
                 level_features = layer_norm(level_features, {"scale": p[f"{side}_norm_{level}"]})
             if side == "query":
-                level_features = level_features * m.score_scale / math.sqrt(blocks * rank)
+                level_features = level_features * score_scale(m, blocks * rank)
             columns.append(level_features)
         sides.append(np.concatenate(columns, 1))
     return sides
@@ -143,7 +147,7 @@ def bilinear_btt_features(u, p, m, d, head):
     keys = u @ btt_dense(right, left).T
     if m.normalize:
         keys = layer_norm(keys, {"scale": p["key_norm"]})
-    return u * m.score_scale / math.sqrt(u.shape[1]), keys
+    return u * score_scale(m, u.shape[1]), keys
 
 
 def global_window_mix(u, p, m, d):
@@ -161,8 +165,7 @@ def global_window_mix(u, p, m, d):
         weights = 0
         for own, mask in ((slice(0, first), full_mask(n, d, m)), (slice(first, None), near)):
             scores, rank = q[:, a, own] @ k[:, b, own].T, q[:, a, own].shape[1]
-            scale = 1 / math.sqrt(rank) if m.score_scale is None else m.score_scale / rank
-            weights = weights + softmax(scores * scale, mask)
+            weights = weights + softmax(scores * score_scale(m, rank), mask)
         heads.append(weights @ v[:, b])
     return merge(heads, p)
 

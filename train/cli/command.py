@@ -36,6 +36,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
 
 
+def start(main: Callable[[Sequence[str]], None], name: str) -> None:
+    """How `python -m train.NAME` and `python -m eval.NAME` start: runs a command and exits."""
+    sys.exit(command(main, name))
+
+
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     """Runs a command on the program's arguments and returns its exit status.
 

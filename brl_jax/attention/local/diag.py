@@ -73,8 +73,8 @@ def init_diag_state(
 def diag_attention(
     query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
     scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
-    implementation: Implementation | None = None, return_state: Literal[False] = False,
+    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, return_state: Literal[False] = False,
+    count: Array | int | None = None, implementation: Implementation | None = None,
 ) -> Array: ...  # fmt: skip
 
 
@@ -82,8 +82,8 @@ def diag_attention(
 def diag_attention(
     query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
     scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, count: Array | int | None = None,
-    implementation: Implementation | None = None, return_state: Literal[True],
+    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, return_state: Literal[True],
+    count: Array | int | None = None, implementation: Implementation | None = None,
 ) -> tuple[Array, DiagState]: ...  # fmt: skip
 
 
@@ -100,9 +100,9 @@ def diag_attention(
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     state: DiagState | None = None,
+    return_state: bool = False,
     count: Int[Array, ""] | int | None = None,
     implementation: Implementation | None = None,
-    return_state: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DiagState]:
     """Attention of each token to the tokens of its block, i // block_size; O(T block_size) time and memory.
 
@@ -120,15 +120,15 @@ def diag_attention(
       key, value: (B, T, K, H) and (B, T, K, V) in query's dtype; K divides N.
       block_size: the number of tokens in a block; the last block may be shorter.
       score: "softmax", or "relu", whose weights are not normalised.
-      is_causal: query i sees only keys up to i.
       scale: multiplies the scores; 1 / sqrt(H) by default.
+      is_causal: query i sees only keys up to i.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
       state: the tokens of earlier calls, from `init_diag_state` or such a call; needs is_causal=True and no lengths.
         Any number of tokens may follow, such as one.
+      return_state: also return the `DiagState` after these tokens.
       count: with state or return_state, how many of the T tokens exist, from the first one; None for all. The outputs
         of the others are undefined.
       implementation: None or "xla"; products of whole blocks need no kernel.
-      return_state: also return the `DiagState` after these tokens.
 
     Returns:
       (B, T, N, V) in query's dtype; scores and sums are float32. With return_state, also a `DiagState`.

@@ -89,10 +89,10 @@ def linear_attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     *,
-    is_causal: bool = False,
     normalize: bool = True,
     feature_map: FeatureMap = "elu+1",
     log_decay: Float[Array, " K"] | Float[Array, "B T K"] | Float[Array, "B T K H"] | None = None,
+    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
@@ -125,12 +125,12 @@ def linear_attention(
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) and (B, S, K, V) of the same dtype. K divides N: N / K consecutive query heads share
         a key head. S = T if causal.
-      is_causal: query i sees only the keys up to i.
       normalize: divides by the sum of the weights.
       feature_map: phi, one of "elu+1" (always positive), "elu", "relu" or "identity".
       log_decay: (K,), (B, T, K) or (B, T, K, H), floating point, at most 0: the logarithm of the factor by which a
         key head's state shrinks, for all tokens, per token, or per token and feature; -inf empties it. Needs
         is_causal=True and normalize=False.
+      is_causal: query i sees only the keys up to i.
       key_value_seq_lengths: (B,) ints; keys at and after the length are padding. Padding may contain anything, even
         NaN, and reaches neither the result nor the state.
       segment_ids: (B, T) ints; a query sees only the keys of its segment, a run of equal ids. An id that recurs

@@ -23,11 +23,11 @@ def norm_attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     *,
-    is_causal: bool = False,
     feature_map: FeatureMap = "elu+1",
     norm: Norm = "rms",
     norm_scale: Float[Array, "N V"] | None = None,
     epsilon: NonNegative = 1e-5,
+    is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
@@ -48,11 +48,11 @@ def norm_attention(
 
     Args:
       query, key, value: as for `linear_attention`.
-      is_causal: query i sees only the keys up to i.
       feature_map: phi, one of "elu" (TransNormer T1), "elu+1" (T2), "relu" or "identity".
       norm: "rms" or "layer" (which subtracts the mean first).
       norm_scale: (N, V), multiplies the normalised outputs; 1 by default.
       epsilon: added to the mean square.
+      is_causal: query i sees only the keys up to i.
       key_value_seq_lengths, segment_ids, positions, rope_theta, chunk_size, implementation: as for `linear_attention`.
       state: from `init_linear_state(..., normalize=False)` or an earlier call; causal only.
       return_state: also return the state after these tokens.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +14,7 @@ from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.attention.structured.mlr_levels import feature_scales
 from brl_jax.fields import Count, declared
 
 # A BTT is cheap only if the two factors of the width are similar.
@@ -79,7 +79,8 @@ def bilinear_mlr_attention(
     query = bilinear_mlr_features(x, query_weights, norm_scales=query_norm_scales, normalize=normalize)
     key = bilinear_mlr_features(x, key_weights, norm_scales=key_norm_scales, normalize=normalize)
     scale = check_scale(1.0 if scale is None else scale, x.shape[2])
-    query = query * bilinear_mlr_scales(query_weights, scale, x.dtype)
+    counts = bilinear_mlr_counts(query_weights)
+    query = query * feature_scales(counts, [scale / math.sqrt(count) for count in counts], x.dtype)
     return feature_attention(
         query, key, value, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, implementation=implementation,
@@ -117,11 +118,9 @@ def bilinear_mlr_features(
     return jnp.concatenate(levels, -1)
 
 
-def bilinear_mlr_scales(weights: Sequence[Array], scale: float, dtype: Any) -> Float[Array, "1 1 1 F"]:
-    """scale / sqrt(r_l p_l) for each feature, in the order of `bilinear_mlr_features`."""
-    counts = [weight.shape[0] * weight.shape[3] for weight in weights]
-    parts = [jnp.full((1, 1, 1, count), scale / math.sqrt(count), dtype) for count in counts]
-    return jnp.concatenate(parts, -1)
+def bilinear_mlr_counts(weights: Sequence[Array]) -> list[int]:
+    """r_l p_l, the number of features of each level."""
+    return [weight.shape[0] * weight.shape[3] for weight in weights]
 
 
 @attention_function

@@ -58,6 +58,12 @@ def check_block_sizes(block_sizes: Any, levels: int) -> tuple[int | None, ...]:
     return tuple(None if size is None else int(size) for size in block_sizes)
 
 
+def score_scales(score_scale: float | None, features: Sequence[int]) -> tuple[float, ...]:
+    """Returns the scales of scores that a configuration's `score_scale` gives products of so many features: that number
+    over the number of features, or for None 1 over its root, as in softmax attention."""
+    return tuple(n**-0.5 if score_scale is None else score_scale / n for n in features)
+
+
 def feature_scales(ranks: Sequence[int], scale: Any, dtype: Any) -> Float[Array, "1 1 1 H"]:
     """Returns a factor for each query feature, which scales the products of each level."""
     if scale is None:

@@ -14,12 +14,12 @@ from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.structured.bilinear import (
     bilinear_btt_keys,
     bilinear_btt_queries,
+    bilinear_mlr_counts,
     bilinear_mlr_features,
-    bilinear_mlr_scales,
     btt_factors,
 )
 from brl_jax.attention.structured.feature_attention import feature_attention
-from brl_jax.attention.structured.mlr_levels import check_ranks
+from brl_jax.attention.structured.mlr_levels import check_ranks, feature_scales, score_scales
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import dense, parameter
@@ -41,8 +41,9 @@ class BilinearMLRConfig(Mechanism):
     """Whether to apply layer norms to each level's query and key features."""
     limit_weights: bool = True
     """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
-    score_scale: float = 1.0
-    """A level's scores are its products times this, over the square root of its number of features."""
+    score_scale: float | None = None
+    """A level's scores are its products times this, over its number of features; None divides by the root of that
+    number."""
 
     def level_ranks(self, dimensions: Dimensions) -> tuple[int, ...]:
         if self.ranks is not None:
@@ -78,8 +79,8 @@ class BilinearBTTConfig(Mechanism):
     """Whether to apply a layer norm to the keys over the width."""
     limit_weights: bool = True
     """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
-    score_scale: float = 1.0
-    """Scores are products times this, over the square root of the width."""
+    score_scale: float | None = None
+    """Scores are products times this, over the width; None divides by its root."""
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)
@@ -166,8 +167,10 @@ class BilinearMLRAttention(BilinearLayer, config=BilinearMLRConfig):
             )
             for weights, scales in sides
         )
-        scale = m.score_scale * d.head_score_factor
-        return query * bilinear_mlr_scales(sides[0][0], scale, query.dtype), key
+        counts = bilinear_mlr_counts(sides[0][0])
+        factor = d.head_score_factor if m.score_scale is None else 1.0
+        scales = [scale * factor for scale in score_scales(m.score_scale, counts)]
+        return query * feature_scales(counts, scales, query.dtype), key
 
 
 class BilinearBTTAttention(BilinearLayer, config=BilinearBTTConfig):
@@ -191,4 +194,5 @@ class BilinearBTTAttention(BilinearLayer, config=BilinearBTTConfig):
         key = bilinear_btt_keys(
             x, right, left, norm_scale=scale, normalize=m.normalize, epsilon=d.norm_epsilon
         )
-        return bilinear_btt_queries(x, heads, m.score_scale * d.width_score_factor * width**-0.5), key
+        factor = d.width_score_factor if m.score_scale is None else 1.0
+        return bilinear_btt_queries(x, heads, score_scales(m.score_scale, [width])[0] * factor), key

@@ -14,7 +14,7 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import global_window_attention
-from brl_jax.attention.structured.mlr_levels import check_ranks
+from brl_jax.attention.structured.mlr_levels import check_ranks, score_scales
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
@@ -34,9 +34,9 @@ class GlobalWindowConfig(Mechanism):
     ranks: tuple[int, int] | None = None
     """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
-    """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,
-    E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8 makes scores too sharp
-    to learn from (docs/recall.md)."""
+    """A part's scores are its products times this, over its number of features; muP uses 8 for heads of 64
+    (arXiv:2509.07963, E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8
+    makes scores too sharp to learn from (docs/recall.md)."""
     qk_norm: bool = False
     """Whether to normalise queries and keys over the whole head before they are rotated and split."""
 
@@ -76,13 +76,10 @@ class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
         past = KeyValueCache.empty((*shape, ranks[0]), (*shape, d.head_dim), d.dtype)
         return GlobalWindowCache(past, window_key)
 
-    def scales(self) -> tuple[float, float]:
+    def scales(self) -> tuple[float, ...]:
         """Returns the scales of the two parts' scores."""
         m = self.mechanism
-        global_rank, window_rank = m.parts(self.dimensions.head_dim)
-        if m.score_scale is None:
-            return global_rank**-0.5, window_rank**-0.5
-        return m.score_scale / global_rank, m.score_scale / window_rank
+        return score_scales(m.score_scale, m.parts(self.dimensions.head_dim))
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]

@@ -9,7 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
-from brl_jax.attention.structured.mlr_levels import check_block_sizes, check_ranks, doubling_block_sizes
+from brl_jax.attention.structured.mlr_levels import (
+    check_block_sizes,
+    check_ranks,
+    doubling_block_sizes,
+    score_scales,
+)
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
@@ -33,9 +38,9 @@ class MLRConfig(Mechanism):
     level makes it one block over the whole sequence."""
     qk_norm: bool = True
     """Whether to normalise queries and keys over the whole head before they are rotated and cut into levels."""
-    score_scale: float = 1.0
+    score_scale: float | None = 1.0
     """A level's scores are its products times this, over its rank; muP uses 8 for heads of 64 (arXiv:2509.07963,
-    E.2)."""
+    E.2). None divides by the root of the rank."""
 
     def __post_init__(self):
         if self.block_sizes is not None:
@@ -82,14 +87,16 @@ class MLRAttention(AttentionLayer, config=MLRConfig):
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        return project_qkv(self.dimensions, x, positions, qk_norm=self.mechanism.qk_norm, root_scores=False)
+        m = self.mechanism
+        return project_qkv(
+            self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
+        )
 
     def options(self, length: int) -> dict[str, Any]:
         """Returns arguments of the attention functions, for sequences of `length` tokens."""
         m = self.mechanism
         levels = m.levels(self.dimensions.head_dim, length)
-        scale = tuple(m.score_scale / rank for rank in levels["ranks"])
-        return {**levels, "scale": scale}
+        return {**levels, "scale": score_scales(m.score_scale, levels["ranks"])}
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
         return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)

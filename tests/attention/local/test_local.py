@@ -38,6 +38,8 @@ CASES = [
     for schedule, causal in (("loop", False), ("loop", True), ("at_once", False))
     if PATTERNS[name][0].causal_ok or not causal
 ]
+# Those that take a traced query_offset.
+BOUNDED = [n for n, (p, _) in PATTERNS.items() if p.lookback is not None and p.lookahead is not None]
 TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
 
 
@@ -62,6 +64,24 @@ def test_offsets_static_and_traced(schedule, name):
     key_offset = jnp.int32(31) if schedule == "loop" else 31
     got = run(*arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=key_offset)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", slow_unless(BOUNDED, ("sliding", "surrounded")))
+def test_traced_query_offset(name):
+    """One program for all offsets of a cache, some of which leave queries without keys."""
+    pattern, sees = PATTERNS[name]
+    causal = name in ("sliding", "bucketed")
+    arrays, bias = random_qkv(30, 50), jax.random.normal(jax.random.key(3), (1, 4, 30, 50))
+    poisoned, lengths, exists = with_padding(arrays, [30, 30], [50, 41])
+
+    @jax.jit
+    def at(offset, *arrays):
+        options = {"pattern": pattern, "is_causal": causal, "key_offset": jnp.int32(31), "bias": bias}
+        return run(*arrays, query_offset=offset, **options, **lengths)
+
+    for offset in (-8, 20, 46):
+        visible = exists & oracles.pairs(30, 50, sees, offset + 31, 31, causal)
+        assert_close(at(offset, *poisoned), expect(arrays, visible, bias=bias))
 
 
 @BOTH

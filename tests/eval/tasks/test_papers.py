@@ -9,6 +9,7 @@ from eval.tasks import papers
 from eval.tasks.paper_tables import TABLES
 from eval.tasks.paper_tables.table import PaperTable
 from train.engine.config_file import write_json
+from train.tasks.graph import GRAPH
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS
 
@@ -48,6 +49,15 @@ def test_runs_stand_next_to_the_papers_figures(tmp_path):
         ("second", "wikitext103-local", "1.0", "2.718", "2.0", "-", "5", ""),
         ("third", "-", "3.0", "-", "4.0", "-", "-", "-"),
     ]
+
+
+def test_what_the_data_decide_is_no_difference():
+    preset = GRAPH.presets["acm-gcn"]
+    data = dataclasses.replace(preset.data, row_targets=726)
+    model = dataclasses.replace(preset.model, num_features=9, num_layers=5)
+    config = dataclasses.replace(preset, data=data, model=model)
+    layers = preset.model.num_layers
+    assert papers.other_settings(GRAPH, preset, config) == [f"num_layers {layers} -> 5"]
 
 
 def test_costs_equal_the_loops_count():
