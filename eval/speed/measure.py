@@ -1,18 +1,15 @@
 """Checks and times candidates; the fastest round counts.
 
-On a CPU all candidates of a length run in turn, round by round, so that other load on the machine falls on all alike.
-On a GPU, programs compile in threads, and each candidate is timed as soon as it is compiled and checked: many calls are
-enqueued before one wait, because a clock around a single call measures the launch.
+All candidates of a length run in turn, round by round, so that other load on the machine falls on all alike. On a GPU
+many calls are enqueued before one wait, because a clock around a single call measures the launch.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,9 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
-
-# Candidates that compile at the same time on a GPU's host.
-_THREADS = 16
 
 
 class NoNumber(Exception):
@@ -162,35 +156,9 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Held by the thread that traces, checks or times. Compilers work without it.
-_DEVICE = threading.Lock()
-_holds = threading.local()
-
-
-@contextlib.contextmanager
-def _device() -> Iterator[None]:
-    with _DEVICE:
-        _holds.device = True
-        try:
-            yield
-        finally:
-            _holds.device = False
-
-
-def compile_lowered(lowered: Any) -> Any:
-    """Compiles a lowered program; meanwhile other threads may use the device."""
-    if not getattr(_holds, "device", False):
-        return lowered.compile()
-    _DEVICE.release()
-    try:
-        return lowered.compile()
-    finally:
-        _DEVICE.acquire()
-
-
 def compile_program(function: Callable, *arguments: Any, steps: int = 1) -> Program:
     """A program that runs a function on these arguments; NoNumber if its temporary memory would not fit."""
-    compiled = compile_lowered(jax.jit(function).lower(*arguments))
+    compiled = jax.jit(function).lower(*arguments).compile()
     temp = compiled.memory_analysis().temp_size_in_bytes
     check_memory(temp)
     return Program(lambda: compiled(*arguments), temp, steps)
@@ -242,14 +210,13 @@ def measure(
     task = progress.add_task("", total=len(cases))
     earlier = list(rows)
 
-    def prepare(case: Case) -> Candidate | None:
+    def prepare(case: Case) -> None:
         progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
         try:
             check_patience(case, length, earlier, limit)
             candidate = case.make()
             candidate.warm_up()
             candidates[case.name] = candidate
-            return candidate
         except NoNumber as reason:
             notes[case.name] = str(reason)
         except jax.errors.JaxRuntimeError as error:
@@ -258,11 +225,6 @@ def measure(
             notes[case.name] = "no room: ran out of memory"
         finally:
             progress.advance(task)
-        return None
-
-    def another_round(candidate: Candidate) -> None:
-        if candidate.rounds < repeats and (candidate.spent < patience or candidate.rounds < 2):
-            candidate.measure()
 
     def report(name: str) -> None:
         if name in candidates:
@@ -271,25 +233,7 @@ def measure(
             rows.append({"length": length, "name": name, "note": notes[name]})
         progress.console.print(f"{label}, {row_line(rows[-1])}", highlight=False, soft_wrap=True)
 
-    def on_its_own(case: Case) -> None:
-        with _device():
-            candidate = prepare(case)
-            if candidate is not None:
-                for _ in range(repeats):
-                    another_round(candidate)
-            report(case.name)
-
     try:
-        if on_gpu():
-            pool = concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
-            try:
-                for done in concurrent.futures.as_completed(
-                    [pool.submit(on_its_own, case) for case in cases]
-                ):
-                    done.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-            return
         for case in cases:
             prepare(case)
         progress.reset(task, total=repeats * len(candidates))
@@ -300,7 +244,8 @@ def measure(
                 )
             for name, candidate in candidates.items():
                 progress.update(task, description=f"{label}, n = {length}: timing {name}")
-                another_round(candidate)
+                if candidate.rounds < repeats and (candidate.spent < patience or candidate.rounds < 2):
+                    candidate.measure()
                 progress.advance(task)
     finally:
         reported = {row["name"] for row in rows[len(earlier) :]}

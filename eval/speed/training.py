@@ -28,7 +28,6 @@ from eval.speed.measure import (
     Program,
     check_finite,
     check_memory,
-    compile_lowered,
     compile_program,
 )
 from eval.speed.networks import Network, network, network_names
@@ -71,7 +70,7 @@ def candidate(task: Task[Any, Any], config: Any, *, inference: bool = True) -> C
         batch = make_batch(task, config)
         placed = place_batch(mesh, batch, config.loop.batch)
         lowered = programs.step.lower(state, placed)
-    compiled = compile_lowered(lowered)
+    compiled = lowered.compile()
     analysis: Any = compiled.memory_analysis()
     check_memory(analysis.temp_size_in_bytes)
     facts = {

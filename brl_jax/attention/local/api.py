@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias
@@ -24,7 +25,6 @@ from brl_jax.attention.core.checks import (
     check_scale,
     check_segments,
     check_sinks,
-    is_int,
     require,
 )
 from brl_jax.attention.core.decorators import batch_optional, divided
@@ -240,7 +240,7 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
 
 
 def _static_or_traced(name: str, offset: Any) -> tuple[int | None, Array | None]:
-    if is_int(offset):
+    if isinstance(offset, (int, np.integer)):
         return int(offset), None
     check_offset(name, offset)
     return None, jnp.asarray(offset).astype(jnp.int32)

@@ -313,24 +313,6 @@ def test_a_short_program_does_not_pay_for_the_one_before_it(monkeypatch):
     np.testing.assert_allclose(long.seconds, [4.0, 3.0])
 
 
-def test_a_gpu_compiles_in_threads_and_enqueues_calls(monkeypatch, tmp_path, capsys):
-    """Each candidate is reported as soon as it is timed; one that is wrong or fails doesn't affect the others."""
-    monkeypatch.setattr(measure, "on_gpu", lambda: True)
-    path = tmp_path / "speed.json"
-    wrong = dataclasses.replace(functions.CASES["full"], function=lambda options, *qkv: full_attention(*qkv))
-    monkeypatch.setitem(functions.CASES, "full", wrong)
-    names = ["full", "local", "linear", "diag"]
-    argv = [*FUNCTIONS, "--torch", "False", "--lengths", "40", "--repeats", "2", "--json", str(path)]
-    with pytest.raises(RunError, match="wrong results: full at n = 40"):
-        main(last_wins([*argv, "--mechanisms", *names]))
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == set(names)
-    assert "WRONG RESULT" in rows["full"]["note"]
-    assert all(rows[name]["rounds"] == 2 and rows[name]["forward_s"] > 0 for name in names[1:])
-    printed = " ".join(capsys.readouterr().err.split())
-    assert all(f"functions, n = 40, {name}:" in printed for name in names)
-
-
 def test_calls_on_a_gpu_are_enqueued_before_one_wait(monkeypatch):
     """A kernel of 1 ms that takes 10 us to launch: a round of many calls measures the kernel, not the launch and
     wait."""
