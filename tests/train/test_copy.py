@@ -9,7 +9,7 @@ import pytest
 
 import eval.tasks.copy
 import train.copy
-from eval.harness.groups import by_network
+from eval.harness.groups import by_network, compared
 from tests.support.command_lines import last_wins
 from train.cli.options import parse
 from train.data.copying import CopyDataConfig, HeldOutPairs, PairStream, draw_pairs, load_pairs
@@ -242,4 +242,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = last_wins(f"--num_layers 2 --mechanism local {options}")
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]
+    assert list(by_network([{"configuration": compared(COPY, config)}])) == [label]
