@@ -14,7 +14,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,9 @@ from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
 from eval.harness.table import Table
+from train.cli.help import screen
 from train.cli.options import parse
+from train.cli.summary import mechanism_names
 from train.engine.batch import Arrays, Batch, num_rows, num_tokens
 from train.engine.config import RunConfig
 from train.engine.errors import RunError, UserError, one_line
@@ -300,6 +302,28 @@ def show(plan: Plan, config: Any) -> None:
     console.print(f"fits: {used}" if plan.fits else f"does not fit: {used}")
 
 
+def _first_screen(presets: Mapping[str, Any], default: str, name: str, **texts: str) -> str:
+    """What --help prints; see `train.cli.help.first_screen`."""
+    config = presets[name]
+    shown = [
+        ("--topology KIND:SHAPE", f"the slice ({config.topology})"),
+        ("--mechanism NAME", f"the attention of the layers ({mechanism_names(config.model)})"),
+        ("--context N", "tokens of a row"),
+        ("--batch N", f"rows of a step ({config.loop.batch})"),
+        ("--mesh.fsdp N", "chips that share one copy of parameters and optimiser"),
+        ("--mesh.sequence N", "chips that share a row (1)"),
+        ("--remat KIND", f"what the backward pass computes again ({config.model.remat})"),
+        ("--dtype NAME", f"of the computation ({config.model.dtype})"),
+        ("--json", "prints one object"),
+    ]
+    examples = [
+        "pod-1b --topology v5e:16x16 --batch 256",
+        "pod-8b --topology v5e:16x16",
+        "small --topology v5e:2x4 --batch 8 --json",
+    ]
+    return screen(presets, default, name, shown, examples, **texts)
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the plan; see the module's text and --help."""
     words = ["--length" if word == "--context" else word.replace("--context=", "--length=") for word in argv]
@@ -319,7 +343,8 @@ def main(argv: Sequence[str]) -> None:
         "wikitext103-brl",
         words,
         prog="python -m eval.pod_plan",
-        about="What a training step takes on a TPU pod (--topology v5e:16x16), without one.",
+        about="A training step on a TPU pod, planned without one.",
+        screen=_first_screen,
     )
     task = tasks[type(config)]
     config = task.sized(config)

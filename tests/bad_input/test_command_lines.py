@@ -186,6 +186,7 @@ OTHERS = {
     "train.regression btt-8 --d_model 22 --num_heads 1 --mup_base_width 22": "d_model: .*22",
     "train.regression mlr-8 --mechanism.ranks 3 3": "ranks must sum to the head_dim 8, got 3\\+3 = 6",
     "train.regression btt-8 --curriculum_steps 9": "--curriculum_steps has no effect without start_dims",
+    "train.recall local --implementation cudnn": "options do not fit: implementation='cudnn' supports local attention",
     "train.recall --length 8 --pairs 3 --gap 4": "--length must be at least 15 with 3 pairs and gap 4, got 8",
     "train.recall --length 24 32 40 --pairs 3 4": "--pairs must be one number or one for each of the 3 lengths, got 2$",
     "train.recall --length 24 1e3": r"--length: got '24', '1e3'; expected --length \[INT \[INT \.\.\.\]\]$",

@@ -13,6 +13,7 @@ from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
+from train.cli.main import _resumed
 from train.cli.options import _join_lines, parse, parse_options
 from train.engine.config import LoopConfig
 from train.engine.config_file import differences, flatten, from_json, to_json, write_json
@@ -87,6 +88,11 @@ def test_a_late_mechanism():
     assert config.model.late_mechanism == LocalConfig(window=9)
     assert config.model.mechanism == PRESETS["stdlib"].model.mechanism
     assert _parse("--late-mechanism none").model.late_mechanism is None
+    one_layer = TASKS["lra"].presets["lra-image-original"]
+    assert one_layer.model.num_layers == 1
+    words = ["--late_mechanism", "local", "--num_layers", "4"]
+    parsed = parse({"p": one_layer}, "p", words, prog="p", about="a")
+    assert [mechanism.name for mechanism in parsed.model.mechanisms] == ["full", "full", "local", "local"]
 
 
 def test_a_schedule():
@@ -239,6 +245,43 @@ def test_options_of_other_commands():
     assert parse_options(Options(), ["--data", "x"], prog="p", about="a") == Options("x")
     with pytest.raises(UserError, match=r"unknown option --dat: did you mean --data\?"):
         parse_options(Options(), ["--dat", "x"], prog="p", about="a")
+
+
+def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
+    """It names the folder and no preset, and changes what a resumed run may change."""
+    config = PRESETS["small"]
+    write_json(
+        LM.to_json(dataclasses.replace(config, loop=dataclasses.replace(config.loop, seed=3))),
+        tmp_path / "config.json",
+    )
+    folder = str(tmp_path)
+
+    def resumed(*words):
+        return _resumed([LM], words, prog="p", about="a")
+
+    for words in (
+        ("--workdir", folder, "--steps", "7", "--mesh.tensor", "2"),
+        ("--mesh.tensor=2", "--steps=7", f"--workdir={folder}"),
+    ):
+        found = resumed(*words)
+        assert (found.loop.seed, found.loop.steps, found.mesh.tensor) == (3, 7, 2)
+        assert (found.loop.workdir, found.model) == (folder, config.model)
+    for words in (
+        ("small", "--workdir", folder),
+        ("--workdir", folder, "--seed", "3"),
+        ("--workdir", folder, "--help"),
+        ("--workdir", f"{folder}/new"),
+        ("--workdir",),
+        ("--steps", "7"),
+        (),
+    ):
+        assert resumed(*words) is None
+    with pytest.raises(UserError, match=r"unknown option --mesh\.tensr: did you mean --mesh\.tensor"):
+        resumed("--workdir", folder, "--mesh.tensr", "2")
+    (tmp_path / "config.json").write_text("damaged")
+    assert resumed("--workdir", folder, "--steps", "7") is None
+    with pytest.raises(UserError, match="is not JSON"):
+        resumed("--workdir", folder)
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])

@@ -1,13 +1,18 @@
 """Exit codes and messages of commands."""
 
+import functools
 import re
 import signal
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from brl_jax import local_attention
 from tests.support.processes import python, started
+from train.cli.command import command
 
 _INTERRUPTED = """
 import gc, signal, sys, time
@@ -48,6 +53,18 @@ def test_a_platform_that_jax_does_not_have(tmp_path):
     assert result.returncode == 2
     assert re.fullmatch("train.lm: JAX finds no devices with JAX_PLATFORMS=gppu: .*'gppu'.*\n", result.stderr)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_kernel_of_another_platform(capsys):
+    """The error comes when the program is lowered, long after the options were read."""
+    x = jnp.zeros((1, 8, 1, 8))
+
+    def main(argv):
+        jax.jit(functools.partial(local_attention, local_window_size=1, implementation="pallas"))(x, x, x)
+
+    assert command(main, "name") == 2
+    expected = "name: local_attention with implementation='pallas' runs on the platform 'tpu' alone, .*\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)
 
 
 # `train/__init__.py` sets SIG_DFL during the imports.

@@ -16,6 +16,7 @@ from tests.support.processes import python
 from tests.train.logs import metrics_lines
 from train.engine import throughput
 from train.engine.errors import UserError
+from train.engine.profiling import Profiler
 from train.engine.throughput import Meter, in_words, peak_flops, step_flops
 from train.tasks.lm import lm_objective
 from train.tasks.lm_config import PRESETS
@@ -96,6 +97,11 @@ def test_a_run_reports_its_speed_and_leaves_a_profile(line, tmp_path, capsys, mo
     assert f"profile of steps 3 to 4: tensorboard --logdir {tmp_path}/run/profile" in errors
     assert "speed: " in errors
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_profile_of_no_step_is_said(tmp_path, capsys):
+    Profiler("3:4", str(tmp_path)).close()
+    assert capsys.readouterr().err == "no profile: none of the steps 3 to 4 was trained\n"
 
 
 @pytest.fixture

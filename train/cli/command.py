@@ -10,11 +10,13 @@ import pkgutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from brl_jax.attention.core import dispatch
 from train.engine.errors import (
     RunError,
     Stopped,
@@ -71,11 +73,19 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
             return _report(name, f"{reason(error)}{where}", 1)
         if is_client_error(error):
             return _report(name, f"object storage: {one_line(error)}", 1)
+        if isinstance(error, NotImplementedError) and _last_module(error) == dispatch.__name__:
+            return _report(name, str(error), 2)  # a backend that --implementation names cannot compute a call
         problem = _no_devices()
         if problem is None:
             raise
         return _report(name, problem, 2)
     return 0
+
+
+def _last_module(error: Exception) -> str:
+    """The name of the module that raised an error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"]
 
 
 def _no_devices() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.cli.summary import mechanism_names
@@ -34,22 +34,47 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
     other = next((preset for preset in presets if preset != default), default)
     needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
     data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
+    examples = [
+        f"{default}{data}" if data else "",
+        f"{other}{data} --workdir runs/mine",
+        f"{default}{data}{' --mechanism local' if chooses else ''} --steps 200",
+    ]
+    return screen(presets, default, name, shown, examples, prog=prog, about=about)
+
+
+def screen(
+    presets: Mapping[str, Any],
+    default: str,
+    name: str,
+    shown: Sequence[tuple[str, str]],
+    examples: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+) -> str:
+    """A command's help on one screen; see `first_screen`.
+
+    Args:
+      shown: the usual options, each with its meaning. examples: what follows the command's name.
+    """
     unnamed = f"PRESET is {default} if none is named"
     unnamed += "." if name == default else f"; the values below are from {name}."
+    options = [*shown, ("--presets", f"lists the {len(presets)} presets")]
+    options.append(("--help-all", "lists all options, with their defaults"))
+    width = max(len(option) for option, _ in options) + 2
+    *usual, listed, everything = (f"  {option:<{width}}{meaning}" for option, meaning in options)
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",
         "",
         *textwrap.wrap(f"{about} {unnamed}", 80),
         "",
-        *(f"  {option:<19}{meaning}" for option, meaning in shown),
+        *usual,
         "",
         "examples:",
-        f"  {prog}{f' {default}{data}' if data else ''}",
-        f"  {prog} {other}{data} --workdir runs/mine",
-        f"  {prog} {default}{data}{' --mechanism local' if chooses else ''} --steps 200",
+        *(f"  {prog} {example}".rstrip() for example in examples),
         "",
-        f"  {'--presets':<19}lists the {len(presets)} presets",
-        f"  {'--help-all':<19}lists all options, with their defaults",
+        listed,
+        everything,
     ]
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import shlex
 import time
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from typing import Any
 import jax
 from etils import epath
 
-from train.cli.options import parse
+from train.cli.options import given_options, parse, parse_options
 from train.cli.summary import beginning, ending, parameters_in_words
 from train.data.dataset import forget_unstarted
 from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import read_values
+from train.engine.config_file import option_name, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
@@ -41,20 +41,37 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
       UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
-    workdir = _only_workdir(argv)
-    if workdir and _has_config(workdir):
-        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
-        # A run that was moved or copied goes on where it is now.
-        run_task(task, dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir)))
-        return
-    config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
+    prog, about = f"python -m {name}", tasks[0].about
+    config = _resumed(tasks, argv, prog=prog, about=about)
+    if config is None:
+        config = parse(presets, tasks[0].default_preset, argv, prog=prog, about=about)
     run_task(next(task for task in tasks if task.config_class is type(config)), config)
 
 
-def _only_workdir(argv: Sequence[str]) -> str | None:
-    """The folder, if the command line is `--workdir DIR` and nothing else."""
-    words = argv[0].split("=", 1) if len(argv) == 1 else argv
-    return words[1] if len(words) == 2 and words[0] == "--workdir" else None
+def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str, about: str) -> Any:
+    """The configuration of the run that argv goes on with: it names the run's folder, no preset, and apart from that
+    only options that a resumed run may change. None for another command line.
+
+    Raises:
+      UserError: an option is wrong, or argv is the folder alone and its run cannot be read.
+    """
+    options = set(given_options(argv))
+    if "workdir" not in options or not argv[0].startswith("--"):
+        return None
+    words = [part for word in argv for part in word.split("=", 1 if word.startswith("--") else 0)]
+    workdir = dict(itertools.pairwise(words)).get("--workdir")
+    if not workdir or not _has_config(workdir):
+        return None
+    try:
+        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+    except UserError:
+        if options == {"workdir"}:
+            raise
+        return None
+    free = {option_name(path) for path in task.free_fields()}
+    if not all({option, option.partition(".")[0]} & free for option in options):
+        return None
+    return parse_options(config, argv, prog=prog, about=about)
 
 
 def _has_config(workdir: str) -> bool:

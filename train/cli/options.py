@@ -15,7 +15,7 @@ import io
 import os
 import re
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import docstring_parser
@@ -52,7 +52,15 @@ _IN_WORDS = {
 }
 
 
-def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> R:
+def parse(
+    presets: Mapping[str, R],
+    default_preset: str,
+    argv: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+    screen: Callable[..., str] = first_screen,
+) -> R:
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
     Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
@@ -63,6 +71,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
       default_preset: the preset used when none is named.
       argv: the arguments, without the program's name.
       prog, about: the program's name and a line about it, for the help.
+      screen: what `--help` prints, with the arguments of `first_screen`.
 
     Raises:
       UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
@@ -76,7 +85,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     if name not in presets:
         raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
     if {"-h", "--help"} & set(argv):
-        print(as_started(first_screen(presets, default_preset, name, prog=prog, about=about)))
+        print(as_started(screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
@@ -176,7 +185,7 @@ def _join_lines(part: Any) -> None:
 
 def _check_effects(config: Any, argv: Sequence[str]) -> None:
     """Raises UserError if argv sets an option that changes nothing with the others."""
-    given = [_name_of(word) for word in argv if word.startswith("--")]
+    given = given_options(argv)
     for path, reason in _without_effect(config, ""):
         option = option_name(path)
         for name in given:
@@ -192,6 +201,11 @@ def _without_effect(part: Any, prefix: str) -> Iterator[tuple[str, str]]:
         value = getattr(part, field.name)
         if dataclasses.is_dataclass(value):
             yield from _without_effect(value, f"{prefix}{field.name}.")
+
+
+def given_options(argv: Sequence[str]) -> list[str]:
+    """The names of the options in a command line."""
+    return [_name_of(word) for word in argv if word.startswith("--")]
 
 
 def _name_of(word: str) -> str:
@@ -213,7 +227,7 @@ def _repeatable(default: Any) -> set[str]:
 
 def _check_repeated(argv: Sequence[str], options: Collection[str]) -> None:
     """Raises UserError if an option is given twice: tyro would silently take the last one."""
-    given = [_name_of(word) for word in argv if word.startswith("--")]
+    given = given_options(argv)
     for name in dict.fromkeys(given):
         if name in options and given.count(name) > 1:
             raise UserError(f"--{name} is given twice; expected it once")
@@ -252,8 +266,9 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     mechanism = MECHANISMS[name]()
     if field == "encoder_mechanism":  # the encoder has its own layers
         return _replace(model, field, mechanism)
-    # --num_layers is read later; until then, the preset's number of layers is rounded up to whole blocks.
-    layers = -(-model.num_layers // mechanism.group) * mechanism.group
+    # --num_layers is read later; until then, the preset's number of layers is rounded up to whole blocks, and to one
+    # layer for each mechanism.
+    layers = max(-(-model.num_layers // mechanism.group) * mechanism.group, 1 + (field == "late_mechanism"))
     return _replace(model, field, mechanism, num_layers=layers)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from brl_jax.checkpoints import steps_in
 from brl_jax.fields import Checked
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
@@ -311,12 +312,12 @@ def _read(
 
 
 def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
-    """Where no run has begun in a folder, removes what binds it to its data: a command that failed before it trained
+    """Removes what binds a folder without checkpoints to its data: a command that was stopped before its first one
     leaves data.json and the tokenizer, and the corrected one may name others. Files of other programs stay, and shards.
     """
     folder = epath.Path(workdir)
     with contextlib.suppress(OSError), as_os_errors():
-        if (folder / "config.json").exists() or (folder / SHARDS).exists():
+        if steps_in(folder / "checkpoints") or (folder / SHARDS).exists():
             return
         for place in (folder, *folder.glob("mixture/*")):
             for name, ours in _OURS.items():

@@ -30,13 +30,13 @@ class Profiler:
     def __init__(self, spec: str, workdir: str):
         self._steps = parse_steps(spec)
         self._folder = os.path.join(user_cache() if is_remote(workdir) else workdir, "profile")
-        self._running = False
+        self._running = self._begun = False
 
     def before(self, step: int) -> None:
         """Called before a step begins."""
         if step in self._steps and not self._running:
             jax.profiler.start_trace(self._folder)
-            self._running = True
+            self._running = self._begun = True
 
     def after(self, step: int, metrics: Any) -> None:
         """Called when a step was handed to the device."""
@@ -45,10 +45,12 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is running."""
+        """Ends a trace that is running, and says so if none has begun."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
             log(
                 f"profile of steps {self._steps[0]} to {self._steps[-1]}: tensorboard --logdir {self._folder}"
             )
+        elif self._steps and not self._begun:
+            log(f"no profile: none of the steps {self._steps[0]} to {self._steps[-1]} was trained")

@@ -209,7 +209,7 @@ class Task(abc.ABC, Generic[C, D]):
                 jax.random.key(0),
                 self.batch_shapes(config, rows),
             )
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise UserError(f"the model's options do not fit: {error}") from error
         return model
 

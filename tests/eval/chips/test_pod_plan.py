@@ -31,6 +31,16 @@ def test_a_libtpu_that_this_jax_does_not_take_is_refused(monkeypatch):
         prepare_compiler()
 
 
+def test_the_help_is_of_a_plan(capsys):
+    with pytest.raises(SystemExit):
+        pod_plan.main(["pod-1b", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "  --topology KIND:SHAPE  the slice (v5e:16x16)" in lines
+    assert not [line for line in lines if "--workdir" in line or "--learning_rate" in line]
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
     ("options", "message"),

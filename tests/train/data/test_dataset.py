@@ -171,6 +171,15 @@ def test_files_of_others_stay_where_no_run_has_begun(text, tmp_path):
     (tmp_path / "pairs" / "data.json").unlink()
     forget_unstarted(tmp_path / "pairs")
     assert {path.name for path in (tmp_path / "pairs").iterdir()} == {"data"}
+    # A run that was stopped before its first checkpoint begins anew, and one that has a checkpoint goes on.
+    load(config(text), tmp_path / "stopped")
+    (tmp_path / "stopped" / "config.json").write_text("{}")
+    (tmp_path / "stopped" / "checkpoints" / "1").mkdir(parents=True)
+    forget_unstarted(tmp_path / "stopped")
+    assert (tmp_path / "stopped" / "data.json").exists()
+    (tmp_path / "stopped" / "checkpoints" / "1").rmdir()
+    forget_unstarted(tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "data.json").exists()
     forget_unstarted(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
