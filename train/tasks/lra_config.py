@@ -288,6 +288,7 @@ def _of_skyformer(task: str, model: LraModelConfig) -> LraConfig:
         decay="linear",
         final_share=0.0,
         beta2=0.999,
+        epsilon=1e-6,
         weight_decay=0.0,
     )
     return LraConfig(loop, _data(task), model, optimizer)
@@ -312,7 +313,7 @@ def _beside_transnormer(task: str) -> dict[str, Mechanism]:
     """
     factor = math.ceil(128 / math.log(_LENGTHS[task]))
     return {
-        "full": FullConfig(),
+        "full": FullConfig(dropout=0.1),
         "linformer": LinformerConfig(num_projected=128, max_length=_LENGTHS[task]),
         "performer": PerformerConfig(num_features=128),
         "bigbird": LocalConfig(window=64, pattern="bigbird"),
