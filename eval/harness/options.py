@@ -74,16 +74,24 @@ class TableOptions(RunOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class StudyOptions(RunOptions):
+class PictureOptions(OutputOptions):
     """Runs to compare in a picture."""
 
     workdir: tuple[str, ...] = ("runs/stdlib",)
     """Folders of the runs."""
-    split: Literal["valid", "test"] = "valid"
-    """Which part of each run's data."""
     picture: str | None = None
     """A .png file to draw."""
 
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must be one or more folders, got none")
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyOptions(PictureOptions):
+    """A checkpoint of each run, and what it reads."""
+
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of each run's data."""

@@ -182,7 +182,7 @@ class _CarriedCache:
     def compile(self, function: Callable, params: Any, count: int) -> Any:
         """Compiles function(params, tokens, cache) for this number of tokens; NoNumber if it does not fit."""
         lowered = jax.jit(function, donate_argnums=2).lower(params, _token(count), self.cache)
-        compiled = lowered.compile()
+        compiled: Any = lowered.compile()
         check_memory(compiled.memory_analysis().temp_size_in_bytes, 0.8)
         return compiled
 
@@ -305,7 +305,7 @@ def _reread(options: GenerationOptions, params: Any, length: int) -> Candidate:
 
 def _kept_step(function: Callable, params: Any, tokens: Any, cache: Any) -> Candidate:
     """A step that leaves its cache as it is and returns a longer one."""
-    compiled = jax.jit(function).lower(params, tokens, cache).compile()
+    compiled: Any = jax.jit(function).lower(params, tokens, cache).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     check_memory(temporary, 0.8)
     step = Program(lambda: compiled(params, tokens, cache), temporary)

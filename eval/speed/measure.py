@@ -158,7 +158,7 @@ def available_bytes() -> int:
 
 def compile_program(function: Callable, *arguments: Any, steps: int = 1) -> Program:
     """A program that runs a function on these arguments; NoNumber if its temporary memory would not fit."""
-    compiled = jax.jit(function).lower(*arguments).compile()
+    compiled: Any = jax.jit(function).lower(*arguments).compile()
     temp = compiled.memory_analysis().temp_size_in_bytes
     check_memory(temp)
     return Program(lambda: compiled(*arguments), temp, steps)

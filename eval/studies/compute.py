@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.harness.groups import by_network, run_settings
+from eval.harness.groups import by_network
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.output import Measured
@@ -94,7 +94,6 @@ def measure(run: Run, options: ComputeOptions) -> dict[str, Any]:
         for step, loss in found
     ]
     return {
-        "settings": run_settings(run.config, "batch", "length", "steps"),
         "flops_per_token": a_token,
         "attention_share": share,
         **{name: curve[-1][name] for name in ("tflop", "loss", "whole")},

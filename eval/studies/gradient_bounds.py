@@ -32,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -289,11 +288,6 @@ def measure_run(options: BoundOptions, workdir: str) -> Measured:
     return Measured(result, np.concatenate(sizes))
 
 
-def measure(options: BoundOptions) -> Iterator[Measured]:
-    """The measures of each run."""
-    return (measure_run(options, workdir) for workdir in options.workdir)
-
-
 def draw(measured: list[Measured]) -> Figure:
     """How the gradients are distributed over the pairs, with their bounds, and both in each layer."""
     figure, [[shares, by_layer]] = panels(1, 2, (13, 5))
@@ -322,5 +316,9 @@ def draw(measured: list[Measured]) -> Figure:
 
 
 main = Study(
-    BoundOptions(), "eval.gradient_bounds", "Gradients by attention scores and their bounds.", measure, draw
+    BoundOptions(),
+    "eval.gradient_bounds",
+    "Gradients by attention scores and their bounds.",
+    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    draw,
 ).main

@@ -18,7 +18,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.fields import Natural
-from eval.harness.options import OutputOptions
+from eval.harness.options import PictureOptions
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import run_labels
@@ -36,19 +36,11 @@ _TITLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientStdOptions(OutputOptions):
+class GradientStdOptions(PictureOptions):
     """Which runs to compare."""
 
-    workdir: tuple[str, ...] = ("runs/stdlib",)
-    """Folders of the runs; each becomes a curve."""
     after: Natural = 0
     """Also give the relative standard deviation over the steps after this one; 0: only over all steps."""
-    picture: str | None = None
-    """A .png file to draw."""
-
-    def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must be one or more folders, got none")
 
 
 def read_curves(workdir: str) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import MOST, Range
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
-from eval.harness.options import OutputOptions
+from eval.harness.options import PictureOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, open_run
@@ -44,7 +44,7 @@ from train.tasks.graph import GRAPH, GraphData
 
 
 @dataclasses.dataclass(frozen=True)
-class GraphMapsOptions(OutputOptions):
+class GraphMapsOptions(PictureOptions):
     """What to draw."""
 
     workdir: tuple[str, ...] = ("runs/graph",)
@@ -53,12 +53,6 @@ class GraphMapsOptions(OutputOptions):
     """How many nodes to read: of the test split for lists of tokens, else of all labelled nodes."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Chooses the nodes, and starts t-SNE."""
-    picture: str | None = None
-    """A .png file to draw."""
-
-    def __post_init__(self):
-        if not self.workdir:
-            raise ValueError("workdir must name at least one run")
 
 
 class LayerMaps(NamedTuple):

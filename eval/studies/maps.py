@@ -104,16 +104,17 @@ def small(name: str) -> Mechanism:
     return MECHANISMS[name](**SMALL.get(name, {}))
 
 
-def dependence(mechanism: Mechanism, length: int) -> Float[Array, "T T"]:
+def dependence(mechanism: Mechanism, length: int, *, is_causal: bool) -> Float[Array, "T T"]:
     """How far input p moves output i of one layer, or of one group of layers that belong together: the root mean square
     of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal.
 
     Args:
       mechanism: of the layer, whose parameters are random.
       length: tokens.
+      is_causal: whether the layer is a decoder's.
     """
     dims = Dimensions(
-        d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=16, is_causal=mechanism.causal, ffn="relu"
+        d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=16, is_causal=is_causal, ffn="relu"
     )
     stack = make_stack((mechanism,) * mechanism.group, dims)
     x = jax.random.normal(jax.random.key(0), (1, length, 16))
@@ -138,7 +139,7 @@ def draw(names: Sequence[str], length: int) -> Figure:
     axs = axs.ravel()
     for axes, name in zip(axs, names):
         mechanism = small(name)
-        sizes = np.asarray(dependence(mechanism, length))
+        sizes = np.asarray(dependence(mechanism, length, is_causal=mechanism.causal))
         shown = np.where(sizes > 0, np.maximum(sizes, 1e-4), np.nan)
         image = axes.imshow(shown, cmap="viridis_r", norm=LogNorm(1e-4, 1))
         axes.set_title(name if mechanism.causal else f"{name} (encoder)", fontsize=10)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -191,11 +190,6 @@ def measure_run(options: SignalToNoiseOptions, workdir: str) -> Measured:
     return Measured(result, kept)
 
 
-def measure(options: SignalToNoiseOptions) -> Iterator[Measured]:
-    """The measures of each run."""
-    return (measure_run(options, workdir) for workdir in options.workdir)
-
-
 def draw(measured: list[Measured]) -> Figure:
     """How the differential form changes the ratio: a histogram of (18) over (17) for each run and layer."""
     shown = [layer for each in measured for layer in each.example]
@@ -216,6 +210,6 @@ main = Study(
     SignalToNoiseOptions(),
     "eval.signal_to_noise",
     "How well BRL's compressed tokens tell records from noise.",
-    measure,
+    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
     draw,
 ).main

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
 from brl_jax.fields import Length
-from eval.harness import groups
+from eval.harness.groups import by_network
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels, shared_legend
@@ -32,7 +32,7 @@ from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Batch
 from train.engine.errors import UserError, one_line
-from train.tasks.copy import COPY, CopyConfig
+from train.tasks.copy import COPY
 
 _MEASURES = {"token_accuracy": "tokens", "sequence_accuracy": "whole targets"}
 
@@ -98,15 +98,6 @@ def measure_batches(run: Run, batches: Iterable[Batch]) -> list[dict[str, Any]]:
     ]
 
 
-def run_settings(config: CopyConfig) -> dict[str, Any]:
-    """The settings in which runs of a row of the table agree. If the encoder has its own mechanism, the name says
-    "encoder to decoder"."""
-    settings, encoder = groups.run_settings(config, "batch", "steps"), config.model.encoder_mechanism
-    if encoder is not None:
-        settings["model.mechanism.name"] = f"{encoder.name} to {settings['model.mechanism.name']}"
-    return settings
-
-
 def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
     """The accuracies of a run and facts about it; or the targets of texts."""
     config = run.config
@@ -121,7 +112,7 @@ def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
         exact = dataclasses.replace(config.data, length=tuple(sorted(set(lengths))), min_length=max(lengths))
         config = dataclasses.replace(config, data=exact)
     cases = measure_batches(run, COPY.held_out(config, data, "test"))
-    return {"settings": run_settings(run.config), "trained": longest, "cases": cases, **run_facts(run)}
+    return {"trained": longest, "cases": cases, **run_facts(run)}
 
 
 def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +153,7 @@ def markdown(results: Sequence[Result]) -> str:
         title="Right tokens / right targets in percent by length of the source, written greedily: mean over the seeds "
         "(lowest to highest).",
     )  # fmt: skip
-    for label, runs in groups.by_network(results).items():
+    for label, runs in by_network(results).items():
         cells = []
         for length in lengths:
             found = [_values(runs, length, measure) for measure in _MEASURES]
@@ -173,7 +164,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result]) -> Figure:
     """Accuracy by token and by target against the length; vertical lines mark the longest lengths of training."""
-    named = groups.by_network(results)
+    named = by_network(results)
     figure, axs = panels(1, 2, (13, 5))
     styles = line_styles(list(named))
     for axes, (measure, name) in zip(axs[0], _MEASURES.items()):

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from brl_jax.batching import Request, generate_requests
+from brl_jax.json_files import check_json, parse_json
 from eval.harness.runs import regular_file
 from train.data.tokenizers.base import Tokenizer, continuation
 from train.engine.errors import UserError, reason
@@ -68,29 +69,23 @@ def read_lines(path: Path, max_tokens: int) -> list[Line]:
 
 
 def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
-    where = f"--batch: {path}:{number + 1}"
+    where = f"{path}:{number + 1}"
     try:
-        read = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: expected a JSON object, got {row[:40]!r} ({error})") from error
-    if not isinstance(read, dict):
-        raise UserError(f"{where}: expected a JSON object, got {row[:40]!r}")
-    unknown = [key for key in read if key not in _KEYS]
-    if unknown:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
-    prompt, most = read.get("prompt"), read.get("max_tokens", max_tokens)
-    if not isinstance(prompt, str):
-        raise UserError(f"{where}: prompt must be a text, got {prompt!r}")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # "\ud800" is valid JSON
-        raise UserError(f"{where}: prompt has half a surrogate pair: {prompt!r}")
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise UserError(f"{where}: max_tokens must be an integer of at least 1, got {most!r}")
-    name = read.get("id", number + 1)
-    try:
-        json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
+        read = parse_json(row, {"prompt": str}, where)
+        unknown = [key for key in read if key not in _KEYS]
+        if unknown:
+            raise ValueError(f"{where}: unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
+        most, name = read.get("max_tokens", max_tokens), read.get("id", number + 1)
+        check_json(most, int, f"{where}: max_tokens")
+        if most < 1:
+            raise ValueError(f"{where}: max_tokens must be at least 1, got {most}")
+        try:
+            json.dumps([read["prompt"], name], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # "\ud800" is valid JSON
+            raise ValueError(f"{where} has half a surrogate pair: {row[:40]!r}") from error
     except ValueError as error:
-        raise UserError(f"{where}: id must be valid JSON in UTF-8, got {name!r}") from error
-    return Line(number, name, prompt, most)
+        raise UserError(f"--batch: {error}") from error
+    return Line(number, name, read["prompt"], most)
 
 
 def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:

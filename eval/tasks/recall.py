@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from brl_jax.fields import Count, Length
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
-from eval.harness.groups import by_network, is_hybrid, run_settings
+from eval.harness.groups import by_network, is_hybrid
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
@@ -110,7 +110,6 @@ def measure(run: Run, options: RecallEvalOptions) -> dict[str, Any]:
     mechanism = config.model.mechanism
     measured = RECALL.measure_cases(config, run.model, run.params, "test", cases)
     return {
-        "settings": run_settings(config, "batch", "steps"),
         "trained": [list(case) for case in dict.fromkeys(config.data.cases)],
         "cases": [{**case, "state_bytes": state_bytes(run.model, case["length"])} for case in measured],
         "num_compressed": mechanism.num_compressed if isinstance(mechanism, BRLConfig) else None,
@@ -177,7 +176,7 @@ def draw(results: Sequence[Result]) -> Figure:
     Raises:
       UserError: the runs are of different kinds, whose accuracies mean different things.
     """
-    kinds = sorted({result["settings"]["data.kind"] for result in results})
+    kinds = sorted({result["configuration"]["data.kind"] for result in results})
     if len(kinds) > 1:
         raise UserError(
             f"--picture: expected runs of one kind of rows, got {', '.join(kinds)}; --table of one of their folders "

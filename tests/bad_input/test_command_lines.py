@@ -96,6 +96,7 @@ LM = {
     "--data nowhere": "--data",
     "--data text:/nowhere/*.txt": "--data",
     "--data tfds:": "--data",
+    "--data mix:1*tokens:a,-1*tokens:b": "--data mix: expected .* with weights above 0, got '-1.tokens:b'",
     "--tokenizer words2": "--tokenizer",
     "--tokenizer bpe:0": "--tokenizer",
     "--tokenizer bpe:x": "--tokenizer",

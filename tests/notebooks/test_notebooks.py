@@ -10,6 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.support.processes import python
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -35,6 +37,30 @@ def test_runs_top_to_bottom(path, monkeypatch, tmp_path):
     errors = [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "error"]
     assert not errors
     assert any("image/png" in o.get("data", {}) for c in notebook.cells for o in c.get("outputs", []))
+
+
+def test_names_and_arguments_exist(tmp_path):
+    """The packages change without a thought of the notebooks, and running all of them takes half an hour."""
+    for path in NOTEBOOKS:
+        code = "\n".join(cell.source for cell in _notebook(path).cells if cell.cell_type == "code")
+        (tmp_path / f"notebook_{path.stem}.py").write_text(
+            re.sub(r"^( *)[!%].*", r"\1pass", code, flags=re.MULTILINE)
+        )
+    # A notebook may give a name another kind of value.
+    allowed = (
+        "arg-type",
+        "assignment",
+        "call-overload",
+        "index",
+        "misc",
+        "operator",
+        "union-attr",
+        "var-annotated",
+    )
+    options = [word for code in allowed for word in ("--disable-error-code", code)]
+    files = map(str, sorted(tmp_path.iterdir()))
+    result = python("-m", "mypy", *options, *files)
+    assert not result.returncode, result.stdout
 
 
 def test_first_cell_installs_on_colab(tmp_path):

@@ -18,6 +18,7 @@ from train.cli.options import _join_lines, parse, parse_options
 from train.engine.config import LoopConfig
 from train.engine.config_file import differences, flatten, from_json, to_json, write_json
 from train.engine.errors import UserError
+from train.engine.hosts import HostsConfig
 from train.tasks.decoder_flops import training_flops
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
@@ -250,10 +251,9 @@ def test_options_of_other_commands():
 def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
     """It names the folder and no preset, and changes what a resumed run may change."""
     config = PRESETS["small"]
-    write_json(
-        LM.to_json(dataclasses.replace(config, loop=dataclasses.replace(config.loop, seed=3))),
-        tmp_path / "config.json",
-    )
+    hosts = HostsConfig(coordinator="first:1", processes=2, process=0)
+    started = dataclasses.replace(config, loop=dataclasses.replace(config.loop, seed=3), hosts=hosts)
+    write_json(LM.to_json(started), tmp_path / "config.json")
     folder = str(tmp_path)
 
     def resumed(*words):
@@ -266,6 +266,7 @@ def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
         found = resumed(*words)
         assert (found.loop.seed, found.loop.steps, found.mesh.tensor) == (3, 7, 2)
         assert (found.loop.workdir, found.model) == (folder, config.model)
+        assert found.hosts == HostsConfig()  # perhaps on other machines
     for words in (
         ("small", "--workdir", folder),
         ("--workdir", folder, "--seed", "3"),

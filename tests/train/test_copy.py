@@ -9,7 +9,7 @@ import pytest
 
 import eval.tasks.copy
 import train.copy
-from eval.harness.groups import by_network
+from eval.harness.groups import by_network, compared
 from tests.support.command_lines import last_wins
 from train.cli.options import parse
 from train.data.copying import CopyDataConfig, HeldOutPairs, PairStream, draw_pairs, load_pairs
@@ -127,11 +127,11 @@ def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_pa
     [
         ('{"source": "a", "target": " "}', r'expected a text "target", got an empty one'),
         ('{"source": "", "target": "b"}', r'expected a text "source", got an empty one'),
-        ('{"source": "a"}', r'expected a text "target", got'),
-        ('{"source": 3, "target": "b"}', r'expected a text "source", got'),
-        ('["a", "b"]', "expected a JSON object, got"),
-        ("a\tb", "expected a JSON object, got 'a.tb'"),
-        ("[" * 100_000, "expected a JSON object, got"),
+        ('{"source": "a"}', "the line: target is missing"),
+        ('{"source": 3, "target": "b"}', "the line: source must be a string, got 3"),
+        ('["a", "b"]', "the line must be an object"),
+        ("a\tb", "the line is not JSON"),
+        ("[" * 100_000, "the line is not JSON"),
         ('{"source": "\\ud800", "target": "b"}', 'expected Unicode in "source"'),
     ],
 )
@@ -242,4 +242,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = last_wins(f"--num_layers 2 --mechanism local {options}")
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]
+    assert list(by_network([{"configuration": compared(COPY, config)}])) == [label]

@@ -205,7 +205,7 @@ def test_hybrids_in_the_table():
         more = {"model.late_mechanism.name": late, "model.schedule": "alternate"}
         case = {"length": 64, "pairs": 8, "state_bytes": size, "accuracy": accuracy}
         return {
-            "settings": settings | (more if late else {}),
+            "configuration": settings | (more if late else {}),
             "cases": [case],
             "trained": [[64, 8]],
             "seed": seed,
@@ -310,6 +310,8 @@ def test_gaps_exceed_what_windows_reach():
 
 def test_runs_of_two_kinds_have_no_picture():
     """Guessing scores differently on the two kinds."""
-    runs = [{"settings": {"model.mechanism.name": "full", "data.kind": kind}} for kind in ("mqar", "copy")]
+    runs = [
+        {"configuration": {"model.mechanism.name": "full", "data.kind": kind}} for kind in ("mqar", "copy")
+    ]
     with pytest.raises(UserError, match="--picture: expected runs of one kind of rows, got copy, mqar"):
         draw(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shlex
 import time
@@ -20,7 +21,7 @@ from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import option_name, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
-from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
+from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
 from train.engine.loop import another_configuration, train
 from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
@@ -71,7 +72,8 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
     free = {option_name(path) for path in task.free_fields()}
     if not all({option, option.partition(".")[0]} & free for option in options):
         return None
-    return parse_options(config, argv, prog=prog, about=about)
+    # config.json has the number and the address of the process that wrote it.
+    return parse_options(dataclasses.replace(config, hosts=HostsConfig()), argv, prog=prog, about=about)
 
 
 def _has_config(workdir: str) -> bool:

@@ -170,15 +170,9 @@ def _parse(line: bytes) -> _Pair:
     Raises:
       ValueError: it is not a pair.
     """
-    try:
-        values = parse_json(line, dict)
-    except ValueError as error:
-        raise ValueError(f"expected a JSON object, got {shown(line)}") from error
-    sides = []
-    for name in _Pair._fields:
-        text = values.get(name)
-        if not isinstance(text, str):
-            raise ValueError(f'expected a text "{name}", got {shown(line)}')
+    values = parse_json(line, dict.fromkeys(_Pair._fields, str))
+    pair = _Pair(values["source"], values["target"])
+    for name, text in zip(_Pair._fields, pair):
         if not text.strip():
             raise ValueError(f'expected a text "{name}", got an empty one: {shown(line)}')
         try:
@@ -187,8 +181,7 @@ def _parse(line: bytes) -> _Pair:
             raise ValueError(
                 f'expected Unicode in "{name}", got half a surrogate pair: {shown(line)}'
             ) from error
-        sides.append(text)
-    return _Pair(*sides)
+    return pair
 
 
 def _lines(path: Path) -> list[tuple[int, _Pair]]:

@@ -55,7 +55,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
     Raises:
       UserError: no text is named, a weight is not above 0, or a text is named twice.
     """
-    parts = [part for part in re.split(rf",(?=\s*{_WEIGHT}\*)", spec) if part.strip()]
+    parts = [part for part in re.split(rf",(?=\s*-?{_WEIGHT}\*)", spec) if part.strip()]
     found: dict[str, float] = {}
     for part in parts:
         match = re.fullmatch(rf"\s*({_WEIGHT})\*(\S.*)", part)

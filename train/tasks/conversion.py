@@ -43,7 +43,7 @@ from train.engine.fields import Flat, Free
 from train.engine.metrics import log
 from train.engine.step import Objective, means, random_streams
 from train.engine.storage import check_client
-from train.tasks.task import Streams
+from train.tasks.task import TOKEN, Streams
 
 #: Fields of a network that training decides.
 OWN = frozenset(("dropout", "remat", "dtype", "implementation"))
@@ -190,7 +190,7 @@ def _pretrained(folder: str) -> Teacher:
 
 def _init(config: DecoderConfig) -> Callable[[Array], Any]:
     """key -> boxed parameters."""
-    return lambda key: DecoderLM(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    return lambda key: DecoderLM(config).init(key, TOKEN)["params"]
 
 
 def _matching_folder(config: ConvertibleConfig) -> str:

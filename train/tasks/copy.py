@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from brl_jax.layers import (
@@ -32,11 +31,10 @@ from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, outputs, weighted_sums
+from train.engine.step import Objective, outputs
 from train.tasks.lm import vocabulary
-from train.tasks.task import Task, shapes
+from train.tasks.task import TOKEN, Task, classifier_objective, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +151,11 @@ def copy_objective(model: EncoderDecoder, z_loss: float) -> Objective:
     """Cross-entropy and accuracy of each target token from the source and the target's tokens before it, on what
     `train.data.copying.draw_pairs` returns."""
 
-    def init(key: Array) -> Any:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        return model.init(key, tokens, tokens)["params"]
-
-    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
+    def logits(params: Any, batch: Arrays, key: Array | None) -> Array:
         inputs = batch["tokens"], batch["source"]
-        logits, *_ = outputs(model, params, key, *inputs, source_lengths=batch["source_lengths"])
-        nll, right = classification(logits, batch["targets"], key, z_loss)
-        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
+        return outputs(model, params, key, *inputs, source_lengths=batch["source_lengths"])[0]
 
-    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
+    return classifier_objective(model, (TOKEN, TOKEN), logits, z_loss)
 
 
 class CopyTask(Task[CopyConfig, TextPairs | None]):

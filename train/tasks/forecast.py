@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_choice
@@ -29,11 +30,10 @@ from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_ori
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.copy import CopyModelConfig, copy_objective
-from train.tasks.task import Task, shapes
+from train.tasks.task import Task, objective_of, shapes
 
 LossKind = Literal["squared", "absolute"]
 Center = Literal["last", "mean", "none"]
@@ -156,9 +156,6 @@ def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
     columns = model.config.num_outputs
     lookback = config.data.lookback
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
-
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         off = forecast(model, config, params, batch, key) - batch["values"][:, lookback:]
         weights = batch["weights"][:, lookback:]
@@ -169,7 +166,8 @@ def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
         total = sums["mse"] if config.objective == "squared" else sums["mae"]
         return total, jnp.sum(weights), memory, sums
 
-    return Objective(init, loss, averages=("mae", "mse"), rates=make_rates(model.config))
+    inputs = np.zeros((1, 2, model.config.num_inputs), np.float32)
+    return objective_of(model, [inputs], loss, averages=("mae", "mse"))
 
 
 class _SeriesTask(Task[F, Series]):

@@ -21,12 +21,11 @@ from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, softmax_loss, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
-from train.tasks.task import Task, shapes
+from train.tasks.task import TOKEN, Task, objective_of, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +101,6 @@ def glue_objective(
     probability, and the negative squared error of the score instead of the accuracy."""
     classes = GLUE_TASKS[task].classes
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
         targets = batch["targets"]
@@ -119,7 +115,7 @@ def glue_objective(
         return weighted_sums(nll, batch["weights"], memory, **{name: good})
 
     best = "accuracy" if classes else "negative_squared_error"
-    return Objective(init, loss, averages=(best,), best=best, rates=make_rates(model.config), start=start)
+    return objective_of(model, [TOKEN], loss, averages=(best,), best=best, start=start)
 
 
 class GlueTaskOfRuns(Task[GlueConfig, GlueData]):

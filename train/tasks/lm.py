@@ -32,11 +32,10 @@ from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
-from train.engine.mup import make_rates
 from train.engine.step import Objective, outputs, perplexity
 from train.tasks.conversion import Matching, convert_onto, matching_config
 from train.tasks.lm_config import PRESETS, LmConfig
-from train.tasks.task import C, Streams, Task, shapes
+from train.tasks.task import TOKEN, C, Streams, Task, objective_of, shapes
 
 # Tokens of held-out text that the sample continues where no prompt is given.
 _SAMPLE_CONTEXT = 64
@@ -63,9 +62,6 @@ def lm_objective(
       start: see `Objective`.
     """
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         options = {
             "segment_ids": batch.get("segment_ids"),
@@ -76,9 +72,7 @@ def lm_objective(
         return outputs(model, params, key, *inputs, memory=memory, **options, method="loss")
 
     trained = (lambda path: path[-1] in LORA) if model.config.lora_rank else None
-    return Objective(
-        init, loss, model.init_memory, rates=make_rates(model.config), start=start, trained=trained
-    )
+    return objective_of(model, [TOKEN], loss, init_memory=model.init_memory, start=start, trained=trained)
 
 
 def _weights_of(folder: str, params: Any) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -18,15 +17,14 @@ from train.data.lra.tasks import LRA_TASKS
 from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError
 from train.engine.metrics import log
-from train.engine.mup import make_rates
-from train.engine.step import Objective, classification, means, outputs, weighted_sums
+from train.engine.step import Objective, means, outputs
 from train.tasks.lra_config import PRESETS, LraConfig, for_rows
 from train.tasks.lra_data import ArenaTask, LraData
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_head import fitted_head
 from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
-from train.tasks.task import Task, shapes
+from train.tasks.task import TOKEN, Task, classifier_objective, shapes
 
 # Fields of the network that may differ from the run that it starts from: they change no parameter of the
 # encoder, or the task decides them.
@@ -42,18 +40,12 @@ def lra_objective(
 
     `start`: see `Objective`.
     """
-    pair = isinstance(model, PairClassifier)
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 2, 1) if pair else (1, 1), jnp.int32))["params"]
+    def logits(params: Any, batch: Arrays, key: Array | None) -> Array:
+        return outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
 
-    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits = outputs(model, params, key, batch["tokens"], lengths=batch["lengths"])
-        nll, right = classification(logits, batch["targets"], key, z_loss)
-        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
-
-    rates = make_rates(model.config)
-    return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=rates, start=start)
+    tokens = np.zeros((1, 2, 1), np.int32) if isinstance(model, PairClassifier) else TOKEN
+    return classifier_objective(model, [tokens], logits, z_loss, best="accuracy", start=start)
 
 
 class LraTask(ArenaTask[LraConfig]):

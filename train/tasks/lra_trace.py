@@ -21,11 +21,10 @@ from train.engine.batch import Arrays, HeldOut
 from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import ArenaTask, LraData
-from train.tasks.task import shapes
+from train.tasks.task import TOKEN, objective_of, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,6 @@ def trace_objective(model: TokenClassifier, z_loss: float = 0.0) -> Objective:
     """Classification of the lit pixels of {"tokens": (B, 2, T) int32, images and marks, "lengths": (B, 2) int32,
     "weights": (B,) floats}."""
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         image, marks = batch["tokens"][:, 0], batch["tokens"][:, 1]
         logits = outputs(model, params, key, image, lengths=batch["lengths"][:, 0])
@@ -77,7 +73,7 @@ def trace_objective(model: TokenClassifier, z_loss: float = 0.0) -> Objective:
         weights = jnp.where(marks > 0, batch["weights"][:, None], 0.0)
         return weighted_sums(nll, weights, memory, accuracy=right)
 
-    return Objective(init, loss, averages=("accuracy",), best="accuracy", rates=make_rates(model.config))
+    return objective_of(model, [TOKEN], loss, averages=("accuracy",), best="accuracy")
 
 
 class LraTraceTask(ArenaTask[TraceConfig]):

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -33,12 +32,11 @@ from train.engine.config import RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, means, outputs, perplexity, weighted_sums
+from train.engine.step import Objective, means, outputs, perplexity
 from train.tasks.lm import LmData, TextTask, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig, long_loop
-from train.tasks.task import shapes
+from train.tasks.task import TOKEN, classifier_objective, shapes
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
 MASK, SEPARATOR, SPECIAL = 0, 1, 2
@@ -205,17 +203,11 @@ def mlm_objective(model: MaskedLM, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy at the masked places of what `train.data.masking.mask_tokens` returns and, optionally,
     "segment_ids": (B, T) int32, which keep the documents of a packed row apart."""
 
-    def init(key: Array) -> Any:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        return model.init(key, tokens, tokens)["params"]
-
-    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
+    def logits(params: Any, batch: Arrays, key: Array | None) -> Array:
         options = {"lengths": batch["lengths"], "segment_ids": batch.get("segment_ids")}
-        logits = outputs(model, params, key, batch["tokens"], batch["places"], **options)
-        nll, right = classification(logits, batch["targets"], key, z_loss)
-        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
+        return outputs(model, params, key, batch["tokens"], batch["places"], **options)
 
-    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
+    return classifier_objective(model, (TOKEN, TOKEN), logits, z_loss)
 
 
 def masked_shapes(rows: int, length: int, share: float) -> dict[str, Any]:

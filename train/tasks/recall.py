@@ -40,11 +40,10 @@ from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Objective, classification, make_eval_step, means, outputs, weighted_sums
+from train.engine.step import Objective, make_eval_step, means, outputs
 from train.tasks.conversion import ConvertibleConfig, Matching, convert_onto, matching_config
-from train.tasks.task import Task, shapes
+from train.tasks.task import TOKEN, Task, classifier_objective, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +149,7 @@ def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | Non
 def recall_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy at the questions of what `train.data.recall.draw_rows` returns; no memory passes from
     row to row."""
-
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
-        logits = answer_logits(model, params, batch, key)
-        losses, right = classification(logits, batch["targets"], key, z_loss)
-        return weighted_sums(losses, batch["weights"], memory, accuracy=right)
-
-    return Objective(init, loss, averages=("accuracy",), rates=make_rates(model.config))
+    return classifier_objective(model, [TOKEN], functools.partial(answer_logits, model), z_loss)
 
 
 class RecallTask(Task[RecallConfig, None]):

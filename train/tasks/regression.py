@@ -18,10 +18,9 @@ from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, least
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs, weighted_sums
-from train.tasks.task import Task, shapes
+from train.tasks.task import Task, objective_of, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +152,10 @@ def squared_errors(
 def regression_objective(model: Regressor, kind: Prompt) -> Objective:
     """The mean squared error over {"x": (B, P, D), "y": (B, P), "weights": (B, P)} floats."""
 
-    def init(key: Array) -> Any:
-        return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
-
     def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         return weighted_sums(squared_errors(model, kind, params, batch, key), batch["weights"], memory)
 
-    return Objective(init, loss, rates=make_rates(model.config))
+    return objective_of(model, [np.zeros((1, 2, model.config.num_inputs), np.float32)], loss)
 
 
 class RegressionTask(Task[RegressionConfig, None]):

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
-from train.engine.batch import HeldOut, Stream
+from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.config import RunConfig
 from train.engine.config_file import differences, from_json, read_values, to_json
 from train.engine.errors import UserError
@@ -27,7 +29,8 @@ from train.engine.evaluation import evaluate
 from train.engine.fields import Mark, marked
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
-from train.engine.step import Objective, make_eval_step, means
+from train.engine.mup import make_rates
+from train.engine.step import Loss, Objective, classification, make_eval_step, means, weighted_sums
 
 C = TypeVar("C", bound=RunConfig)
 D = TypeVar("D")
@@ -47,6 +50,32 @@ def shapes(integers: Mapping[str, Sequence[int]], floats: Mapping[str, Sequence[
     return {
         name: jax.ShapeDtypeStruct(tuple(shape), kind) for kind, of in kinds for name, shape in of.items()
     }
+
+
+#: The inputs of a network that reads tokens, to initialise it.
+TOKEN = np.zeros((1, 1), np.int32)
+
+
+def objective_of(model: Any, inputs: Sequence[np.ndarray], loss: Loss, **options: Any) -> Objective:
+    """The objective of a network that these inputs initialise, with the learning rates that its widths ask for."""
+    rates = make_rates(model.config)
+    return Objective(lambda key: model.init(key, *inputs)["params"], loss, rates=rates, **options)
+
+
+def classifier_objective(
+    model: Any,
+    inputs: Sequence[np.ndarray],
+    logits: Callable[[Any, Arrays, Array | None], Array],
+    z_loss: float,
+    **options: Any,
+) -> Objective:
+    """Cross-entropy and accuracy of a batch's "targets", each with its weight, by logits(params, batch, key)."""
+
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None) -> Any:
+        nll, right = classification(logits(params, batch, key), batch["targets"], key, z_loss)
+        return weighted_sums(nll, batch["weights"], memory, accuracy=right)
+
+    return objective_of(model, inputs, loss, averages=("accuracy",), **options)
 
 
 class Task(abc.ABC, Generic[C, D]):

@@ -6,12 +6,11 @@ import importlib.util
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
 
-from eval.chips import pod_plan, stages
+from eval.chips import pod_plan
 from eval.chips.tpu_chips import prepare_compiler
 from train.engine.errors import RunError, UserError
 from train.tasks.lm_config import PRESETS
@@ -63,24 +62,19 @@ def test_what_does_not_divide_is_said_before_anything_is_compiled(options, messa
 def test_progress_is_shown_and_the_librarys_lines_go_to_a_file(monkeypatch, capfd):
     """Without it, minutes of planning would show nothing but libtpu's messages."""
     monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
-    monkeypatch.setattr(stages, "SECONDS_BETWEEN_LINES", 0.02)
 
     def fail(task, config, begin):
         begin("compiling")
         os.write(2, b"E0000 noise\n")
-        time.sleep(0.2)
         raise RunError("v5e:2x2: does not compile")
 
     monkeypatch.setattr(pod_plan, "make_plan", fail)
     with pytest.raises(RunError, match="does not compile"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])
     os.write(2, b"after\n")
-    first, second, *more = capfd.readouterr().err.splitlines()
+    first, *more = capfd.readouterr().err.splitlines()
     log = Path(re.fullmatch("messages of the compiler go to (.*)", first)[1])
-    assert second == "compiling"
-    assert more[-1] == "after"
-    assert len(more) > 1
-    assert set(more[:-1]) == {"compiling: 0 s"}
+    assert more == ["compiling", "after"]
     assert log.read_text() == "E0000 noise\n"
     log.unlink()
 

@@ -28,7 +28,7 @@ def _result(seed, steps, *, whole=True):
         for s in steps
     ]
     return {
-        "settings": {"model.mechanism.name": "full"},
+        "configuration": {"model.mechanism.name": "full"},
         "parameters": 7,
         "flops_per_token": 1.0,
         "attention_share": None,

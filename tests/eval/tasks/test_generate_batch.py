@@ -95,18 +95,16 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"in.jsonl:2: expected a JSON object, got '\{'"),
-        ("[1]", r"in.jsonl:2: expected a JSON object, got '\[1\]'"),
-        ('{"prompt": 1}', "in.jsonl:2: prompt must be a text, got 1"),
-        ('{"id": 1}', "in.jsonl:2: prompt must be a text, got None"),
-        ('{"prompt": "a\\ud800"}', "in.jsonl:2: prompt has half a surrogate pair"),
-        ('{"prompt": "a", "id": "\\ud800"}', "in.jsonl:2: id must be valid JSON in UTF-8, got "),
-        ('{"prompt": "a", "id": NaN}', "in.jsonl:2: id must be valid JSON in UTF-8, got nan"),
+        ("{", "in.jsonl:2 is not JSON"),
+        ("[1]", "in.jsonl:2 must be an object"),
+        ('{"prompt": 1}', "in.jsonl:2: prompt must be a string, got 1"),
+        ('{"id": 1}', "in.jsonl:2: prompt is missing"),
+        ('{"prompt": "a\\ud800"}', "in.jsonl:2 has half a surrogate pair"),
+        ('{"prompt": "a", "id": "\\ud800"}', "in.jsonl:2 has half a surrogate pair"),
+        ('{"prompt": "a", "id": NaN}', "in.jsonl:2 is not JSON: NaN is not a finite number"),
         ('{"prompt": ""}', "in.jsonl:2: expected at least one token of text, got ''"),
-        (
-            '{"prompt": "a", "max_tokens": 0}',
-            "in.jsonl:2: max_tokens must be an integer of at least 1, got 0",
-        ),
+        ('{"prompt": "a", "max_tokens": 0}', "in.jsonl:2: max_tokens must be at least 1, got 0"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "in.jsonl:2: max_tokens must be an integer, got 1.5"),
         ('{"prompt": "a", "tokens": 3}', "in.jsonl:2: unknown key 'tokens'; expected prompt, max_tokens, id"),
     ],
 )
@@ -116,7 +114,7 @@ def test_bad_lines(params, tmp_path, monkeypatch, capsys, line, message):
     with pytest.raises(UserError, match=message):
         generate(params, tmp_path)
     assert command(lambda argv: generate(params, tmp_path), "eval.generate") == 2
-    assert "in.jsonl:2: " in capsys.readouterr().err
+    assert "in.jsonl:2" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
