@@ -61,7 +61,10 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
         return None
     words = [part for word in argv for part in word.split("=", 1 if word.startswith("--") else 0)]
     workdir = dict(itertools.pairwise(words)).get("--workdir")
-    if not workdir or not _has_config(workdir):
+    if not workdir:
+        return None
+    check_client("--workdir", workdir)
+    if not _has_config(workdir):
         return None
     try:
         task, config = read_config(tasks, epath.Path(workdir) / "config.json")
