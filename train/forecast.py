@@ -2,8 +2,8 @@
 
 encoder   reads `--lookback` rows and `--horizon` empty ones, and predicts the values of the empty ones at once;
           any listed mechanism that has a bidirectional form
-tokens    a decoder of one column's values as tokens (Chronos, arXiv:2403.07815), whose forecasts are sampled; any
-          listed mechanism that has a causal form
+tokens    an encoder-decoder of one column's values as tokens (Chronos, arXiv:2403.07815), whose forecasts are sampled;
+          any listed mechanism that has both forms. tokens-kernels and chronos-tiny take series of random kernels
 
 FILE is a table such as ETTh1.csv (a first column "date"; train/data/series.py says how it is split and normalised).
 --features multivariate forecasts all columns, otherwise --target alone. The run's folder holds config.json,

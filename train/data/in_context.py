@@ -10,14 +10,14 @@ least squares of the least norm (the posterior mean of w) reaches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Natural
-from train.data.repeated import chosen_rows
+from train.data.repeated import HeldOutBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.fields import Free
 
@@ -96,7 +96,7 @@ def draw_prompts(
     return Batch({"y": y, "weights": np.ascontiguousarray(weights), "x": x})
 
 
-class HeldOutPrompts:
+class HeldOutPrompts(HeldOutBatches):
     """The same prompts in every pass, with all dimensions and pairs; none is in a training batch.
 
     Args:
@@ -104,8 +104,6 @@ class HeldOutPrompts:
       split: "valid" (valid_prompts prompts) or "test" (test_prompts). rows: the indices of the rows to give; by default
       all.
     """
-
-    num_bytes = digest = None
 
     def __init__(
         self,
@@ -115,20 +113,19 @@ class HeldOutPrompts:
         split: str = "valid",
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        self.batch = batch
-        self._config, self._rows = config, chosen_rows(batch, rows)
-        self._count, self._seed = (
+        chosen = chosen_rows(batch, rows)
+        count, seed = (
             (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        c = self._config
-        for first in range(0, self._count, self.batch):
+        def make(step: int) -> Batch:
             # Numbered over all batches, so that the prompts do not depend on the size of a batch.
-            numbers = first + self._rows
-            batch = draw_prompts(c, self._seed, numbers, c.input_dim, c.pairs)
-            exists = (numbers < self._count).astype(np.float32)[:, None]
-            yield batch.with_arrays(weights=batch["weights"] * exists)
+            numbers = step * batch + chosen
+            drawn = draw_prompts(config, seed, numbers, config.input_dim, config.pairs)
+            exists = (numbers < count).astype(np.float32)[:, None]
+            return drawn.with_arrays(weights=drawn["weights"] * exists)
+
+        super().__init__(make, -(-count // batch), batch)
 
 
 def least_squares_errors(

@@ -16,7 +16,7 @@ import hashlib
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from brl_jax.fields import Checked, Count, Length
 from brl_jax.json_files import check_regular
 from train.data.kernel_series import MOST_ROWS, kernel_series
-from train.data.repeated import RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
 from train.data.splits import SPLITS
 from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
@@ -254,15 +254,13 @@ class WindowStream(RepeatedBatches):
         super().__init__(make, steps, identity)
 
 
-class HeldOutWindows:
+class HeldOutWindows(HeldOutBatches):
     """One pass over windows; the padding of the last batch has weight 0.
 
     Args:
       windows, origin: as for `WindowStream`. batch: rows of all processes together. rows: the indices of
       the rows to give; by default all.
     """
-
-    num_bytes = digest = None
 
     def __init__(
         self,
@@ -272,14 +270,13 @@ class HeldOutWindows:
         batch: int,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        self.batch = batch
-        self._windows, self._origin, self._rows = windows, origin, chosen_rows(batch, rows)
+        chosen = chosen_rows(batch, rows)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for first in range(0, len(self._origin), self.batch):
-            numbers = first + self._rows
-            exists = numbers < len(self._origin)
-            yield self._windows.batch(self._origin[np.minimum(numbers, len(self._origin) - 1)], exists)
+        def make(step: int) -> Batch:
+            numbers = step * batch + chosen
+            return windows.batch(origin[np.minimum(numbers, len(origin) - 1)], numbers < len(origin))
+
+        super().__init__(make, -(-len(origin) // batch), batch)
 
 
 def naive_forecast(known: Float[np.ndarray, "B L C"], horizon: int, season: int = 1) -> np.ndarray:

@@ -141,6 +141,9 @@ def _presets() -> dict[str, GraphRunConfig]:
     for dataset in _METAPATHS:
         found |= {f"{dataset}-{name}": _tokens(dataset, mechanism) for name, mechanism in _ATTENTION.items()}
         found |= {f"{dataset}-{network}": _graph(network) for network in _MESSAGES}
+        gcn = found[f"{dataset}-gcn"]
+        model = dataclasses.replace(gcn.model, num_layers=4 if dataset == "imdb" else 3)
+        found[f"{dataset}-gcn"] = dataclasses.replace(gcn, model=model)
         # All neighbours along a metapath are up to half of the nodes.
         data = GraphDataConfig(metapath_length=4 if dataset == "dblp" else 2, neighbours=32)
         han = found[f"{dataset}-han"]

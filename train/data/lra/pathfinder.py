@@ -209,35 +209,36 @@ class Images(NamedTuple):
     marks: UInt8[np.ndarray, "n R R"] | None = None
 
 
-def generate_images(
-    rng: np.random.Generator, count: int, resolution: int, dashes: int = HARD, marked: bool = False
-) -> Images:
+class PathfinderSpec(NamedTuple):
+    """Which images are generated.
+
+    resolution: pixels a side, 32, 64 or 128. dashes: of the long paths, 6, 9 or 14. marked: each with its `mark`.
+    """
+
+    resolution: int
+    dashes: int = HARD
+    marked: bool = False
+
+
+def generate_images(rng: np.random.Generator, count: int, spec: PathfinderSpec) -> Images:
     """`count` images, half of them connected (one more or less where the count is odd)."""
     labels = rng.permutation((np.arange(count) + rng.integers(2)) % 2)
-    scenes = [draw_scene(rng, resolution, bool(label), dashes) for label in labels]
-    images = np.stack([render(scene, resolution) for scene in scenes])
-    marks = np.stack([mark(*pair) for pair in zip(scenes, images)]) if marked else None
+    scenes = [draw_scene(rng, spec.resolution, bool(label), spec.dashes) for label in labels]
+    images = np.stack([render(scene, spec.resolution) for scene in scenes])
+    marks = np.stack([mark(*pair) for pair in zip(scenes, images)]) if spec.marked else None
     return Images(images, labels, marks)
 
 
-def _chunk(
-    resolution: int, dashes: int, marked: bool, seed: int, split: int, index: int, count: int
-) -> Images:
-    rng = np.random.default_rng([seed, resolution, split, index])
-    return generate_images(rng, count, resolution, dashes, marked)
+def _chunk(spec: PathfinderSpec, seed: int, split: int, index: int, count: int) -> Images:
+    return generate_images(np.random.default_rng([seed, spec.resolution, split, index]), count, spec)
 
 
 def generated(
-    resolution: int,
-    seed: int,
-    sizes: dict[str, int],
-    processes: int,
-    dashes: int = HARD,
-    marked: bool = False,
+    spec: PathfinderSpec, seed: int, sizes: dict[str, int], processes: int
 ) -> dict[str, Callable[[], Iterator[Images]]]:
     """The splits of a generated set, each the same for any number of processes."""
-    chunk = functools.partial(_chunk, resolution, dashes, marked, seed)
-    return in_processes(chunk, sizes, _CHUNK, processes, f"pathfinder{resolution}")
+    chunk = functools.partial(_chunk, spec, seed)
+    return in_processes(chunk, sizes, _CHUNK, processes, f"pathfinder{spec.resolution}")
 
 
 def image_chunk(
@@ -251,20 +252,14 @@ def image_chunk(
     return Chunk(parts.reshape(-1), lengths, np.asarray(labels, np.int64))
 
 
-def generated_source(
-    resolution: int,
-    seed: int,
-    sizes: dict[str, int],
-    processes: int,
-    dashes: int = HARD,
-    marked: bool = False,
-) -> Source:
-    """Images generated while they are read; with their marks as second sequences, if `marked`."""
+def generated_source(spec: PathfinderSpec, seed: int, sizes: dict[str, int], processes: int) -> Source:
+    """Images generated while they are read; their marks, if they have them, are second sequences."""
 
     def reader(chunks: Callable[[], Iterator[Images]]) -> Callable[[], Iterator[Chunk]]:
         return lambda: (image_chunk(*images) for images in chunks())
 
-    splits = generated(resolution, seed, sizes, processes, dashes, marked)
+    resolution, dashes, marked = spec
+    splits = generated(spec, seed, sizes, processes)
     marks = ("marked",) if marked else ()
     return Source(
         f"generated pathfinder{resolution}" + ("" if dashes == HARD else f", paths of {dashes} dashes"),
@@ -277,12 +272,7 @@ def generated_source(
 
 
 def write_release(
-    out: str | os.PathLike[str],
-    resolution: int,
-    seed: int,
-    sizes: dict[str, int],
-    processes: int,
-    dashes: int = HARD,
+    out: str | os.PathLike[str], spec: PathfinderSpec, seed: int, sizes: dict[str, int], processes: int
 ) -> None:
     """Writes a folder in the layout of the Long Range Arena's release: LEVEL/imgs/N/sample_I.png, and
     LEVEL/metadata/N.npy, where LEVEL comes from `LEVELS`. Despite their name the metadata are text, a line an image:
@@ -296,20 +286,21 @@ def write_release(
     """
     with writing_folder(out) as folder:
         batch = 0
-        for chunks in generated(resolution, seed, sizes, processes, dashes).values():
+        for chunks in generated(spec, seed, sizes, processes).values():
             for images in chunks():
-                _write_batch(folder / LEVELS[dashes], batch, images, dashes, SIZES[resolution].short_paths)
+                _write_batch(folder / LEVELS[spec.dashes], batch, images, spec)
                 batch += 1
 
 
-def _write_batch(folder: Path, batch: int, images: Images, dashes: int, short_paths: int) -> None:
+def _write_batch(folder: Path, batch: int, images: Images, spec: PathfinderSpec) -> None:
     place = f"imgs/{batch}"
+    paths = f"{spec.dashes} {_short(spec.dashes)} {SIZES[spec.resolution].short_paths}"
     (folder / place).mkdir(parents=True)
     (folder / "metadata").mkdir(exist_ok=True)
     lines = []
     for i, (image, label) in enumerate(zip(images.images, images.labels)):
         Image.fromarray(image).save(folder / place / f"sample_{i}.png")
-        lines.append(f"{place} sample_{i}.png {i} {label} {dashes} {_short(dashes)} {short_paths}\n")
+        lines.append(f"{place} sample_{i}.png {i} {label} {paths}\n")
     (folder / "metadata" / f"{batch}.npy").write_text("".join(lines))
 
 

@@ -63,14 +63,8 @@ def write_release(options: ReleaseOptions) -> None:
     if options.task == "listops":
         listops.write_release(options.out, options.listops, options.data_seed, counts, options.processes)
     else:
-        pathfinder.write_release(
-            options.out,
-            options.resolution,
-            options.data_seed,
-            counts,
-            options.processes,
-            options.dashes,
-        )
+        spec = pathfinder.PathfinderSpec(options.resolution, options.dashes)
+        pathfinder.write_release(options.out, spec, options.data_seed, counts, options.processes)
     total = sum(counts.values())
     per_minute = round(60 * total / (time.perf_counter() - started))
     print(

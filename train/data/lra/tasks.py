@@ -152,14 +152,8 @@ def open_source(config: LraDataConfig) -> Source:
                     config.listops, config.data_seed, sizes(config), config.processes
                 )
             case "pathfinder" | "pathx":
-                return pathfinder.generated_source(
-                    config.resolution,
-                    config.data_seed,
-                    sizes(config),
-                    config.processes,
-                    config.dashes,
-                    config.marks,
-                )
+                spec = pathfinder.PathfinderSpec(config.resolution, config.dashes, config.marks)
+                return pathfinder.generated_source(spec, config.data_seed, sizes(config), config.processes)
             case "image":
                 return image.open_tfds_source()
             case "text":

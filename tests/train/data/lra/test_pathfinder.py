@@ -10,7 +10,7 @@ from PIL import Image
 from scipy import ndimage
 
 from train.data.lra import pathfinder
-from train.data.lra.pathfinder import draw_scene, generate_images, render
+from train.data.lra.pathfinder import PathfinderSpec, draw_scene, generate_images, render
 from train.data.lra.tasks import LraDataConfig, load
 from train.engine.errors import UserError
 
@@ -33,7 +33,7 @@ def is_connected(image, gap):
 
 @pytest.mark.parametrize(("resolution", "count", "gap"), [(32, 30, 1.0), (64, 10, 3.0), (128, 10, 4.0)])
 def test_every_label_is_what_following_the_path_gives(resolution, count, gap):
-    images, labels, _ = generate_images(np.random.default_rng(0), count, resolution)
+    images, labels, _ = generate_images(np.random.default_rng(0), count, PathfinderSpec(resolution))
     assert images.shape == (count, resolution, resolution)
     assert images.dtype == np.uint8
     assert labels.sum() == count // 2
@@ -63,10 +63,10 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
     monkeypatch.setattr(pathfinder, "_CHUNK", 6)
     scene = draw_scene(np.random.default_rng(1), 32, connected=True, dashes=dashes)
     assert [len(path) - 1 for path in scene.paths] == [dashes] * 2 + [dashes // 3] * 5
-    images, labels, _ = generate_images(np.random.default_rng(0), 20, 32, dashes)
+    images, labels, _ = generate_images(np.random.default_rng(0), 20, PathfinderSpec(32, dashes))
     assert [is_connected(image, 1.0) for image in images] == labels.astype(bool).tolist()
     folder = tmp_path / "pathfinder32"
-    pathfinder.write_release(folder, 32, 0, {"train": 8, "valid": 1, "test": 1}, 1, dashes)
+    pathfinder.write_release(folder, PathfinderSpec(32, dashes), 0, {"train": 8, "valid": 1, "test": 1}, 1)
     assert (folder / level / "metadata" / "0.npy").read_text().endswith(f"{dashes} {dashes // 3} 5\n")
     config = LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path), dashes=dashes)
     assert len(load(config, tmp_path / "run", ("train",))[1]["train"]) == 8
@@ -82,8 +82,10 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
 
 def test_marks_say_which_paths_have_a_dot():
     """One path's pixels if the dots are connected, two paths' if they are not; both dots lie on them."""
-    images, labels, marks = generate_images(np.random.default_rng(3), 20, 32, 9, marked=True)
-    np.testing.assert_array_equal(images, generate_images(np.random.default_rng(3), 20, 32, 9).images)
+    images, labels, marks = generate_images(np.random.default_rng(3), 20, PathfinderSpec(32, 9, marked=True))
+    np.testing.assert_array_equal(
+        images, generate_images(np.random.default_rng(3), 20, PathfinderSpec(32, 9)).images
+    )
     assert marks.dtype == np.uint8
     np.testing.assert_array_equal(marks > 0, images > 20)
     assert (marks[images > 200] == 2).all()
@@ -123,14 +125,14 @@ def test_distance_of_the_dots_tells_little():
 def test_folders_are_as_the_releases_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(pathfinder, "_CHUNK", 6)
     counts = {"train": 12, "valid": 6, "test": 2}
-    pathfinder.write_release(tmp_path / "pathfinder32", 32, 5, counts, 1)
+    pathfinder.write_release(tmp_path / "pathfinder32", PathfinderSpec(32), 5, counts, 1)
     level = tmp_path / "pathfinder32" / "curv_contour_length_14"
     assert sorted(p.name for p in (level / "metadata").iterdir()) == ["0.npy", "1.npy", "2.npy", "3.npy"]
     place, name, number, label, *rest = (level / "metadata" / "1.npy").read_text().splitlines()[3].split()
     assert (place, name, number, rest) == ("imgs/1", "sample_3.png", "3", ["14", "4", "5"])
-    images, labels, _ = next(pathfinder.generated(32, 5, counts, 1)["train"]())
+    images, labels, _ = next(pathfinder.generated(PathfinderSpec(32), 5, counts, 1)["train"]())
     np.testing.assert_array_equal(np.asarray(Image.open(level / "imgs/0/sample_2.png")), images[2])
-    assert label == str(list(pathfinder.generated(32, 5, counts, 1)["train"]())[1].labels[3])
+    assert label == str(list(pathfinder.generated(PathfinderSpec(32), 5, counts, 1)["train"]())[1].labels[3])
     for folder in (tmp_path, tmp_path / "pathfinder32", level):
         config = LraDataConfig(task="pathfinder", length=1024, data_dir=str(folder))
         _, read = load(config, tmp_path / "run", ("train", "valid", "test"))
