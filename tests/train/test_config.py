@@ -249,7 +249,7 @@ def test_options_of_other_commands():
 
 
 def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
-    """It names the folder and no preset, and changes what a resumed run may change."""
+    """It names the folder and no preset; what it leaves out stays as it was."""
     config = PRESETS["small"]
     hosts = HostsConfig(coordinator="first:1", processes=2, process=0)
     started = dataclasses.replace(config, loop=dataclasses.replace(config.loop, seed=3), hosts=hosts)
@@ -259,18 +259,23 @@ def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
     def resumed(*words):
         return _resumed([LM], words, prog="p", about="a")
 
+    assert resumed("--workdir", folder).loop.seed == 3
+    assert resumed("--workdir", folder, "--steps", "7") is None  # it failed before its first checkpoint
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     for words in (
-        ("--workdir", folder, "--steps", "7", "--mesh.tensor", "2"),
-        ("--mesh.tensor=2", "--steps=7", f"--workdir={folder}"),
+        ("--workdir", folder, "--steps", "7", "--mechanism", "brl"),
+        ("--mechanism=brl", "--steps=7", f"--workdir={folder}"),
     ):
         found = resumed(*words)
-        assert (found.loop.seed, found.loop.steps, found.mesh.tensor) == (3, 7, 2)
-        assert (found.loop.workdir, found.model) == (folder, config.model)
+        assert (found.loop.seed, found.loop.steps, found.loop.workdir) == (3, 7, folder)
+        assert found.model == config.model
         assert found.hosts == HostsConfig()  # perhaps on other machines
+    changed = resumed("--workdir", folder, "--mechanism", "local", "--mechanism.window", "9")
+    assert LM.differences(LM.to_json(started), changed)[0] == "mechanism.name brl -> local"
     for words in (
         ("small", "--workdir", folder),
-        ("--workdir", folder, "--seed", "3"),
         ("--workdir", folder, "--help"),
+        ("--workdir", folder, "-h"),
         ("--workdir", f"{folder}/new"),
         ("--workdir",),
         ("--steps", "7"),

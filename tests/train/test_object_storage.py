@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+import train.lm
 from eval.harness.runs import open_run
 from tests.support.processes import python
 from tests.train.object_store import BUCKET, ObjectStore
@@ -199,5 +200,6 @@ def test_a_bucket_without_its_client_is_a_line(monkeypatch):
         UserError, match=r"^--workdir must be a local folder or gs://BUCKET/FOLDER, got 's3://b/r'$"
     ):
         open_run([], "s3://b/r", "best")
-    with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install -e '\.\[gcs\]'"):
-        check_client("--workdir", "gs://b/r")
+    for steps in ((), ("--steps", "3")):
+        with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install -e '\.\[gcs\]'"):
+            train.lm.main(["--workdir", "gs://b/r", *steps])

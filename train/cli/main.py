@@ -13,12 +13,12 @@ from typing import Any
 import jax
 from etils import epath
 
-from train.cli.options import given_options, parse, parse_options
+from train.cli.options import given_options, parse, parse_onto
 from train.cli.summary import beginning, ending, parameters_in_words
 from train.data.dataset import forget_unstarted
 from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import option_name, read_values
+from train.engine.config_file import read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
@@ -28,6 +28,9 @@ from train.engine.metrics import RunReport, announce, log
 from train.engine.storage import as_os_errors, check_client, check_writable, user_cache
 from train.engine.throughput import in_words
 from train.tasks.task import Task, read_config
+
+# Options that a command answers instead of training.
+_QUESTIONS = {"help", "help_all", "presets", "version"}
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
@@ -50,30 +53,32 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
 
 
 def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str, about: str) -> Any:
-    """The configuration of the run that argv goes on with: it names the run's folder, no preset, and apart from that
-    only options that a resumed run may change. None for another command line.
+    """The configuration of the run in the folder that argv names, with the options of argv. None if there is no run, or
+    argv names a preset or asks for help.
 
     Raises:
       UserError: an option is wrong, or argv is the folder alone and its run cannot be read.
     """
     options = set(given_options(argv))
-    if "workdir" not in options or not argv[0].startswith("--"):
+    if "workdir" not in options or not argv[0].startswith("--") or "-h" in argv or options & _QUESTIONS:
         return None
     words = [part for word in argv for part in word.split("=", 1 if word.startswith("--") else 0)]
     workdir = dict(itertools.pairwise(words)).get("--workdir")
-    if not workdir or not _has_config(workdir):
+    if not workdir:
+        return None
+    check_client("--workdir", workdir)
+    is_alone = options == {"workdir"}
+    # A command that failed before its first checkpoint may have had the wrong options.
+    if not _has_config(workdir) or not (is_alone or _steps(workdir)):
         return None
     try:
-        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+        _, config = read_config(tasks, epath.Path(workdir) / "config.json")
     except UserError:
-        if options == {"workdir"}:
+        if is_alone:
             raise
         return None
-    free = {option_name(path) for path in task.free_fields()}
-    if not all({option, option.partition(".")[0]} & free for option in options):
-        return None
     # config.json has the number and the address of the process that wrote it.
-    return parse_options(dataclasses.replace(config, hosts=HostsConfig()), argv, prog=prog, about=about)
+    return parse_onto(dataclasses.replace(config, hosts=HostsConfig()), argv, prog=prog, about=about)
 
 
 def _has_config(workdir: str) -> bool:

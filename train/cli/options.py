@@ -89,16 +89,22 @@ def parse(
         raise SystemExit(0)
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
-    for field in _mechanism_fields(config):
-        config = dataclasses.replace(config, model=_swap_mechanism(config.model, field, rest))
     description = (
         f"{about}\n\nPRESET is one of {len(presets)}, which --presets lists; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
         f"The defaults below come from {name} (and from the mechanism that is named)."
     )
-    parsed = parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
+    return parse_onto(config, rest, prog=f"{prog} [PRESET]", about=description).resolved()
+
+
+def parse_onto(config: R, argv: Sequence[str], *, prog: str, about: str) -> R:
+    """A configuration with the options of argv set, as `parse_options` does, and with the mechanisms that it names."""
+    rest, changed = list(argv), config
+    for field in _mechanism_fields(config):
+        changed = dataclasses.replace(changed, model=_swap_mechanism(changed.model, field, rest))
+    parsed = parse_options(changed, rest, prog=prog, about=about)
     _check_effects(parsed, argv)  # `rest` lacks the mechanisms' names
-    return parsed.resolved()
+    return parsed
 
 
 def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:

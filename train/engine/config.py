@@ -21,8 +21,8 @@ class LoopConfig(Checked):
 
     workdir: Free[str] = "runs/stdlib"
     """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
-    same command again resumes the run where it stopped; so does --workdir alone, or with options that a resumed run may
-    change, such as --steps."""
+    same command again resumes the run where it stopped. Without a PRESET, what a command leaves out stays as it was, so
+    that --workdir is enough."""
     steps: Free[Steps] = 1000
     """Number of training steps. A resumed run may have another number, which its learning rate then follows."""
     seed: Seed = 0
