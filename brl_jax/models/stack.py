@@ -106,10 +106,21 @@ class _Parts(NamedTuple):
 _RECOMPUTED = frozenset((
     "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "rsqrt", "sign", "abs",
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type",
-    "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "pad", "concatenate", "iota",
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "pad", "concatenate", "stack", "iota",
+    "copy", "logistic", "tanh", "erf", "erfc", "exp", "log", "log1p",
 ))  # fmt: skip
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a layer keeps a primitive's results. For a function such as ReLU or GELU, the primitives in it decide."""
+    if primitive.name in ("custom_jvp_call", "jit"):
+        function = params["call_jaxpr" if primitive.name == "custom_jvp_call" else "jaxpr"]
+        return any(_is_kept(each.primitive, **each.params) for each in function.eqns)
+    return primitive.name not in _RECOMPUTED
+
+
 _POLICIES: dict[Remat, Any] = {
-    "none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED,
+    "none": _is_kept,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": None,
 }

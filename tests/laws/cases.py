@@ -211,10 +211,7 @@ FAST_ENGINES = ("local-sliding", "linear")
 FAST_MEMORY = ("linear", "diag-relu")
 
 _WINDOW = ("window_attention_forward", "window_attention_backward")
-_ANY_PATTERN = (
-    "block_attention_forward",
-    *(f"block_attention_backward_{part}" for part in ("key", "query", "rest")),
-)
+_ANY_PATTERN = ("block_attention_forward", "block_attention_backward_all")
 _COMPRESS = ("compress_forward", "compress_backward")
 _PROPAGATE = ("propagate_forward", "propagate_backward")
 _RECURRENT = ("recurrent_forward", "recurrent_backward")

@@ -1,13 +1,15 @@
 """The stack of blocks: where its parameters come from."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import BRLConfig, FullConfig, LinearConfig, LocalConfig
+from brl_jax.layers import BRLConfig, FullConfig, LinearConfig, LocalConfig, Mamba2Config
 from brl_jax.models import Stack
-from brl_jax.models.stack import _POLICIES
+from brl_jax.models.stack import _POLICIES, _is_kept
 from tests.laws.cases import dimensions
 from tests.marks import slow_unless
 from tests.support.parameters import drawn
@@ -73,3 +75,20 @@ def test_layers_keep_no_elementwise_results_for_the_backward_pass(monkeypatch):
     ours = temporary_bytes()
     monkeypatch.setitem(_POLICIES, "none", jax.checkpoint_policies.everything_saveable)
     assert ours < 0.8 * temporary_bytes()
+
+
+@pytest.mark.parametrize("ffn", ["glu_relu", "swiglu", "geglu", "geglu_erf"])
+def test_layers_keep_no_results_of_activations_or_rotations(ffn, monkeypatch):
+    kept = set()
+
+    def policy(primitive, *_, **params):
+        if keeps := _is_kept(primitive, **params):
+            kept.add(primitive.name)
+        return keeps
+
+    monkeypatch.setitem(_POLICIES, "none", policy)
+    stack = Stack((LocalConfig(), Mamba2Config()), dataclasses.replace(dimensions(True), ffn=ffn))
+    x = jax.ShapeDtypeStruct((2, 512, 16), jnp.float32)
+    variables = jax.eval_shape(stack.init, jax.random.key(0), x)
+    jax.make_jaxpr(jax.grad(lambda variables, x: stack.apply(variables, x)[0].sum()))(variables, x)
+    assert kept <= {"dot_general", "reduce_sum", "cos", "sin", "rem", "by_platform"}

@@ -194,9 +194,8 @@ def test_differences_that_matter():
         f"mechanism.window {base.model.mechanism.window} -> 9",
         "beta1 0.9 -> 0.5",
     ]
-    swapped = differences(to_json(base), to_json(_parse("--mechanism full")))
-    assert "mechanism.name brl -> full" in swapped
-    assert f"mechanism.window {base.model.mechanism.window} -> absent" in swapped
+    swapped = to_json(_parse("--mechanism full --late_mechanism local"))
+    assert differences(to_json(base), swapped) == ["mechanism brl -> full", "late_mechanism None -> local"]
     long = [0] * 1000  # a graph has as many token kinds as nodes
     assert differences({"kinds": long}, {"kinds": [0]}) == ["kinds [0, 0, 0, 0, 0, 0, ...] -> [0]"]
 
@@ -271,9 +270,10 @@ def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
         assert found.model == config.model
         assert found.hosts == HostsConfig()  # perhaps on other machines
     changed = resumed("--workdir", folder, "--mechanism", "local", "--mechanism.window", "9")
-    assert LM.differences(LM.to_json(started), changed)[0] == "mechanism.name brl -> local"
+    assert LM.differences(LM.to_json(started), changed) == ["mechanism brl -> local"]
     for words in (
         ("small", "--workdir", folder),
+        ("--workdir", folder, "--from_hf", "other"),
         ("--workdir", folder, "--help"),
         ("--workdir", folder, "-h"),
         ("--workdir", f"{folder}/new"),

@@ -44,8 +44,8 @@ def start(main: Callable[[Sequence[str]], None], name: str) -> None:
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     """Runs a command on the program's arguments and returns its exit status.
 
-    0; 2 for a UserError; 1 for a RunError, a file that cannot be read or written, or too little memory; 128 + the
-    signal's number where a signal stopped it.
+    0; 2 for a UserError, devices that JAX does not find, or a backend that cannot compute a call; 1 for a RunError, a
+    file that cannot be read or written, or too little memory; 128 + the signal's number where a signal stopped it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set for the imports, in train/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,8 +29,8 @@ from train.engine.storage import as_os_errors, check_client, check_writable, use
 from train.engine.throughput import in_words
 from train.tasks.task import Task, read_config
 
-# Options that a command answers instead of training.
-_QUESTIONS = {"help", "help_all", "presets", "version"}
+# Options that a command answers instead of training, and those of a run's start, which name its network.
+_NOT_RESUMED = {"help", "help_all", "presets", "version", "from_hf", "convert_from"}
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
@@ -54,13 +54,13 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
 
 def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str, about: str) -> Any:
     """The configuration of the run in the folder that argv names, with the options of argv. None if there is no run, or
-    argv names a preset or asks for help.
+    argv names a preset or another start, or asks for help.
 
     Raises:
       UserError: an option is wrong, or argv is the folder alone and its run cannot be read.
     """
     options = set(given_options(argv))
-    if "workdir" not in options or not argv[0].startswith("--") or "-h" in argv or options & _QUESTIONS:
+    if "workdir" not in options or not argv[0].startswith("--") or "-h" in argv or options & _NOT_RESUMED:
         return None
     words = [part for word in argv for part in word.split("=", 1 if word.startswith("--") else 0)]
     workdir = dict(itertools.pairwise(words)).get("--workdir")

@@ -64,19 +64,33 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
-    """Fields, as "name old -> new", that keep a run of `old` from being resumed as `new` (both from `to_json`).
+    """Fields, as "name old -> new", that keep a run of `old` from being resumed as `new` (both from `to_json`). Of
+    another mechanism there is the name alone.
 
     Args:
       free: dotted names of the fields that may differ (`train.engine.fields.Free`), or of whole parts.
     """
     old_flat, new_flat = flatten(old), flatten(new)
     missing = object()
+    for path in [name for name in old_flat | new_flat if name.endswith("mechanism.name")]:
+        if old_flat.get(path) != new_flat.get(path):
+            old_flat, new_flat = (_with_name_alone(flat, path) for flat in (old_flat, new_flat))
     return [
         f"{option_name(name)} {_short(old_flat.get(name, 'absent'))} -> {_short(new_flat.get(name, 'absent'))}"
         for name in old_flat | new_flat
         if old_flat.get(name, missing) != new_flat.get(name, missing)
         and not any(name == other or name.startswith(f"{other}.") for other in free)
     ]
+
+
+def _with_name_alone(flat: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Flat fields with a part's name, which is at `path`, in place of the part."""
+    part = path.removesuffix(".name")
+    return {
+        part if name == path else name: value
+        for name, value in flat.items()
+        if name == path or not name.startswith(f"{part}.")
+    }
 
 
 def _short(value: Any) -> Any:

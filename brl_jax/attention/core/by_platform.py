@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
 from brl_jax.attention.core.varying import vary_like
 
@@ -99,6 +101,24 @@ def by_platform(
     return jax.tree.unflatten(function.out_structure, outs)
 
 
+def recomputed(function: Callable[..., Any], *operands: Any) -> Any:
+    """function(*operands) in the body of a loop. The gradient keeps operands and results alone, and runs it again.
+
+    Unlike `jax.checkpoint`, it does so inside a layer whose own policy keeps results: in JAX, the policy of an outer
+    checkpoint decides for those inside it as well. No policy reaches into a form.
+    """
+    if traced_for.value is not None:
+        return jax.checkpoint(function, prevent_cse=False)(*operands)
+    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+
+    def run(arrays: Sequence[Array], operands: tuple) -> Any:
+        leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, list(arrays)))(*jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+    form = without_kept(run)
+    return by_platform(lambda *_: form, jaxpr.consts, operands, results=results, plain=run)
+
+
 def branches(*operands: Any, default: Callable[..., Any], **others: Callable[..., Any]) -> Any:
     """`jax.lax.platform_dependent`, which traces the branch of one platform alone inside a form.
 
@@ -170,6 +190,11 @@ class _Function:
         self.results, self.out_structure = jax.tree.flatten(results)
         self.kept, self._kept_structure = jax.tree.flatten(kept)
 
+    @property
+    def moving(self) -> list[int]:
+        """The places of the results that have gradients, those of floating point."""
+        return [i for i, x in enumerate(self.results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
     def run(self, platform: str, *leaves: Any) -> list:
         """The leaves of the results and of what is kept."""
         with self._context.again():
@@ -181,7 +206,9 @@ class _Function:
         return jax.tree.leaves((results, kept))
 
     def gradient(self, platform: str, leaves: Any, outs: Any, d_results: Any, moving: tuple) -> list:
-        """The gradients of the leaves at the places `moving`."""
+        """The gradients of the leaves at the places `moving`, from those of the moving results."""
+        still = [np.zeros(x.shape, jax.dtypes.float0) for x in self.results]
+        d_results = replaced(still, self.moving, d_results)
         with self._context.again():
             operands = jax.tree.unflatten(self._structure, leaves)
             form = self._choose(platform, *operands)
@@ -191,7 +218,7 @@ class _Function:
                     operands = jax.tree.unflatten(self._structure, replaced(leaves, moving, moved))
                     return jax.tree.leaves(form.run(*operands)[0])
 
-                return list(jax.vjp(run, *(leaves[i] for i in moving))[1](list(d_results)))
+                return list(jax.vjp(run, *(leaves[i] for i in moving))[1](d_results))
             results, kept = outs[: len(self.results)], outs[len(self.results) :]
             gradients = form.gradient(
                 operands,
@@ -298,32 +325,31 @@ def _differentiate_call(
     moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
     count = len(leaves)
 
+    def moved(leaves: Any, values: Any) -> list:
+        results = function.plain(*replaced(leaves, moving, values))
+        return [results[i] for i in function.moving]
+
     def tangent(platform: str, residuals: Any, changes: Any) -> list:
         leaves = residuals[:count]
-
-        def of_moving(*values: Any) -> list:
-            return function.plain(*replaced(leaves, moving, values))
-
-        return jax.jvp(of_moving, [leaves[i] for i in moving], list(changes))[1]
+        return jax.jvp(lambda *values: moved(leaves, values), [leaves[i] for i in moving], list(changes))[1]
 
     def gradient(platform: str, residuals: Any, d_results: Any) -> list:
         return function.gradient(platform, residuals[:count], residuals[count:], d_results, moving)
 
     def plain_gradient(platform: str, residuals: Any, d_results: Any) -> list:
         leaves = residuals[:count]
-
-        def of_moving(*values: Any) -> list:
-            return function.plain(*replaced(leaves, moving, values))
-
-        return list(jax.vjp(of_moving, *(leaves[i] for i in moving))[1](list(d_results)))
+        pull = jax.vjp(lambda *values: moved(leaves, values), *(leaves[i] for i in moving))[1]
+        return list(pull(list(d_results)))
 
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
-    linear = _Linear(tangent, tangent, gradient, plain_gradient, inputs, function.results)
+    linear = _Linear(
+        tangent, tangent, gradient, plain_gradient, inputs, [function.results[i] for i in function.moving]
+    )
     d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
     # Kept values have no tangents, because only the gradient reads them. Its derivative comes from the plain function.
-    outs = outs if keep else outs[: len(d_results)]
-    d_kept = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(d_results) :]]
-    return outs, [*d_results, *d_kept]
+    outs = outs if keep else outs[: len(function.results)]
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+    return outs, replaced(zeros, function.moving, d_results)
 
 
 def _batch_call(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from brl_jax.attention.core.by_platform import recomputed
+
 # Queries in a block: their scores for all keys are the largest array in memory.
 QUERY_BLOCK = 256
 
@@ -49,5 +51,5 @@ def by_query_blocks(
     # blocks, which are as large as all scores. The barrier ties their inputs to the query, which each layer changes.
     offsets, segments, _ = lax.optimization_barrier((offsets, segments, query[:1, :1]))
     pieces = (cut(query), None if segments is None else cut(segments), offsets)
-    out = lax.map(lambda piece: jax.checkpoint(function)(*piece), pieces)
+    out = lax.map(lambda piece: recomputed(function, *piece), pieces)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :length], out)

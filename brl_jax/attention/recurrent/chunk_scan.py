@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from brl_jax.attention.core.by_platform import Form, branches
+from brl_jax.attention.core.by_platform import Form, branches, recomputed, traced_for
 from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
@@ -269,7 +269,7 @@ class _Walk(NamedTuple):
 
         chunked = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, segments))
         carry = vary_like((state, segment), jax.tree.leaves((state, inputs, segments)))
-        (state, _), every = lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), carry, chunked)
+        (state, _), every = lax.scan(functools.partial(recomputed, one_chunk), carry, chunked)
         return state, *jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), every)
 
     def all_at_once(
@@ -319,7 +319,7 @@ class _Walk(NamedTuple):
                 return recurrence.join(summary, self._summarize(inputs, segments, before), keeps), None
 
             rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 1:], 1, 0), operands)
-            return lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), first(*operands), rest)[0]
+            return lax.scan(functools.partial(recomputed, one_chunk), first(*operands), rest)[0]
 
         def at_once(inputs: Any, segments: Any, before: Any, keeps: Any) -> Any:
             return joined(recurrence.join, _each_chunk(self._summarize, inputs, segments, before), keeps)
@@ -369,7 +369,10 @@ def _segments_before(segment: Int[Array, "B"] | None, segments: Int[Array, "B ch
 
 
 def _each_chunk(function: Callable[..., Any], *trees: Any) -> Any:
-    """Maps the function over chunks of arrays (B, chunks, ...); the backward pass recomputes what is not SAVED."""
+    """Maps the function over chunks of arrays (B, chunks, ...); the backward pass recomputes what is not SAVED, and all
+    of it outside a form."""
+    if traced_for.value is None:
+        return recomputed(jax.vmap(function, in_axes=1, out_axes=1), *trees)
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)
     return jax.vmap(jax.checkpoint(function, policy=policy), in_axes=1, out_axes=1)(*trees)
 

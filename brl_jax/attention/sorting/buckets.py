@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention.core.by_platform import recomputed
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, empty_sums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
 
@@ -83,7 +83,7 @@ def attend_in_buckets(
         return merge_sums(sums, SoftmaxSums(*map(back, part))), None
 
     start = vary_like(empty_sums(query.shape[:3], value.shape[3]), (query, value))
-    sums, _ = lax.scan(jax.checkpoint(of_round), start, (slots, codes))
+    sums, _ = lax.scan(functools.partial(recomputed, of_round), start, (slots, codes))
     return jnp.moveaxis(alone_sees_itself(sums, value), 1, 2)
 
 

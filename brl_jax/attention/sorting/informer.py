@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
+from brl_jax.attention.core.by_platform import recomputed
 from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
@@ -349,7 +351,7 @@ def _attend(
     if number <= _QUERY_BLOCK:
         return jnp.moveaxis(attend((rows, ends)), 1, 2)
     pieces = tuple(jnp.moveaxis(in_blocks(x, _QUERY_BLOCK, axis=2), 2, 0) for x in (rows, ends))
-    out = lax.map(jax.checkpoint(attend), pieces)
+    out = lax.map(functools.partial(recomputed, attend), pieces)
     return jnp.moveaxis(out, 0, 2).reshape(batch, heads, -1, value.shape[3])[:, :, :number].swapaxes(1, 2)
 
 

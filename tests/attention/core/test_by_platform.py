@@ -1,5 +1,7 @@
 """Calls with one form per platform: what gets traced, exported and differentiated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,14 @@ import pytest
 from jax import export
 
 import brl_jax
-from brl_jax.attention.core.by_platform import Form, branches, by_platform, platform_jaxpr, traced_for
+from brl_jax.attention.core.by_platform import (
+    Form,
+    branches,
+    by_platform,
+    platform_jaxpr,
+    recomputed,
+    traced_for,
+)
 
 
 def squares(traced):
@@ -152,3 +161,35 @@ def test_a_decoder_exports_for_several_platforms():
         )
         assert exported.platforms == platforms
         assert "tpu_custom_call" in exported.mlir_module()
+
+
+def test_a_recomputed_loop_keeps_no_results_whatever_an_outer_policy_says():
+    x = jnp.arange(1.0, 65.0) / 64
+
+    def rows(row, x):
+        table = jnp.sin(row * x)
+        return jnp.vdot(table, table), table.argmax()
+
+    def total(function, x):
+        sums, places = jax.lax.map(lambda row: function(row, x), x)
+        return sums.sum(), places
+
+    def pulled(function):
+        outer = jax.checkpoint(
+            functools.partial(total, function), policy=jax.checkpoint_policies.everything_saveable
+        )
+        (_, places), pull = jax.vjp(outer, x)
+        largest = max(leaf.size for leaf in jax.tree.leaves(pull))
+        return largest, places, pull((1.0, np.zeros(places.shape, jax.dtypes.float0)))[0]
+
+    kept, places, gradient = pulled(functools.partial(recomputed, rows))
+    assert kept <= x.size
+    all_kept, expected_places, expected = pulled(jax.checkpoint(rows))
+    assert all_kept >= x.size**2
+    np.testing.assert_array_equal(places, expected_places)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    hessian, expected = (
+        jax.hessian(lambda x, function=function: total(function, x)[0])(x)
+        for function in (functools.partial(recomputed, rows), rows)
+    )
+    np.testing.assert_allclose(hessian, expected, rtol=1e-4, atol=1e-4)
