@@ -428,7 +428,7 @@ def test_law_4_padding(name):
     gradients, padded = grad(net.variables, net.x)
     poisoned_gradients, poisoned_padded = grad(net.variables, poisoned)
     # BigBird draws different random blocks for each number of blocks, so a longer row has a different pattern.
-    if name != "local-bigbird":
+    if not name.endswith("bigbird"):
         assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
     assert relative_error(padded[1], net.run(net.variables, net.x)[1]) < 1e-5
     np.testing.assert_array_equal(poisoned_padded[0, :real], padded[0, :real])
