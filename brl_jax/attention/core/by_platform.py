@@ -109,14 +109,20 @@ def recomputed(function: Callable[..., Any], *operands: Any) -> Any:
     """
     if traced_for.value is not None:
         return jax.checkpoint(function, prevent_cse=False)(*operands)
-    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
 
-    def run(arrays: Sequence[Array], operands: tuple) -> Any:
-        leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, list(arrays)))(*jax.tree.leaves(operands))
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+    def run(*leaves: Array) -> Any:
+        arrays, leaves = leaves[: len(jaxpr.consts)], leaves[len(jaxpr.consts) :]
+        results = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, list(arrays)))(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     form = without_kept(run)
-    return by_platform(lambda *_: form, jaxpr.consts, operands, results=results, plain=run)
+    leaves, structure = jax.tree.flatten((*jaxpr.consts, *jax.tree.leaves(operands)))
+    # Inside `jax.shard_map` operands and results vary over the axes that the operations say.
+    results = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+    called = _Function(lambda *_: form, run, structure, results, (), _Context.current())
+    outs = _call.bind(*leaves, function=called, keep=False, asks=None)
+    return jax.tree.unflatten(called.out_structure, outs)
 
 
 def branches(*operands: Any, default: Callable[..., Any], **others: Callable[..., Any]) -> Any:
