@@ -38,10 +38,8 @@ def normal(seed, *shape):
 def both(whole, sharded_call, arrays, specs, others=(), other_specs=(), interpreted=False):
     """Results and gradients of a function on whole sequences, and of its sharded form.
 
-    interpreted: whether it is a kernel, which JAX interprets under `vmap` but not under `shard_map`. Returns None if
-    JAX can no longer differentiate a result that lanes share."""
-    if interpreted and jax.__version_info__ >= (0, 12):
-        return None
+    interpreted: whether it is compress's kernel, which JAX interprets only without the types of what varies. JAX then
+    divides the gradient of a result that devices share by their number. `compress` reads it as the whole."""
 
     def run(function):
         def weighted(*arrays):
@@ -55,23 +53,14 @@ def both(whole, sharded_call, arrays, specs, others=(), other_specs=(), interpre
 
     out_spec = specs[0]
     in_specs = (*specs, *other_specs)
+    mapped = jax.shard_map(
+        sharded_call, mesh=mesh(), in_specs=in_specs, out_specs=out_spec, check_vma=not interpreted
+    )
+    out, *grads = run(mapped)
     if interpreted:
-        mapped = in_lanes(sharded_call, in_specs)
-    else:
-        mapped = jax.shard_map(sharded_call, mesh=mesh(), in_specs=in_specs, out_specs=out_spec)
-    return run(whole), run(mapped)
-
-
-def in_lanes(function, in_specs):
-    """Imitates `shard_map` with `vmap`, for a result that all devices share."""
-
-    def run(*arrays):
-        cut = [spec == CUT for spec in in_specs]
-        given = [x.reshape(x.shape[0], 4, -1, *x.shape[2:]) if c else x for c, x in zip(cut, arrays)]
-        axes = tuple(1 if c else None for c in cut)
-        return jax.vmap(function, in_axes=axes, out_axes=None, axis_name="sequence")(*given)
-
-    return run
+        *grads, d_gamma = grads  # which is summed over the devices once more
+        grads = [*(4 * x for x in grads), d_gamma]
+    return run(whole), [out, *grads]
 
 
 def qkv():
@@ -252,8 +241,6 @@ FAST = (
 
 @pytest.mark.parametrize("name", slow_unless(CASES, FAST))
 def test_results_and_gradients_equal_one_devices(result, name):
-    if result(name) is None:
-        pytest.skip("JAX 0.12 can look at a kernel neither under shard_map nor, sharing a result, under vmap")
     check_equal(*result(name))
 
 
