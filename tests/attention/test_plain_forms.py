@@ -270,8 +270,11 @@ def test_equals_its_plain_form(family, name, arrays, options, first):
 def test_gradients_at_other_lengths(family, name, arrays, options, first, length):
     (out, got), (expected, wanted) = run(family, name, arrays, options, length, True)
     close(out, expected, 1e-5 if family == "sorting" else 1e-4)
+    # A single token has weight 1 whatever its query, whose gradient is 0 up to rounding.
+    rounding = 1e-6 * max((float(jnp.linalg.norm(b)) for b in wanted), default=0.0)
     for a, b in zip(got, wanted, strict=True):
-        close(a, b, 1e-4)
+        if length > 1 or float(jnp.linalg.norm(a - b)) > rounding:
+            close(a, b, 1e-4)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
