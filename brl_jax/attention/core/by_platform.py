@@ -197,7 +197,7 @@ class _Function:
         self.kept, self._kept_structure = jax.tree.flatten(kept)
 
     @property
-    def moving(self) -> list[int]:
+    def floating(self) -> list[int]:
         """The places of the results that have gradients, those of floating point."""
         return [i for i, x in enumerate(self.results) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -212,9 +212,9 @@ class _Function:
         return jax.tree.leaves((results, kept))
 
     def gradient(self, platform: str, leaves: Any, outs: Any, d_results: Any, moving: tuple) -> list:
-        """The gradients of the leaves at the places `moving`, from those of the moving results."""
+        """The gradients of the leaves at the places `moving`, from those of the floating-point results."""
         still = [np.zeros(x.shape, jax.dtypes.float0) for x in self.results]
-        d_results = replaced(still, self.moving, d_results)
+        d_results = replaced(still, self.floating, d_results)
         with self._context.again():
             operands = jax.tree.unflatten(self._structure, leaves)
             form = self._choose(platform, *operands)
@@ -333,7 +333,7 @@ def _differentiate_call(
 
     def moved(leaves: Any, values: Any) -> list:
         results = function.plain(*replaced(leaves, moving, values))
-        return [results[i] for i in function.moving]
+        return [results[i] for i in function.floating]
 
     def tangent(platform: str, residuals: Any, changes: Any) -> list:
         leaves = residuals[:count]
@@ -349,13 +349,13 @@ def _differentiate_call(
 
     inputs = [jax.typeof(leaves[i]).strip_weak_type() for i in moving]
     linear = _Linear(
-        tangent, tangent, gradient, plain_gradient, inputs, [function.results[i] for i in function.moving]
+        tangent, tangent, gradient, plain_gradient, inputs, [function.results[i] for i in function.floating]
     )
     d_results = _linear.bind(*leaves, *outs, *(tangents[i] for i in moving), linear=linear, asks=asks)
     # Kept values have no tangents, because only the gradient reads them. Its derivative comes from the plain function.
     outs = outs if keep else outs[: len(function.results)]
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-    return outs, replaced(zeros, function.moving, d_results)
+    return outs, replaced(zeros, function.floating, d_results)
 
 
 def _batch_call(
