@@ -384,5 +384,6 @@ def test_a_full_disk_is_told_with_the_last_good_checkpoint(tmp_path, save):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]  # nothing half-written takes the disk's room
     assert _restore(tmp_path).step == 1
     json.dumps(str(caught.value))

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,9 +35,10 @@ from brl_jax.sharding import parameter_shardings
 from train.engine.errors import RunError, UserError, is_memory_shortage, one_line, reason
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
-from train.engine.storage import absolute, as_os_errors, move, write_whole
+from train.engine.storage import absolute, as_os_errors, is_remote, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
+_REMOVAL_SECONDS = 5.0
 # Words with which object storage and TensorStore say that they cannot answer.
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
@@ -140,7 +142,20 @@ class Checkpoints:
         return f"last good checkpoint: {good}"
 
     def _failure(self, error: Exception) -> RunError:
+        self.close()
+        self._free_disk()
         return RunError(f"cannot write a checkpoint under {self.folder}: {one_line(error)}; {self.last_good}")
+
+    def _free_disk(self) -> None:
+        """Removes what a failed write left on a local disk. Tasks that it abandoned may still be adding files."""
+        if is_remote(self.folder) or not is_lead():
+            return
+        given_up = time.monotonic() + _REMOVAL_SECONDS
+        while (names := self._half_written()) and time.monotonic() < given_up:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    (self.folder / name).rmtree()
+            time.sleep(0.1)
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
