@@ -61,7 +61,7 @@ def text_field(option: str, fields: Sequence[str], asked: str | None, others: Se
     return candidates[0]
 
 
-def _source_of_rows(
+def source_of_rows(
     fingerprint: str,
     option: str,
     rows: Mapping[str, int],
@@ -138,7 +138,7 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(source) for split, source in sources.items()}
     info = next(iter(sources.values())).dataset_info
     fingerprint = digest("tfds", info.full_name, key, rows, holdout)
-    return _source_of_rows(fingerprint, option, rows, blocks, holdout)
+    return source_of_rows(fingerprint, option, rows, blocks, holdout)
 
 
 def load_hf(option: str, spec: str, **options: Any) -> Any:
@@ -181,4 +181,4 @@ def open_hf_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)
     stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    return _source_of_rows(digest("hf", rest, key, rows, stats, holdout), option, rows, blocks, holdout)
+    return source_of_rows(digest("hf", rest, key, rows, stats, holdout), option, rows, blocks, holdout)
