@@ -40,10 +40,6 @@ def document_blocks(texts: Iterable[str | bytes | None]) -> Iterator[DocumentSta
 def text_field(option: str, fields: Sequence[str], asked: str | None, others: Sequence[str] = ()) -> str:
     """The field that holds the text: the requested one, else `text`, else the only one that ends in _text, or the only
     one.
-
-    Args:
-      fields: the names of fields that hold strings.
-      others: the names of the other fields.
     """
     if (asked or "text") in others:
         raise UserError(f"{option}: the field {asked or 'text'!r} holds something other than strings")
@@ -90,14 +86,7 @@ def source_of_rows(
 
 
 def open_tfds(option: str, name: str) -> Mapping[str, Any]:
-    """The splits of a data set of TensorFlow Datasets, rows by number.
-
-    Args:
-      option: the beginning of error messages.
-
-    Raises:
-      UserError: it is unknown, cannot be prepared here, or has no splits.
-    """
+    """The splits of a data set of TensorFlow Datasets, rows by number."""
     try:
         import tensorflow_datasets as tfds
 
@@ -142,14 +131,7 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
 
 
 def load_hf(option: str, spec: str, **options: Any) -> Any:
-    """A data set of Hugging Face, NAME[:CONFIG] or a folder.
-
-    Args:
-      option: the beginning of error messages. options: of `datasets.load_dataset`.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """A data set of Hugging Face, NAME[:CONFIG] or a folder."""
     try:
         import datasets
     except ModuleNotFoundError as error:

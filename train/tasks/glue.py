@@ -129,11 +129,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
     following = ("eval.glue --workdir {run}",)
 
     def _pretrained(self, config: GlueConfig) -> Any:
-        """The configuration of the masked language model.
-
-        Raises:
-          UserError: the folder has none.
-        """
+        """The configuration of the masked language model."""
         return pretrained_run([MLM], config.pretrained)[1]
 
     def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
@@ -203,12 +199,9 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
             logits: Any = model.apply({"params": params}, tokens, lengths=lengths)
             return logits.argmax(-1) if classes else scores(logits)
 
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for batch in self.held_out(config, data, split):
-            kept = batch["weights"] > 0
-            predicted = np.asarray(run(params, batch["tokens"], batch["lengths"]))
-            found.append((predicted[kept], batch["targets"][kept]))
-        predicted, true = (np.concatenate(parts) for parts in zip(*found))
+        predicted, true = self.predictions(
+            config, data, split, lambda batch: run(params, batch["tokens"], batch["lengths"])
+        )
         return predicted, true if classes else true / SCORE_STEPS
 
 

@@ -114,9 +114,6 @@ def open_examples(
     Args:
       length: tokens kept of a sequence, the first ones; limit: examples kept, the first ones (0: all).
       num_classes: labels must be below.
-
-    Raises:
-      UserError: see the sources; a label outside the classes; nothing there. OSError: the folder cannot be written.
     """
     examples = _read(folder, split)
     if examples is None:

@@ -122,26 +122,12 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
 
 
 def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokenizer:
-    """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
-
-    Args:
-      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, the same with chars, or one that
-      exists
-        already (`train.data.tokenizers.published`).
-      pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
-
-    Raises:
-      UserError: an unknown or ill-formed spec, or text that is not UTF-8.
-    """
+    """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces."""
     return _parse(spec)(pieces)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Reads what `Tokenizer.save` wrote.
-
-    Raises:
-      UserError: no tokenizer there, or one that cannot be read.
-    """
+    """Reads what `Tokenizer.save` wrote."""
     folder = epath.Path(directory)
     fields = {"tokenizer": str, "digest": str, "vocab_size": int}
     try:
