@@ -35,10 +35,14 @@ Needed = Annotated[T, Mark.NEEDED]
 Flat = tyro.conf.arg(name="")
 
 
-@functools.cache  # because reading annotations takes milliseconds, and a command line asks for every option
-def marked(kind: Any, mark: Mark) -> tuple[str, ...]:
+def marked(kind: type, mark: Mark) -> tuple[str, ...]:
     """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part counts for all of its
     fields."""
+    return _marked(kind, mark)  # type: ignore[arg-type]
+
+
+@functools.cache  # because reading annotations takes milliseconds, and a command line asks for every option
+def _marked(kind: Any, mark: Mark) -> tuple[str, ...]:
     hints = typing.get_type_hints(kind, include_extras=True)
     plain = typing.get_type_hints(kind)
     names: list[str] = []
