@@ -713,6 +713,7 @@ REFUSED = [
     ("Decoder", {"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
     ("Decoder", {"mechanism": brl.LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
     ("Decoder", {"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),
+    ("Decoder", {"mechanism": brl.Mamba2Config(num_groups=5)}, "num_groups must divide the 8 heads of Mamba-2, got 5"),
     ("Decoder", {"mup_base_width": 32, "lora_rank": 2}, "lora_rank must be 0 with mup_base_width, got 2"),
     ("Decoder", {"d_model": 46, "num_heads": 1, "mechanism": brl.BilinearBTTConfig()},
      r"d_model: .*got 46 = 2\*23; the nearest such widths are 45 = 5\*9 and 48 = 6\*8"),

@@ -198,7 +198,7 @@ def test_tokens_are_multiplied_in_the_order_that_costs_least():
         (lambda x, v: bilinear_mlr_attention(x, v, query_weights=[], key_weights=[]), "at least one level"),
         (
             lambda x, v: bilinear_mlr_attention(
-                x, v, query_weights=mlr_weights(2, WIDTH, (2,), 1), key_weights=mlr_weights(2, WIDTH, (3,), 1)
+                x, v, query_weights=mlr_weights(2, WIDTH, (2, 2), 1), key_weights=mlr_weights(2, WIDTH, (2, 3), 1)
             ),
             "key_weights must have query_weights' levels",
         ),
