@@ -78,30 +78,6 @@ def test_a_run_is_what_evaluation_reads(finished, tmp_path):
         load_run(tmp_path / "run")
 
 
-def test_a_flipped_bit_is_found_in_one_line(finished, tmp_path):
-    """At some offsets of the array files a flip changes neither length nor checksum; at others Orbax raises hundreds of
-    lines."""
-    shutil.copytree(finished, tmp_path / "run")
-    good = load_run(tmp_path / "run").variables
-    files = sorted((tmp_path / "run/checkpoints/2/params").rglob("d/*"))
-    assert files
-    rng = np.random.default_rng(0)
-    for _ in range(6):
-        path = files[rng.integers(len(files))]
-        content = path.read_bytes()
-        at = int(rng.integers(len(content)))
-        path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
-        try:
-            read = load_run(tmp_path / "run").variables
-        except ValueError as error:
-            message = str(error)
-        else:
-            message = ""
-            jax.tree.map(np.testing.assert_array_equal, read, good)
-        assert "\n" not in message
-        path.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_networks_of_every_task_are_built_or_refused(name):
     task = TASKS[name]

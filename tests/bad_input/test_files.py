@@ -61,7 +61,7 @@ DEEP = "[" * 100_000
             "its files are not those that were saved: the vocabulary had 5 tokens",
         ),
         ("checkpoints/2/meta/metadata", "[]", "checkpoints/2 is damaged .*must be an object"),
-        ("checkpoints/2/meta/metadata", '{"config": 3}', "checkpoints/2 is damaged .*digest is missing"),
+        ("checkpoints/2/meta/metadata", '{"config": 3}', "checkpoints/2 is damaged .*score is missing"),
         ("checkpoints/2/meta/metadata", DEEP, "checkpoints/2 is damaged .*nested too deep"),
     ],
 )

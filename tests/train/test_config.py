@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import brl_jax
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from tests.support.processes import python
@@ -16,14 +17,14 @@ from train.cli.help import first_screen, preset_list
 from train.cli.main import _resumed
 from train.cli.options import parse, parse_options
 from train.engine.config import LoopConfig
-from train.engine.config_file import differences, flatten, from_json, to_json, write_json
+from train.engine.config_file import differences, flatten, write_json
 from train.engine.errors import UserError
 from train.engine.hosts import HostsConfig
 from train.tasks.decoder_flops import training_flops
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
-from train.tasks.task import read_config
+from train.tasks.task import from_json, read_config
 
 
 def _parse(line=""):

@@ -24,7 +24,6 @@ from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.cli.options import parse
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
 from train.tasks.recall import PRESETS, RECALL
@@ -135,7 +134,7 @@ def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_pa
         open_run([LM], str(tmp_path / "run"), "last").config,
     )
     objective, data = LM.objective(opened.model, opened.config), LM.load(config, ("train", "valid"))
-    batch = next(iter(LM.training_stream(config, data, open_mesh(config.mesh, config.loop, config.model))))
+    batch = next(iter(LM.training_stream(config, data, LM.open_mesh(config))))
     sums = jax.jit(lambda params, batch: objective.sums(params, None, batch, None)[0])(
         opened.params, batch.arrays
     )

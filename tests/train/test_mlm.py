@@ -9,7 +9,6 @@ import pytest
 
 import eval.tasks.mlm
 import train.cli.options
-import train.engine.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
@@ -110,7 +109,7 @@ def _batch(text, tmp_path, more=""):
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
     data = MLM.load(config, ("train", "valid"))
     config = MLM.sized(config, data)
-    mesh = train.engine.mesh.open_mesh(config.mesh, config.loop, config.model)
+    mesh = MLM.open_mesh(config)
     streams = MLM.streams(config, data, mesh)
     batch = next(iter(streams.training))
     held_out = next(iter(streams.held_out))

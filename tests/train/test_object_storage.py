@@ -141,6 +141,22 @@ def test_a_missing_bucket_is_a_one_line_error(train_lm):
     assert "another-bucket" in done.stderr
 
 
+def test_a_store_that_does_not_answer_is_a_line_within_seconds(store, monkeypatch):
+    """Its client would try for more than a minute."""
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("train.engine.storage._ANSWER_SECONDS", 1)
+    store.delay = 5.0
+    with pytest.raises(
+        UserError, match=r"^--workdir: gs://bucket/runs/one cannot be reached: no answer within 1 "
+    ):
+        check_client("--workdir", "gs://bucket/runs/one")
+    with pytest.raises(
+        UserError, match=r"^--data: cannot read gs://bucket/\*.txt: no answer within 1 seconds$"
+    ):
+        open_source("text:gs://bucket/*.txt", 0.2)
+
+
 def test_metrics_that_the_store_did_not_take_are_kept_and_sent_by_the_next_process(tmp_path, monkeypatch):
     """A local folder plays the bucket; a file at its path refuses every write."""
     monkeypatch.setattr("train.engine.storage.user_cache", lambda: tmp_path / "home")

@@ -23,7 +23,6 @@ from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
 from train.engine.loop import another_configuration, train
-from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
 from train.engine.storage import as_os_errors, check_client, check_writable, user_cache
 from train.engine.throughput import in_words
@@ -117,7 +116,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
 def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> None:
     check_shared(config.loop.workdir, task.to_json(config))
     _check_task(task, config.loop.workdir)
-    mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
+    mesh = task.open_mesh(config)
     if task.is_sized_by_data:
         data = _load(task, config)
         config = task.sized(config, data)

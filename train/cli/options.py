@@ -22,15 +22,16 @@ import docstring_parser
 import tyro
 
 import brl_jax
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import StackConfig
 from train.cli.help import first_screen, preset_list
 from train.cli.hints import hint_for
-from train.engine.config import RunConfig
-from train.engine.config_file import flatten, option_name, to_json
+from train.engine.config_file import flatten, option_name
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.metrics import as_started
+from train.tasks.run_config import RunConfig
 
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 T = TypeVar("T")

@@ -10,9 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from brl_jax.models import EncoderDecoderConfig, GraphConfig, StackConfig
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.metrics import clock
 from train.engine.step import Objective, perplexity
+from train.tasks.run_config import RunConfig
 
 
 def num_parameters(params: Any) -> int:

@@ -25,7 +25,7 @@ from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
 from train.data.splits import SPLITS, Source
 from train.data.streams import TokenStreams
-from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.data.tokenizers.published import is_pretrained
 from train.engine.errors import UserError, reason
@@ -34,7 +34,7 @@ from train.engine.storage import as_os_errors, check_address, copy_files, is_rem
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 4
-_MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
+_MANIFEST = "data.json"
 # Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {
     **dict.fromkeys(("data", "tokenizer", "documents", "tokens", "tokenizer_digest"), str),
@@ -42,7 +42,7 @@ _MANIFEST_FIELDS = {
     "splits": list[str],
     "vocab_size": int,
 }
-_OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"tokenizer"}}
+_OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, CONFIG: {"tokenizer"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,12 +233,12 @@ def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Se
     with as_os_errors():
         if _has_another_tokenizer(run, tokenizer):
             raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")
-        if "train" in splits and not (run / _TOKENIZER).exists():
+        if "train" in splits and not (run / CONFIG).exists():
             tokenizer.save(run)
 
 
 def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
-    return (run / _TOKENIZER).exists() and not load_tokenizer(run).equals(tokenizer)
+    return (run / CONFIG).exists() and not load_tokenizer(run).equals(tokenizer)
 
 
 def _load_mixture(
@@ -324,6 +324,8 @@ def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
                 with contextlib.suppress(FileNotFoundError, ValueError):
                     if ours <= set(read_json(place / name, dict)):
                         (place / name).unlink()
+                        if name == CONFIG:
+                            (place / "vocab.txt").unlink(missing_ok=True)
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
@@ -356,7 +358,7 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
     if spec == "bytes" or is_pretrained(spec):
         return train_tokenizer(spec, lambda: ())
     folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))
-    if (folder / _TOKENIZER).exists():
+    if (folder / CONFIG).exists():
         return load_tokenizer(folder)
     if "train" not in source.splits:
         raise UserError(

@@ -30,9 +30,9 @@ from train.data.hf_stream import open_stream_source
 from train.data.json_lines import Line, documents
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.data.tokenizers.base import NotUtf8
+from train.data.tokenizers.base import CONFIG, NotUtf8
 from train.engine.errors import UNREADABLE, UserError, one_line, reason
-from train.engine.storage import as_os_errors, is_remote
+from train.engine.storage import as_os_errors, is_remote, wait_for_answer
 
 _EXPECTED = (
     "stdlib, text:GLOB, jsonl:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], "
@@ -292,6 +292,8 @@ def _find_local(pattern: str) -> list[_File]:
     found = [p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)]
     # Not resolved: a link's name says what is in the file, its target's may not.
     paths = [Path(os.path.abspath(p)) for p in sorted(found)]
+    # The words of a run's tokenizer are not text, although the run's folder may be among the texts.
+    paths = [p for p in paths if p.name != "vocab.txt" or not (p.parent / CONFIG).exists()]
     unreadable = [p for p in paths if not os.access(p, os.R_OK)]
     if unreadable:
         raise UserError(f"--data: cannot read {unreadable[0]}: permission denied")
@@ -302,6 +304,7 @@ def _find_remote(pattern: str) -> list[_File]:
     try:
         import fsspec
 
+        wait_for_answer(pattern)
         with as_os_errors():
             files, path = fsspec.core.url_to_fs(pattern)
             found = [info for info in files.glob(path, detail=True).values() if info["type"] == "file"]

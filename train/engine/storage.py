@@ -25,6 +25,7 @@ P = TypeVar("P", Path, epath.Path)
 
 # Orbax writes checkpoints there, and etils reads and writes files. Its support of s3:// is incomplete.
 SCHEMES = ("gs",)
+_ANSWER_SECONDS = 10
 # How often files that grow are copied to object storage, which takes at most one write of an object a second.
 _SECONDS_BETWEEN_COPIES = 30.0
 
@@ -77,6 +78,10 @@ def check_client(option: str, path: str | os.PathLike[str]) -> None:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     # A cached listing would hide what other processes write.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    try:
+        wait_for_answer(os.fspath(path))
+    except TimeoutError as error:
+        raise UserError(f"{option}: {os.fspath(path)} cannot be reached: {error}") from error
 
 
 @contextlib.contextmanager
@@ -88,6 +93,20 @@ def as_os_errors() -> Iterator[None]:
         if isinstance(error, OSError) or not is_client_error(error):
             raise
         raise OSError(one_line(error)) from error
+
+
+def wait_for_answer(address: str) -> None:
+    """Raises TimeoutError for a store that does not answer soon; its client would try for more than a minute."""
+    import fsspec
+
+    try:
+        with as_os_errors():
+            files, path = fsspec.core.url_to_fs(address)
+            files.exists(path, timeout=_ANSWER_SECONDS)
+    except fsspec.exceptions.FSTimeoutError:
+        raise TimeoutError(f"no answer within {_ANSWER_SECONDS} seconds") from None
+    except OSError:  # the next request says what the store refuses
+        pass
 
 
 def absolute(path: epath.Path) -> epath.Path:

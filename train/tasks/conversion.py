@@ -36,14 +36,14 @@ from brl_jax.models.conversion import (
 from brl_jax.sharding import parameter_shardings
 from train.engine.batch import Arrays, HeldOut
 from train.engine.checkpoint import Checkpoints
-from train.engine.config import RunConfig
-from train.engine.config_file import from_json, read_values
+from train.engine.config_file import read_values
 from train.engine.errors import UserError, one_line
 from train.engine.fields import Flat, Free
 from train.engine.metrics import log
 from train.engine.step import Objective, means, random_streams
 from train.engine.storage import check_client
-from train.tasks.task import TOKEN, Streams
+from train.tasks.run_config import RunConfig
+from train.tasks.task import TOKEN, Streams, from_json
 
 #: Fields of a network that training decides.
 OWN = frozenset(("dropout", "remat", "dtype", "implementation"))

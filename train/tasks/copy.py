@@ -29,11 +29,12 @@ from train.data.copying import (
 )
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.lm import vocabulary
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, Task, classifier_objective, shapes
 
 

@@ -28,11 +28,12 @@ from train.data.series import (
 )
 from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.copy import CopyModelConfig, copy_objective
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, objective_of, shapes
 
 LossKind = Literal["squared", "absolute"]

@@ -18,13 +18,14 @@ from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, softmax_loss, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, Task, objective_of, shapes
 
 

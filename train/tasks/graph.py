@@ -27,11 +27,12 @@ from train.data.graphs.load import GraphDataConfig, load_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapath_graph
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, weighted_sums
+from train.tasks.mup import make_rates
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, shapes
 
 

@@ -46,10 +46,11 @@ from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.data.lra.listops import ListOpsSpec
 from train.data.lra.tasks import LraDataConfig
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
+from train.tasks.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,6 @@ from train.data.dataset import DataConfig, load, training_batches
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
 from train.engine.batch import Arrays, HeldOut
-from train.engine.config import RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
@@ -36,6 +35,7 @@ from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, means, outputs, perplexity
 from train.tasks.lm import LmData, TextTask, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig, long_loop
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, classifier_objective, shapes
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.

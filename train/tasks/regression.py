@@ -16,10 +16,11 @@ from brl_jax.models import Regressor, RegressorConfig
 from train.data.drawn import DrawnBatches
 from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, least_squares_errors
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs, weighted_sums
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, objective_of, shapes
 
 

@@ -21,19 +21,21 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from brl_jax.configuration import configuration, to_json
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.config import RunConfig
-from train.engine.config_file import differences, from_json, read_values, to_json
+from train.engine.config_file import differences, read_values
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Mark, marked
-from train.engine.mesh import host_rows
+from train.engine.mesh import host_rows, open_mesh
 from train.engine.metrics import log
-from train.engine.mup import make_rates
 from train.engine.step import Loss, Objective, classification, make_eval_step, means, weighted_sums
+from train.tasks.mup import make_rates
+from train.tasks.run_config import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
 D = TypeVar("D")
+T = TypeVar("T")
 
 
 class Streams(NamedTuple):
@@ -192,6 +194,29 @@ class Task(abc.ABC, Generic[C, D]):
 
     # What every task does alike.
 
+    def open_mesh(self, config: C, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh of a run, by default of the devices of all processes.
+
+        Raises:
+          UserError: it does not divide the rows, the tokens or the heads evenly.
+        """
+        mesh = open_mesh(config.mesh, config.loop, devices)
+        model, length = config.model, self.row_length(config)
+        sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
+        if length is not None and sequence > 1:
+            if length % sequence:
+                raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
+            for mechanism in model.mechanisms:
+                try:
+                    mechanism.check_shards(length, sequence)
+                except ValueError as error:
+                    raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
+        key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
+        for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):
+            if heads % tensor:
+                raise UserError(f"--mesh.tensor: expected a divisor of --{name} {heads}, got {tensor}")
+        return mesh
+
     def build(self, config: C) -> Any:
         """The model of a configuration (from `sized`), checked on a batch's shapes.
 
@@ -249,6 +274,21 @@ class Task(abc.ABC, Generic[C, D]):
     def free_fields(self) -> frozenset[str]:
         """Dotted names of the configuration's fields that a resumed run may change."""
         return frozenset(marked(self.config_class, Mark.FREE))
+
+
+def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
+    """The configuration that `brl_jax.configuration.to_json` wrote; missing fields have their defaults.
+
+    Args:
+      kind: the configuration's class. values: what was read. source: where it was read, for the error.
+
+    Raises:
+      UserError: a field or mechanism that this version doesn't know, or a value out of range.
+    """
+    try:
+        return configuration(kind, values)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:

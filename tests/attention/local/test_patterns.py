@@ -71,14 +71,13 @@ def test_parts_cover_each_pair_once(name, block):
             np.testing.assert_array_equal(covered(pattern, call, block), expected.astype(int))
 
 
-@pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])
-def test_lookback_and_lookahead_bound_what_is_seen(name):
+@pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].limits[0] is not None])
+def test_limits_bound_what_is_seen(name):
     """The bounds are tight: some query sees that far, none sees farther."""
     pattern = PATTERNS[name][0]
     size = 700
     i, j = np.nonzero(pattern.visible(np.arange(size)[:, None], np.arange(size)[None, :]))
-    assert (i - j).max() == pattern.lookback
-    assert (j - i).max() == pattern.lookahead
+    assert ((i - j).max(), (j - i).max()) == pattern.limits
 
 
 def test_width_of_the_papers():

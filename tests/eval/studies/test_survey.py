@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS, DiagConfig, NormConfig
 from eval.harness.pictures import save
 from eval.speed import training as speed_training
@@ -18,7 +19,7 @@ from eval.studies.survey.options import SIZES, SurveyOptions, survey_run, survey
 from eval.studies.survey.speed import kept_speeds
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT
-from train.engine.config_file import differences, to_json
+from train.engine.config_file import differences
 from train.engine.errors import RunError, UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS

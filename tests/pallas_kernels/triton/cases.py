@@ -48,9 +48,9 @@ def local(
     query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
     key, value = (random(seed, batch, keys, heads[1], head_dim, dtype=dtype) for seed in (1, 2))
     if isinstance(pattern, (patterns.SlidingWindow, patterns.Dilated)):
+        before, after = pattern.limits
         rectangles = tuple(
-            (i, i + 16, i + offset - pattern.lookback, i + offset + 16 + pattern.lookahead)
-            for i in range(0, length, 16)
+            (i, i + 16, i + offset - before, i + offset + 16 + after) for i in range(0, length, 16)
         )
     else:
         rectangles = ((0, length, 0, keys),)

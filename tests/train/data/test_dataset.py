@@ -184,6 +184,16 @@ def test_files_of_others_stay_where_no_run_has_begun(text, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_run_among_its_texts_does_not_read_its_own_words(text):
+    for _ in range(2):  # what was made is gone, and made again
+        corpus = load(config(text, tokenizer="words"), text)[1]["train"]
+        assert (text / "vocab.txt").exists()
+        assert corpus.num_bytes() == (text / "train.txt").stat().st_size
+        shutil.rmtree(text / "data")
+    forget_unstarted(text)
+    assert sorted(path.name for path in text.iterdir()) == ["test.txt", "train.txt", "valid.txt"]
+
+
 def test_a_split_the_text_does_not_have(text, tmp_path):
     (text / "test.txt").unlink()
     assert list(load(config(text), tmp_path / "run")[1]) == ["train", "valid"]
