@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import starts, zero_padding
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
@@ -27,7 +27,6 @@ from brl_jax.attention.core.softmax import (
     merge_sums,
     normalise,
     residual,
-    sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local import xla_cpu, xla_cpu_grid
@@ -109,55 +108,6 @@ def _gradient(
             d_sinks = d_sinks + unseen.sum((0, 1))
         gradients = gradients._replace(sinks=d_sinks)
     return (gradients,)
-
-
-# Compiled separately, so that repeated calls outside jit trace it only once.
-@functools.partial(jax.jit, static_argnums=0)
-def attend_with(
-    call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
-) -> Float[Array, "B T N H"]:
-    """One softmax over a local pattern and other keys, in float32, for calls without sinks.
-
-    Args:
-      other, other_lse: the output and log-sum-exp of a softmax over the other keys, as `normalise` returns them.
-    """
-
-    def form(loop: bool) -> Form:
-        return Form(
-            functools.partial(_attend_with, call, loop), functools.partial(_with_gradient, call, loop)
-        )
-
-    on_cpu, elsewhere = form(True), form(False)
-    return by_platform(
-        lambda platform, *_: on_cpu if platform == "cpu" else elsewhere,
-        x,
-        other,
-        other_lse,
-        results=jax.ShapeDtypeStruct(other.shape, jnp.float32),
-        kept=jax.ShapeDtypeStruct(other_lse.shape, jnp.float32),
-        plain=lambda *operands: _attend_with(call, False, *operands)[0],
-    )
-
-
-def _attend_with(
-    call: PatternCall, loop: bool, x: CallArrays, other: Array, other_lse: Array
-) -> tuple[Array, Array]:
-    """The output over all keys, and each row's log-sum-exp (B, T, N)."""
-    near, near_lse = _forward(call, x, loop)
-    parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
-    return normalise(merge_sums(*parts))
-
-
-def _with_gradient(
-    call: PatternCall, loop: bool, operands: Any, out: Array, lse: Array, d_out: Array
-) -> tuple[CallArrays, Array, Array]:
-    x, other, other_lse = operands
-    by_head = _by_kv_head(lse.swapaxes(1, 2), x.key.shape[2])
-    # The formulas for the pattern's keys hold with the other keys in out and lse.
-    dtype = x.query.dtype
-    gradients = _backward(call, x, out.astype(dtype), by_head, d_out.astype(dtype), None, loop)
-    share = jnp.exp(jnp.where(other_lse < -MASKED, other_lse, MASKED) - lse)[..., None]
-    return gradients, share * d_out, (share * d_out * (other - out)).sum(-1)
 
 
 def _by_kv_head(x: Float[Array, "B N T"], kv_heads: int) -> Float[Array, "B K G T"]:
