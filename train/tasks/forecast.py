@@ -219,13 +219,9 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
         if data is None and config.data.features == "multivariate":
             data = load_series(config.data)
         columns = 1 if data is None else len(data.columns)
-        model = dataclasses.replace(
-            config.model,
-            num_inputs=columns + 1 + CLOCK,
-            num_outputs=columns,
-            max_length=config.data.lookback + config.data.horizon,
-        )
-        return dataclasses.replace(config, model=model)
+        length = config.data.lookback + config.data.horizon
+        sizes = {"num_inputs": columns + 1 + CLOCK, "num_outputs": columns, "max_length": length}
+        return config.changed(model=sizes)
 
     def objective(self, model: Regressor, config: ForecastConfig) -> Objective:
         return forecast_objective(model, config)
