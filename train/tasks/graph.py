@@ -149,9 +149,10 @@ def _presets() -> dict[str, GraphRunConfig]:
         all_inputs = {"input_dropout": 0.0}
         for name, mechanism in _SET.items():
             found[f"{dataset}-{name}"] = _set(mechanism).changed(model=all_inputs)
-        for name in ("mlp", "gcn", "gat", "nodeformer"):
-            nearest = {"nearest": 0 if name == "mlp" else 10}
-            found[f"{dataset}-{name}"] = _graph(name).changed(data=nearest, model=all_inputs)
+        compared: tuple[Network, ...] = ("mlp", "gcn", "gat", "nodeformer")
+        for network in compared:
+            nearest = {"nearest": 0 if network == "mlp" else 10}
+            found[f"{dataset}-{network}"] = _graph(network).changed(data=nearest, model=all_inputs)
         # The settings of its authors' script for 20News, but for the width of a head.
         found[f"{dataset}-nodeformer"] = found[f"{dataset}-nodeformer"].changed(
             loop={"steps": 200, "checkpoint_every": 200},
