@@ -83,23 +83,20 @@ AnyForecastConfig = ForecastConfig | TokenForecastConfig
 F = TypeVar("F", ForecastConfig, TokenForecastConfig)
 
 
-def _loop() -> LoopConfig:
-    return LoopConfig(
-        steps=1_000, batch=32, eval_every=100, checkpoint_every=100, patience=5, keep_checkpoints=1
-    )
-
-
+_LOOP = LoopConfig(
+    steps=1_000, batch=32, eval_every=100, checkpoint_every=100, patience=5, keep_checkpoints=1
+)
 _SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 128, "dropout": 0.1}
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=50, weight_decay=0.05, beta2=0.98)
 
 _ENCODER = ForecastConfig(
-    loop=_loop(),
+    loop=_LOOP,
     data=SeriesConfig(),
     model=ForecastModelConfig(**_SIZES, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,
 )
 _TOKENS = TokenForecastConfig(
-    loop=_loop(),
+    loop=_LOOP,
     data=TokenSeriesConfig(),
     model=CopyModelConfig(**_SIZES, encoder_layers=2, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,

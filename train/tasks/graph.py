@@ -82,25 +82,6 @@ _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 """The longest metapath of each graph."""
 
 
-def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
-    """A transformer over the token lists of the nodes."""
-    return GraphRunConfig(
-        loop=LoopConfig(steps=200, batch=128, eval_every=20, checkpoint_every=200, keep_checkpoints=1),
-        data=GraphDataConfig(metapath_length=_METAPATHS[dataset]),
-        model=GraphModelConfig(
-            network="tokens",
-            num_layers=2,
-            d_model=64,
-            num_heads=4,
-            d_ff=128,
-            dropout=0.5,
-            input_dropout=0.5,
-            mechanism=mechanism,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, weight_decay=0.1),
-    )
-
-
 def _graph(network: Network) -> GraphRunConfig:
     """A network over the whole graph, all training nodes in every step."""
     return GraphRunConfig(
@@ -116,6 +97,16 @@ def _graph(network: Network) -> GraphRunConfig:
             mechanism=FullConfig(),
         ),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, weight_decay=0.1),
+    )
+
+
+def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
+    """A transformer over the token lists of the nodes."""
+    return _graph("tokens").changed(
+        loop={"steps": 200, "batch": 128, "eval_every": 20, "checkpoint_every": 200},
+        data={"metapath_length": _METAPATHS[dataset]},
+        model={"d_ff": 128, "mechanism": mechanism},
+        optimizer={"learning_rate": 1e-3, "warmup_steps": 20},
     )
 
 
