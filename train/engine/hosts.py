@@ -67,11 +67,7 @@ class HostsConfig(Checked):
 
 
 def join(config: HostsConfig) -> None:
-    """Connects to the other processes, before anything uses devices. With one process it does nothing.
-
-    Raises:
-      UserError: they did not connect within five minutes.
-    """
+    """Connects to the other processes, before anything uses devices. With one process it does nothing."""
     if jax.distributed.is_initialized() or not (config.coordinator is not None or _in_a_cluster()):
         return
     try:
@@ -95,10 +91,6 @@ def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
     other for ever. With one process it does nothing.
 
     The first process writes its options to a new file in the folder, and the others must find them there.
-
-    Args:
-      workdir: the folder as this process names it.
-      config: the configuration as JSON.
 
     Raises:
       UserError: a process does not find the file or has other options; raised by all processes.

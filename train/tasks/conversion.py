@@ -139,11 +139,7 @@ class Teacher(NamedTuple):
 
 
 def teacher_of(config: ConvertibleConfig) -> Teacher:
-    """The decoder in `convert_from`.
-
-    Raises:
-      UserError: the folder has none, or one of another task.
-    """
+    """The decoder in `convert_from`."""
     folder = config.convert_from
     check_client("--convert_from", folder)
     try:

@@ -218,9 +218,6 @@ def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
     their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
     the checkpoint: the loss rises again while they still get better. In training, a network's loss on edges is added.
-
-    Raises:
-      ValueError: z_loss without a softmax.
     """
     config = model.config
     if config.multi_label and z_loss:
@@ -331,15 +328,13 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         self, config: GraphRunConfig, model: NodeClassifier, params: Any, data: GraphData, split: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """The predicted and the true classes of a split's nodes, (N,), or (N, C) zeros and ones, in one order."""
-        run = jax.jit(lambda params, batch: apply_to(model, params, batch))
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for batch in self.held_out(config, data, split):
-            kept = batch["weights"] > 0
-            logits = np.asarray(run(params, batch.arrays))[kept]
-            predicted = (logits > 0).astype(np.int32) if config.model.multi_label else logits.argmax(axis=-1)
-            found.append((predicted, batch["targets"][kept]))
-        predicted, true = (np.concatenate(parts) for parts in zip(*found))
-        return predicted, true
+
+        @jax.jit
+        def run(params: Any, batch: Arrays) -> Any:
+            logits = apply_to(model, params, batch)
+            return (logits > 0).astype(jnp.int32) if config.model.multi_label else logits.argmax(axis=-1)
+
+        return self.predictions(config, data, split, lambda batch: run(params, batch.arrays))
 
 
 GRAPH = GraphTask()

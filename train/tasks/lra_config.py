@@ -104,9 +104,6 @@ _Model = TypeVar("_Model", bound=EncoderConfig)
 def for_rows(data: LraDataConfig, model: _Model, **changes: Any) -> _Model:
     """A network for the rows of a task, with some fields changed. Mechanisms whose settings follow the length take that
     of the longest bucket, so that a sequence is read alike in every bucket.
-
-    Raises:
-      UserError: a mechanism's grid does not fit the task's images.
     """
     _check_grid(data, model)
     longest = data.padded_lengths[-1]

@@ -217,6 +217,13 @@ def masked_shapes(rows: int, length: int, share: float) -> dict[str, Any]:
     return shapes(integers, {"weights": asked})
 
 
+def masked_measures(sums: Mapping[str, float]) -> dict[str, Any]:
+    """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
+    loss, accuracy = (means(sums)[name] for name in ("loss", "accuracy"))
+    tokens = round(sums["weight"])
+    return {"accuracy": accuracy, "perplexity": perplexity(loss), "loss": loss, "tokens": tokens}
+
+
 class MlmTask(TextTask[MlmConfig]):
     """Masked language modeling; rows are pieces of the text, without memory, whose documents may be kept apart."""
 
@@ -281,14 +288,7 @@ class MlmTask(TextTask[MlmConfig]):
     def measures(
         self, config: MlmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
-        metrics = means(sums)
-        return {
-            "accuracy": metrics["accuracy"],
-            "perplexity": perplexity(metrics["loss"]),
-            "loss": metrics["loss"],
-            "tokens": round(sums["weight"]),
-        }
+        return masked_measures(sums)
 
     def describe_data(self, config: MlmConfig, data: LmData) -> str:
         counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
