@@ -167,14 +167,6 @@ def test_a_run_stopped_in_the_matching_goes_on(teacher, text, tmp_path, run):
     check_equal_runs(folder, run)
 
 
-@pytest.mark.slow  # the loop's own tests stop a run anywhere
-def test_a_run_stopped_after_the_matching_goes_on_without_its_teacher(tmp_path, run):
-    shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/40")
-    train.lm.main(["--workdir", str(tmp_path / "run")])
-    check_equal_runs(tmp_path / "run", run)
-
-
 def test_a_folder_of_transformers(folder, text, tmp_path):
     """Half of its layers stay, with their parameters and without a gradient, and the tokenizer is its own."""
     line = words(

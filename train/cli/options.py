@@ -67,13 +67,6 @@ def parse(
     Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
     them, both with the values of the preset that is named, and `--presets` the presets; each exits.
 
-    Args:
-      presets: configurations by name.
-      default_preset: the preset used when none is named.
-      argv: the arguments, without the program's name.
-      prog, about: the program's name and a line about it, for the help.
-      screen: what `--help` prints, with the arguments of `first_screen`.
-
     Raises:
       UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
     """
@@ -89,7 +82,7 @@ def parse(
         print(as_started(screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
     config: Any = presets[name]
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
+    config = config.changed(loop={"workdir": f"runs/{name}"})
     description = (
         f"{about}\n\nPRESET is one of {len(presets)}, which --presets lists; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "

@@ -41,12 +41,7 @@ def mechanism_names(config: StackConfig) -> str:
 
 
 def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, tokens: int) -> list[str]:
-    """The lines before training.
-
-    Args:
-      config: its settings. parameters: their number, in words. mesh: the devices.
-      data: the data in a few words. tokens: tokens of a step, with padding.
-    """
+    """The lines before training."""
     loop, model = config.loop, config.model
     devices = mesh.devices.size
     divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"

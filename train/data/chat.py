@@ -105,11 +105,7 @@ class ChatTemplate:
 
 
 def template_of(config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in a tokenizer_config.json of transformers; None if it has none. Of several, the default one.
-
-    Raises:
-      UserError: see `ChatTemplate`.
-    """
+    """The template in a tokenizer_config.json of transformers; None if it has none. Of several, the default one."""
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, Mapping)}

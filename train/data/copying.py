@@ -165,11 +165,7 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
 
 
 def _parse(line: bytes) -> _Pair:
-    """The pair of a line.
-
-    Raises:
-      ValueError: it is not a pair.
-    """
+    """The pair of a line."""
     values = parse_json(line, dict.fromkeys(_Pair._fields, str))
     pair = _Pair(values["source"], values["target"])
     for name, text in zip(_Pair._fields, pair):

@@ -114,9 +114,6 @@ def load(
     Returns:
       The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
       (`training_batches` makes batches of each).
-
-    Raises:
-      UserError: the text or the tokenizer is not available, the run is of other data, or a folder cannot be written.
     """
     kind, _, rest = config.data.partition(":")
     if kind == "mix":
@@ -225,11 +222,7 @@ def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer
 
 
 def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Sequence[str]) -> None:
-    """Saves the tokenizer that tokens were made with in the folder of a new run.
-
-    Raises:
-      UserError: the run is of another tokenizer.
-    """
+    """Saves the tokenizer that tokens were made with in the folder of a new run."""
     with as_os_errors():
         if _has_another_tokenizer(run, tokenizer):
             raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")

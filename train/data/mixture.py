@@ -77,11 +77,7 @@ class MixedStreams(RepeatedBatches):
 
     Rows read segments of `SEGMENT_STEPS` steps. Grain's mixture decides from which corpus segment number k * batch + b,
     the k-th of row b, comes: in every prefix the shares follow the weights, as closely as whole numbers allow. The
-    segments of a corpus are shuffled in each pass over it. Batches and their state are as in
-    `train.data.streams.TokenStreams`: any number of processes may give the rows, and resuming reads nothing.
-
-    Raises:
-      UserError: a corpus too short for a segment.
+    segments of a corpus are shuffled in each pass over it. Batches are as in `train.data.streams.TokenStreams`.
     """
 
     def __init__(

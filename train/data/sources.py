@@ -28,7 +28,7 @@ from train.data.chat import ChatTemplate
 from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.json_lines import Line, documents
-from train.data.named_sources import open_hf_text, open_tfds_text
+from train.data.named_sources import open_hf_text, open_tfds_text, source_of_rows
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
 from train.data.tokenizers.base import CONFIG, NotUtf8
 from train.engine.errors import UNREADABLE, UserError, one_line, reason
@@ -364,30 +364,14 @@ def _open_text(pattern: str, holdout: float) -> Source:
 
 
 def _open_json_lines(pattern: str, holdout: float, *, template: Callable[[], ChatTemplate | None]) -> Source:
-    """Without validation files, the last share of the training lines is held out."""
     every, by_split = _find("jsonl", pattern)
-    parts: dict[str, tuple[list[_File], int, int | None]] = {
-        name: (files, 0, None) for name, files in by_split.items()
-    }
-    if "train" in parts and "valid" not in parts:
-        files = by_split["train"]
-        count = sum(1 for _ in _lines(files))
-        if count < 2:
-            raise UserError(
-                f"--data: {files[0].address} has {count} line, too few to train and hold out a share"
-            )
-        cut = count - min(max(round(count * holdout), 1), count - 1)
-        parts |= {"train": (files, 0, cut), "valid": (files, cut, None)}
 
-    def blocks(split: str) -> Iterator[bytes]:
-        files, start, stop = parts[split]
-        yield from documents(itertools.islice(_lines(files), start, stop), template)
+    def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
+        yield from documents(itertools.islice(_lines(by_split[split]), start, stop), template)
 
-    return Source(
-        digest("jsonl", [dataclasses.astuple(file) for file in every], holdout),
-        {name: Split(functools.partial(blocks, name), None) for name in SPLITS if name in parts},
-        holds_out="valid" not in by_split,
-    )
+    rows = {split: sum(1 for _ in _lines(files)) for split, files in by_split.items()}
+    fingerprint = digest("jsonl", [dataclasses.astuple(file) for file in every], holdout)
+    return source_of_rows(fingerprint, f"--data jsonl:{pattern}", rows, blocks, holdout)
 
 
 def _lines(files: Sequence[_File]) -> Iterator[Line]:

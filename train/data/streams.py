@@ -22,21 +22,12 @@ class TokenStreams(RepeatedBatches):
     seed and the pass's number alone.
 
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
-    first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
-    of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
+    first batch of a pass, where the rows jump and memory must be cleared.
     With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on; of a
     corpus with weights it has the targets' "weights": (B, T) float32.
 
-    Args:
-      corpus: the text; at least batch * length + 1 tokens.
-      batch: rows of all processes together.
-      length: tokens of a row in one batch.
-      seed: seed of the passes' offsets.
-      rows: numbers of the rows to give, where other processes give the rest; all by default.
-      segments: whether batches have "segment_ids".
-
     Raises:
-      UserError: a text too short.
+      UserError: a text of fewer than batch * length + 1 tokens.
     """
 
     def __init__(
@@ -89,18 +80,11 @@ class EvalStream(HeldOutText):
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
     (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last batch,
     where tokens and targets are 0, and on targets whose weight in the corpus is 0, and 1 elsewhere. Iterating again
-    starts from the beginning. With `segments` it has "segment_ids" too, as in `TokenStreams`.
-
-    Args:
-      corpus: the text; at least 2 tokens.
-      batch: rows of all processes together.
-      length: tokens of a row in one batch.
-      limit: use the first `limit` tokens only.
-      rows: numbers of the rows to give, where other processes give the rest; all by default.
-      segments: whether batches have "segment_ids".
+    starts from the beginning. With `limit` the text is its first tokens; with `segments` a batch has "segment_ids" too,
+    as in `TokenStreams`.
 
     Raises:
-      UserError: a text too short.
+      UserError: a text of fewer than 2 tokens.
     """
 
     def __init__(

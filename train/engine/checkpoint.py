@@ -171,11 +171,7 @@ class Checkpoints:
         return [checkpoint.step in last or checkpoint.step == best for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, ascending, including damaged ones.
-
-        Raises:
-          UserError: the folder cannot be read.
-        """
+        """Steps of the checkpoints in the folder, ascending, including damaged ones."""
         try:
             with as_os_errors():
                 return steps_in(self.folder)

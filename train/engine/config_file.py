@@ -73,11 +73,7 @@ def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
 
 
 def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A run's config.json: its task and the parts of its configuration.
-
-    Raises:
-      UserError: there is no such file, or it holds something else.
-    """
+    """A run's config.json: its task and the parts of its configuration."""
     try:
         with as_os_errors():
             return read_json(epath.Path(path), {"task": str})

@@ -79,9 +79,6 @@ def train(
       introduction: lines that are logged before the first step, once the run's folder can be written.
       report: shows the progress; by default a bar on a terminal, otherwise a line now and then.
 
-    Returns:
-      The last state and the last measures.
-
     Raises:
       UserError: the run's checkpoint has another configuration or is of a later step than the last one, none is intact,
         or the folder cannot be written.
@@ -394,14 +391,7 @@ def _go_to_checkpoint(
 
 
 def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) -> MetricsLog:
-    """Writes config.json and opens the metrics.
-
-    Args:
-      last_step: the last step whose line in metrics.jsonl stays.
-
-    Raises:
-      UserError: the folder cannot be written.
-    """
+    """Writes config.json and opens the metrics."""
     try:
         if is_lead():
             with as_os_errors():
@@ -417,11 +407,7 @@ def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) ->
 
 
 def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
-    """The error of a command whose folder has a run with another configuration.
-
-    Args:
-      differing: what differs, in words.
-    """
+    """The error of a command whose folder has a run with another configuration."""
     return UserError(
         f"--workdir: the run in {workdir} is of another configuration: {', '.join(differing)}; "
         "expected the same, or another --workdir"

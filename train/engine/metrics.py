@@ -116,10 +116,6 @@ class MetricsLog:
       last_step: the last step whose line stays; -1 starts an empty file.
       tensorboard: whether to write event files.
       wandb_config: sends the metrics to Weights & Biases, with this configuration.
-
-    Raises:
-      OSError: the folder cannot be written.
-      UserError: Weights & Biases cannot be used.
     """
 
     def __init__(
@@ -188,21 +184,13 @@ class MetricsLog:
 
 
 def _write_all(file: BinaryIO, content: bytes) -> None:
-    """Writes to an unbuffered file. A disk that becomes full takes a part of the content without an error.
-
-    Raises:
-      OSError: not all of it could be written.
-    """
+    """Writes to an unbuffered file. A disk that becomes full takes a part of the content without an error."""
     if file.write(content) < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without a line that a crash cut off.
-
-    Raises:
-      UserError: there is no such file, or it cannot be read.
-    """
+    """The lines of a run's metrics.jsonl, without a line that a crash cut off."""
     path = epath.Path(workdir) / "metrics.jsonl"
     try:
         with as_os_errors():
@@ -236,11 +224,7 @@ class RunReport(Protocol):
 
 
 class Reporter:
-    """A context manager that shows a run's progress: a bar on a terminal, otherwise a line now and then.
-
-    Args:
-      steps: steps of the whole run. start: steps done before.
-    """
+    """A context manager that shows a run's progress: a bar on a terminal, otherwise a line now and then."""
 
     def __init__(self, steps: int, start: int):
         self._steps = steps

@@ -36,11 +36,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_address(name: str, path: str) -> None:
-    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work.
-
-    Args:
-      name: the option, for the message.
-    """
+    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work."""
     if path.encode(errors="replace").decode() != path:  # Orbax cannot write there
         raise ValueError(f"{name} must be a path in UTF-8, got {path!r}")
     scheme, mark, rest = path.partition("://")
@@ -49,11 +45,7 @@ def check_address(name: str, path: str) -> None:
 
 
 def check_local(name: str, path: str | None) -> None:
-    """Raises ValueError for an address of object storage, where only a local folder works.
-
-    Args:
-      name: the option, for the message.
-    """
+    """Raises ValueError for an address of object storage, where only a local folder works."""
     if path is not None and is_remote(path):
         raise ValueError(f"{name} must be a local folder, got {path!r}")
 
@@ -152,11 +144,7 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 
 
 def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:
-    """Copies files from folder to folder, in order. Each appears complete or not at all.
-
-    Raises:
-      OSError: one is missing or cannot be written.
-    """
+    """Copies files from folder to folder, in order. Each appears complete or not at all."""
     with as_os_errors():
         target.mkdir(parents=True, exist_ok=True)
         for name in names:

@@ -16,13 +16,6 @@ class TensorboardLog:
 
     tensorboardX's `SummaryWriter` leaves events to a thread. If a full disk ends that thread, its queue fills up and
     the caller waits for ever. `EventsWriter`, used here, writes at once.
-
-    Args:
-      folder: the run's folder.
-      last_step: the last step whose events of an earlier process stay.
-
-    Raises:
-      OSError: the file cannot be written.
     """
 
     def __init__(self, folder: Path, last_step: int):

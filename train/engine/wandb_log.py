@@ -12,14 +12,7 @@ from train.engine.errors import UserError
 
 
 class WandbLog:
-    """One run of the project "brl-jax" (or WANDB_PROJECT); a run that is resumed goes on there.
-
-    Args:
-      workdir: the run's folder, whose name is the run's. folder: where wandb keeps its files. config: shown with it.
-
-    Raises:
-      UserError: wandb is not installed, or no account is logged in.
-    """
+    """One run of the project "brl-jax" (or WANDB_PROJECT); a run that is resumed goes on there."""
 
     def __init__(self, workdir: str, folder: Path, config: Mapping[str, Any]):
         try:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.configuration import configuration, to_json
-from train.engine.batch import Arrays, HeldOut, Stream
+from train.engine.batch import Arrays, Batch, HeldOut, Stream
 from train.engine.config_file import differences, read_values
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
@@ -130,11 +130,7 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def load(self, config: C, splits: Sequence[str]) -> D:
-        """Reads or makes the data of some of the splits train, valid and test.
-
-        Raises:
-          UserError: the data cannot be read.
-        """
+        """Reads or makes the data of some of the splits train, valid and test."""
 
     @abc.abstractmethod
     def training_batches(self, config: C, data: D, **options: Any) -> Stream:
@@ -218,11 +214,7 @@ class Task(abc.ABC, Generic[C, D]):
         return mesh
 
     def build(self, config: C) -> Any:
-        """The model of a configuration (from `sized`), checked on a batch's shapes.
-
-        Raises:
-          UserError: its parts don't fit each other or the batch.
-        """
+        """The model of a configuration (from `sized`), checked on a batch's shapes."""
         rows = config.loop.microbatch
         try:
             model = self.model(config)
@@ -245,6 +237,17 @@ class Task(abc.ABC, Generic[C, D]):
         sums = evaluate(jax.jit(make_eval_step(objective)), objective, params, held_out)
         assert sums is not None
         return self.measures(config, data, split, held_out, sums)
+
+    def predictions(
+        self, config: C, data: D, split: str, answer: Callable[[Batch], Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The answers to the targets of a split that have weight, and the targets, in one order."""
+        found = []
+        for batch in self.held_out(config, data, split):
+            kept = np.asarray(batch["weights"]) > 0
+            found.append((np.asarray(answer(batch))[kept], batch["targets"][kept]))
+        answers, targets = (np.concatenate(parts) for parts in zip(*found))
+        return answers, targets
 
     def to_json(self, config: C) -> dict[str, Any]:
         """What config.json holds: the task's name and the configuration."""
@@ -279,9 +282,6 @@ class Task(abc.ABC, Generic[C, D]):
 def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
     """The configuration that `brl_jax.configuration.to_json` wrote; missing fields have their defaults.
 
-    Args:
-      kind: the configuration's class. values: what was read. source: where it was read, for the error.
-
     Raises:
       UserError: a field or mechanism that this version doesn't know, or a value out of range.
     """
@@ -292,14 +292,7 @@ def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 
 def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:
-    """The task and the configuration of a run, from its config.json.
-
-    Args:
-      tasks: those that the run may be of.
-
-    Raises:
-      UserError: there is no such file, it is damaged, or the run is of another task.
-    """
+    """The task and the configuration of a run, from its config.json."""
     values = read_values(path)
     name = values.pop("task")
     values.pop("network", None)

@@ -104,16 +104,3 @@ def test_random_blocks_of_big_bird():
     other = BigBird(8, 3, 1, 3, seed=1).random_lists(20)
     assert any(set(a) != set(b) for a, b in zip(lists, other))
     assert [len(row) for row in BigBird(8, 3, 1, 3).random_lists(4)] == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: BlockMask(4, [[True]]), "mask must be a tuple of tuples"),
-        (lambda: BlockMask.of(4, np.ones(3, bool)), "mask must be a bool array .* got bool of shape"),
-        (lambda: BigBird(8).visible(0, 0), "BigBird's random blocks need num_positions"),
-    ],
-)
-def test_bad_patterns(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -249,13 +249,6 @@ def test_damaged_tokens_are_made_again(text, tmp_path, damage):
     assert (folder / "train.npy").read_bytes() == whole
 
 
-def test_the_streamed_array_is_an_ordinary_npy(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "text_pieces", functools.partial(text_pieces, size=100))
-    load(config(text), tmp_path / "run")
-    path = next((tmp_path / "run" / "data").glob("tokens-*/train.npy"))
-    assert np.load(path).tobytes() == (text / "train.txt").read_bytes()
-
-
 @pytest.mark.parametrize("option", ["workdir", "cache_dir"])
 def test_a_place_that_cannot_be_written_is_named(text, tmp_path, option):
     (tmp_path / "file").touch()

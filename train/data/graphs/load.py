@@ -56,11 +56,7 @@ class GraphDataConfig(Checked):
 
 
 def load_graph(config: GraphDataConfig) -> Graph:
-    """The graph of a configuration.
-
-    Raises:
-      UserError: the files cannot be read, a line is wrong, or scikit-learn is missing.
-    """
+    """The graph of a configuration."""
     try:
         import sklearn  # noqa: F401
     except ModuleNotFoundError as error:
