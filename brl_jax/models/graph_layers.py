@@ -313,7 +313,6 @@ class GATLayer(nn.Module):
     features: int
     relations: int = 0
     beta: float = 0.0
-    slope: float = 0.2
     dropout: float = 0.0
 
     @nn.compact
@@ -340,7 +339,7 @@ class GATLayer(nn.Module):
             table = parameter(self, "relation", unit, (self.relations, *shape), (None, *axes))
             kinds = jnp.einsum("rhf,hf->rh", table, parameter(self, "relation_score", unit, shape, axes))
             scores = scores + kinds[relations]
-        weights = softmax_at(jax.nn.leaky_relu(scores, self.slope), receivers, nodes)
+        weights = softmax_at(jax.nn.leaky_relu(scores, 0.2), receivers, nodes)
         if earlier is not None:
             weights = (1.0 - self.beta) * weights + self.beta * earlier
         kept = nn.Dropout(self.dropout)(weights, deterministic=deterministic)

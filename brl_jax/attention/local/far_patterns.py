@@ -233,7 +233,7 @@ class BigBird(Pattern):
             call.first_position // self.block,
             -(-(call.first_position + call.num_queries) // self.block),
         )
-        return parts + tables(call, self.block, lists[first:stop], None)
+        return parts + tables(call, self.block, lists[first:stop])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +291,7 @@ class BlockMask(Pattern):
             f"got queries at {call.first_position} to {call.first_position + call.num_queries - 1}",
         )
         lists = [np.flatnonzero(row) for row in self.mask[first : last + 1]]
-        return tables(call, self.block, lists, None)
+        return tables(call, self.block, lists)
 
 
 def _global_parts(

@@ -285,8 +285,7 @@ def aligned_bands(
 
 def separate_blocks(call: Extent, query_block: QueryBlock, size: int, rule: Rule | None) -> Part:
     """Blocks of `size`, aligned to absolute positions, that see only themselves."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= query_block(size)]
-    block = divisors[-1] if divisors else size
+    block = max(d for d in range(1, size + 1) if size % d == 0 and d <= query_block(size))
     if block < 32:
         return aligned_bands(call, query_block, size, 0, 0, rule)
     shift = call.first_position % size
@@ -325,7 +324,7 @@ def columns(call: Extent, query_block: QueryBlock, stride: int, rule: Rule | Non
     return Part(queries, keys, block, per_key_phase, 0, rule)
 
 
-def tables(call: Extent, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
+def tables(call: Extent, block: int, lists: list[np.ndarray]) -> list[Part]:
     """Parts for lists of key blocks. Lists of similar length share a part, so that short ones stay cheap.
 
     lists[i] holds the absolute numbers of the key blocks that the i-th block of queries sees, where block 0 contains
@@ -349,5 +348,5 @@ def tables(call: Extent, block: int, lists: list[np.ndarray], rule: Rule | None)
             table[n, : kept[i].size] = kept[i]
         tokens = (np.asarray(members)[:, None] * block + np.arange(block) - query_shift).reshape(-1)
         queries = Arrangement(1, tokens.size, listed=tokens)
-        parts.append(Part(queries, keys, block, longest * block, 0, rule, table))
+        parts.append(Part(queries, keys, block, longest * block, 0, None, table))
     return parts
