@@ -67,7 +67,7 @@ class WindowTiling:
         left = min(call.pattern.left, length - 1)
         right = 0 if call.is_causal else min(call.pattern.right, length - 1)
         width = left + 1 + right
-        tile = 64 if width <= 128 else 128 if width <= 512 else 256
+        tile = 64 if width < 256 else 128 if width <= 512 else 256
         before = -(-width // tile)
         blocks = -(-length // tile)
         if blocks <= before or before > _MOST_BEFORE:
