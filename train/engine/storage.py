@@ -101,11 +101,6 @@ def wait_for_answer(address: str) -> None:
         pass
 
 
-def absolute(path: epath.Path) -> epath.Path:
-    """The absolute path; epath.Path.resolve would take gs://... for a name in the working directory."""
-    return path if is_remote(path) else path.resolve()
-
-
 def move(source: epath.Path, target: epath.Path) -> None:
     """Renames a folder. Its new parent need not exist, because object storage has no empty folders."""
     if not is_remote(target):
