@@ -111,9 +111,7 @@ class MetricsLog:
     process writes. In object storage the files are copies of local files (`storage.Mirror`).
 
     Args:
-      workdir: the run's folder.
       last_step: the last step whose line stays; -1 starts an empty file.
-      tensorboard: whether to write event files.
       wandb_config: sends the metrics to Weights & Biases, with this configuration.
     """
 

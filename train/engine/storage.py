@@ -181,9 +181,7 @@ class Mirror:
     copied as soon as it answers; the run goes on.
 
     Args:
-      remote: the remote folder.
       log: called with a line when the store begins to fail, and when it answers again.
-      seconds: the time between two copies in the background.
     """
 
     def __init__(
