@@ -82,7 +82,7 @@ def parse(
         print(as_started(screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
     config: Any = presets[name]
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
+    config = config.changed(loop={"workdir": f"runs/{name}"})
     description = (
         f"{about}\n\nPRESET is one of {len(presets)}, which --presets lists; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "

@@ -198,22 +198,21 @@ def matching_config(config: Any) -> Any:
     if not config.match_steps:
         return None
     steps = config.match_steps
-    loop = dataclasses.replace(
-        config.loop,
-        workdir=_matching_folder(config),
-        steps=steps,
-        seed=(config.loop.seed + 1) % 2**63,  # other data than the run reads first
-        patience=0,
-        log_gradient_std=False,
+    return config.changed(
+        loop={
+            "workdir": _matching_folder(config),
+            "steps": steps,
+            "seed": (config.loop.seed + 1) % 2**63,  # other data than the run reads first
+            "patience": 0,
+            "log_gradient_std": False,
+        },
+        # Without weight decay the layers that keep their mechanism, which have no gradient, do not move.
+        optimizer={
+            "learning_rate": config.match_learning_rate,
+            "warmup_steps": min(config.optimizer.warmup_steps, steps // 10),
+            "weight_decay": 0.0,
+        },
     )
-    # Without weight decay the layers that keep their mechanism, which have no gradient, do not move.
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        learning_rate=config.match_learning_rate,
-        warmup_steps=min(config.optimizer.warmup_steps, steps // 10),
-        weight_decay=0.0,
-    )
-    return dataclasses.replace(config, loop=loop, optimizer=optimizer)
 
 
 def convert_onto(config: ConvertibleConfig, params: Any) -> Any:
@@ -300,8 +299,8 @@ class Matching:
 
     def load(self, config: Any, splits: Sequence[str]) -> Any:
         """The data of the run that it belongs to."""
-        loop = dataclasses.replace(config.loop, workdir=os.path.dirname(config.loop.workdir))
-        return super().load(dataclasses.replace(config, loop=loop), splits)  # type: ignore[misc]
+        loop = {"workdir": os.path.dirname(config.loop.workdir)}
+        return super().load(config.changed(loop=loop), splits)  # type: ignore[misc]
 
     def streams(self, config: Any, data: Any, mesh: Mesh) -> Streams:
         found = super().streams(config, data, mesh)  # type: ignore[misc]

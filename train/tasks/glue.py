@@ -137,7 +137,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         planned, the network of the configuration."""
         classes = max(2, len(GLUE_TASKS[config.data.task].classes))
         if not config.pretrained:
-            return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=classes))
+            return config.changed(model={"num_classes": classes})
         found = self._pretrained(config).model
         if config.data.length > found.max_length and found.positions == "learned":
             raise UserError(

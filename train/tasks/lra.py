@@ -67,8 +67,8 @@ class LraTask(ArenaTask[LraConfig]):
         config = dataclasses.replace(config, model=model)
         if config.pretrained:
             _, found = self._pretrained(config)
-            model = dataclasses.replace(model, vocab_size=found.model.vocab_size)
-        return dataclasses.replace(config, model=model)
+            config = config.changed(model={"vocab_size": found.model.vocab_size})
+        return config
 
     def _pretrained(self, config: LraConfig) -> tuple[Task[Any, Any], Any]:
         """The task and the configuration of the run that this one starts from."""

@@ -420,22 +420,21 @@ def _small(task: str) -> LraConfig:
 def _paths(mechanism: Mechanism) -> LraConfig:
     """Windows in two dimensions for pathfinder: narrow layers, enough for a dot's signal to reach the middle of a
     path, which keep to the lit pixels around each, without positions (docs/lra.md)."""
-    small = _small("pathfinder")
-    return LraConfig(
-        dataclasses.replace(small.loop, steps=400, batch=16, eval_every=100, checkpoint_every=100),
-        dataclasses.replace(small.data, train_examples=6_000, valid_examples=500),
-        dataclasses.replace(
-            small.model,
-            num_layers=12,
-            d_model=16,
-            num_heads=1,
-            d_ff=48,
-            positions="none",
-            mechanism=mechanism,
-            pooling="mean",
-        ),
-        OptimizerConfig(learning_rate=4e-3, warmup_steps=30, beta2=0.98, weight_decay=0.01),
+    config = _small("pathfinder").changed(
+        loop={"steps": 400, "batch": 16, "eval_every": 100, "checkpoint_every": 100},
+        data={"train_examples": 6_000, "valid_examples": 500},
+        model={
+            "num_layers": 12,
+            "d_model": 16,
+            "num_heads": 1,
+            "d_ff": 48,
+            "positions": "none",
+            "mechanism": mechanism,
+            "pooling": "mean",
+        },
     )
+    optimizer = OptimizerConfig(learning_rate=4e-3, warmup_steps=30, beta2=0.98, weight_decay=0.01)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _brl(size: int) -> BRLConfig:

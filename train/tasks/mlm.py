@@ -106,12 +106,10 @@ def _small(mechanism: Mechanism) -> MlmConfig:
 def _uncased() -> MlmConfig:
     """English text as lower-case words: what a network of this size learns from them carries over to GLUE's sentences
     with any case and spacing. A quarter of the tokens are masked, which costs less time than reading more text."""
-    small = _small(FullConfig())
-    return dataclasses.replace(
-        small,
-        loop=dataclasses.replace(small.loop, steps=2000, batch=16),
-        data=MlmDataConfig(tokenizer="bpe-uncased:8192", mask_share=0.25, pack="auto"),
-        model=dataclasses.replace(small.model, num_heads=2),
+    return _small(FullConfig()).changed(
+        loop={"steps": 2000, "batch": 16},
+        data={"tokenizer": "bpe-uncased:8192", "mask_share": 0.25},
+        model={"num_heads": 2},
     )
 
 

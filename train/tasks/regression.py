@@ -175,10 +175,8 @@ class RegressionTask(Task[RegressionConfig, None]):
 
     def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
         """The prompts decide the inputs and the length."""
-        model = dataclasses.replace(
-            config.model, num_inputs=config.data.input_dim + 1, max_length=2 * config.data.pairs
-        )
-        return dataclasses.replace(config, model=model)
+        sizes = {"num_inputs": config.data.input_dim + 1, "max_length": 2 * config.data.pairs}
+        return config.changed(model=sizes)
 
     def objective(self, model: Regressor, config: RegressionConfig) -> Objective:
         return regression_objective(model, config.data.prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from brl_jax.fields import Checked, NonNegative
@@ -29,6 +30,11 @@ class RunConfig(Checked):
     z_loss: NonNegative = 0.0
     """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
     uses 1e-4); evaluations leave it out."""
+
+    def changed(self, **parts: Mapping[str, Any]) -> Self:
+        """With some fields of its parts changed: `config.changed(loop={"steps": 9})`."""
+        found = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in parts.items()}
+        return dataclasses.replace(self, **found)
 
     def resolved(self) -> Self:
         """The configuration with the parts that a file decides. Raises UserError if it cannot be read."""

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import starts, zero_padding
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
@@ -28,7 +27,7 @@ from brl_jax.attention.core.softmax import (
     normalise,
     residual,
 )
-from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.core.varying import of_floats, vary_like
 from brl_jax.attention.local import xla_cpu, xla_cpu_grid
 from brl_jax.attention.local.blocks import (
     Arranged,
@@ -237,13 +236,9 @@ def _backward(
                 d_bias = d_scores.sum(axes, keepdims=True)
             elif own_bias is not None:
                 positions = block_positions(call, block, x.key_offset)
-                floats, rebuild = _split_floats(own_bias)
-                _, pull = jax.vjp(
-                    lambda floats: call_bias(rebuild(floats), positions, d_scores.shape), floats
-                )
-                d_bias = jax.tree.map(
-                    lambda x: x.astype(jnp.float32), pull(d_scores.sum(0, keepdims=True))[0]
-                )
+                _, pull = jax.vjp(lambda bias: call_bias(bias, positions, d_scores.shape), own_bias)
+                d_bias = of_floats(pull(d_scores.sum(0, keepdims=True))[0])
+                d_bias = jax.tree.map(lambda x: x.astype(jnp.float32), d_bias)
             return dq, dk, dv, d_bias
 
         if loop:
@@ -284,8 +279,6 @@ def _backward(
         else jax.tree.map(lambda *pieces: sum(y.astype(jnp.float32) for y in pieces), *parts)
     )
     dk, dv = (y.transpose(0, 3, 1, 2).astype(x.key.dtype) for y in (dk, dv))
-    if isinstance(x.bias, PositionBias):
-        d_bias = _join_floats(x.bias, d_bias)
     return CallArrays(merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias)
 
 
@@ -297,7 +290,7 @@ def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, row
     if arranged.bias is not None:
         d_bias = jnp.zeros(arranged.bias.shape, jnp.float32)
     elif own_bias is not None:
-        d_bias = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), _split_floats(own_bias)[0])
+        d_bias = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of_floats(own_bias))
     else:
         d_bias = None
 
@@ -350,24 +343,3 @@ def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows:
     else:
         d_bias = jax.tree.map(lambda x: x.sum(0), d_bias)
     return dq, part.add_all(dk), part.add_all(dv), d_bias
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def _split_floats(bias: PositionBias):
-    """The floating-point leaves of a bias, and a function that rebuilds the bias from new ones."""
-    leaves, structure = jax.tree.flatten(bias)
-
-    def rebuild(floats: list) -> PositionBias:
-        given = iter(floats)
-        return jax.tree.unflatten(structure, [next(given) if _is_float(x) else x for x in leaves])
-
-    return [x for x in leaves if _is_float(x)], rebuild
-
-
-def _join_floats(bias: PositionBias, gradients: list) -> Any:
-    """The gradients of a bias's leaves, in its structure; None for the leaves that are not floating point."""
-    given = iter(gradients)
-    return jax.tree.map(lambda x: next(given) if _is_float(x) else None, bias)

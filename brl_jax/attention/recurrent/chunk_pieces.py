@@ -20,7 +20,7 @@ from brl_jax.attention.recurrent.chunk_scan import scan_chunks
 from brl_jax.attention.recurrent.rows import zero_unless
 
 # Up to this many new tokens are read one by one.
-_FEW = 16
+_FEW = 8
 
 
 def read_new(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -75,17 +76,16 @@ class Examples:
     truncated: int
     digest: str
 
-    def __post_init__(self):
-        starts = np.concatenate([[0], np.cumsum(self.lengths.reshape(-1), dtype=np.int64)])
-        object.__setattr__(self, "_starts", starts)
+    @functools.cached_property
+    def _starts(self) -> Int[np.ndarray, " ends"]:
+        return np.concatenate([[0], np.cumsum(self.lengths.reshape(-1), dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> list[UInt8[np.ndarray, " length"]]:
         """The P sequences of example `index`."""
-        parts = self.lengths.shape[1]
-        starts: Any = self._starts  # type: ignore[attr-defined]
+        parts, starts = self.lengths.shape[1], self._starts
         return [self.tokens[starts[i] : starts[i + 1]] for i in range(index * parts, (index + 1) * parts)]
 
 
