@@ -1,32 +1,25 @@
-"""The format of a run's checkpoints: how one is chosen, read and checked, for training and for `load_run`.
+"""The format of a run's checkpoints: how one is chosen and read, for training and for `load_run`.
 
 A checkpoint is the folder checkpoints/STEP with three items: "params", "rest" (everything else that a step changes) and
-"meta", a JSON object. Digests in "meta" cover the arrays of both items and "meta" itself, because the storage format
-does not notice every flipped bit.
+"meta", a JSON object.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from brl_jax.json_files import read_json
 
-_META = {
-    "digest": str,
-    "digests": dict[str, str],
-    "config": dict,
-    "score": float | None,
-}
+_META = {"config": dict, "score": float | None}
+
+
+def absolute(folder: Any) -> Any:
+    """The absolute path of a folder; Orbax would take gs://... for a name in the working directory."""
+    return folder if "://" in os.fspath(folder) else folder.resolve()
 
 
 def steps_in(folder: Any) -> list[int]:
@@ -78,65 +71,19 @@ def read_meta(folder: Any, step: int) -> dict[str, Any]:
     Raises:
       OSError: it is missing or cannot be read. ValueError: it is damaged.
     """
-    path = folder / str(step) / "meta" / "metadata"
-    meta = read_json(path, _META)
-    if meta["digest"] != _text_digest(meta):
-        raise ValueError(f"{os.fspath(path)} is not what was saved")
-    return meta
+    return read_json(folder / str(step) / "meta" / "metadata", _META)
 
 
-def seal(meta: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta` with the digests of these items and of itself."""
-    sealed = {**meta, "digests": {name: digest(tree) for name, tree in items.items()}}
-    return {**sealed, "digest": _text_digest(sealed)}
-
-
-def read_arrays(folder: Any, step: int, meta: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Some items of a checkpoint.
-
-    Args:
-      meta: from `read_meta`. like: by item, a pytree of ShapeDtypeStructs with shardings.
-
-    Raises:
-      ValueError: the arrays are not those that were saved. Exception: whatever Orbax and the storage raise.
-    """
+def read_arrays(folder: Any, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Some items of a checkpoint, like these pytrees of ShapeDtypeStructs with shardings. Raises whatever Orbax and the
+    storage raise."""
     import orbax.checkpoint as ocp
 
     silence_abandoned_tasks()
     args = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-    # Orbax would take gs://... for a name in the working directory.
-    where = folder if "://" in os.fspath(folder) else folder.resolve()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = checkpointer.restore(where / str(step), args=ocp.args.Composite(**args))
-    for name in like:
-        if digest(items[name]) != meta["digests"].get(name):
-            raise ValueError(f"the arrays of {name} are not those that were saved")
+        items = checkpointer.restore(absolute(folder) / str(step), args=ocp.args.Composite(**args))
     return {name: items[name] for name in like}
-
-
-@jax.jit
-def _bit_sums(leaves: list[jax.Array]) -> jax.Array:
-    """For each array, the sum of its elements' bits as unsigned integers, modulo 2^32: exact in any order."""
-
-    def bit_sum(x: jax.Array) -> jax.Array:
-        bits = x
-        if x.dtype != jnp.bool_:
-            width = min(x.dtype.itemsize, 4)
-            bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width])
-        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
-
-    return jnp.stack([bit_sum(x) for x in leaves])
-
-
-def digest(tree: Any) -> str:
-    """A hash of the bits of every array in a pytree, computed on the devices that hold the arrays."""
-    leaves = jax.tree.leaves(tree)
-    return hashlib.sha256(np.asarray(_bit_sums(leaves)).tobytes() if leaves else b"").hexdigest()[:16]
-
-
-def _text_digest(meta: Mapping[str, Any]) -> str:
-    values = {name: value for name, value in meta.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def silence_abandoned_tasks() -> None:

@@ -6,8 +6,7 @@ the library if it is installed from a checkout (`pip install -e .`).
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -42,25 +41,21 @@ def _run(program: str, package: str) -> int:
         print(f"NAME is one of {', '.join(names)}; {program} NAME --help lists the options of each")
         print(f'completion: eval "$({program} --completion bash)" in ~/.bashrc, or zsh in ~/.zshrc')
         return 0
-    is_completion = name == "--completion"
-    if is_completion and rest not in (["bash"], ["zsh"]):
-        return _refuse(program, f"--completion: expected bash or zsh, got {' '.join(rest) or 'nothing'}")
-    if name not in names and not is_completion:
+    if name == "--completion":
+        if rest not in (["bash"], ["zsh"]):
+            return _refuse(program, f"--completion: expected bash or zsh, got {' '.join(rest) or 'nothing'}")
+        module, words = "train.cli.completion", [*rest, *names]
+    elif name in names:
+        module, words = f"{package}.{name}", rest
+    else:
         return _refuse(program, f"NAME: expected one of {', '.join(names)}, got {name!r}")
     sys.path.insert(0, str(_ROOT))
-    module = f"{package}.{name}"
+    sys.argv[1:] = words
     try:
-        if is_completion:
-            print(importlib.import_module("train.cli.completion").completion(program, names, rest[0]), end="")
-            return 0
-        spec = importlib.util.find_spec(module)
-        is_folder = spec is not None and spec.submodule_search_locations is not None
-        main = importlib.import_module(f"{module}.__main__" if is_folder else module).main
-        command = importlib.import_module("train.cli.command").command
+        runpy.run_module(module, run_name="__main__")
     except ModuleNotFoundError as error:
         return _refuse(program, f"the module {error.name} is missing: pip install -e '.[train]' in {_ROOT}")
-    del sys.argv[1]
-    return command(main, module)
+    return 0
 
 
 def _refuse(program: str, message: str) -> int:

@@ -1,4 +1,4 @@
-"""Builds configurations from the nested dictionaries of a config.json."""
+"""Configurations as the nested dictionaries of a config.json, and back."""
 
 from __future__ import annotations
 
@@ -53,6 +53,23 @@ def configuration(kind: type[T], values: Any, path: str = "") -> T:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path or kind.__name__}: {error}") from error
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """A configuration as nested dictionaries. A mechanism has its fields and its "name" in MECHANISMS.
+
+    Raises:
+      ValueError: a mechanism is not listed there, so that no program could read the file.
+    """
+    values: dict[str, Any] = {}
+    if isinstance(config, Mechanism):
+        if MECHANISMS.get(config.name) is not type(config):
+            raise ValueError(f"{config.name} is not listed in MECHANISMS")
+        values["name"] = config.name
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value
+    return values
 
 
 def _join(*path: str) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from brl_jax.checkpoints import candidates, read_arrays, read_meta
+from brl_jax.checkpoints import candidates, read_arrays
 from brl_jax.configuration import configuration
 from brl_jax.json_files import check_json, read_json
 from brl_jax.models import (
@@ -91,7 +91,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     for step in steps:
         try:
-            params = read_arrays(folder, step, read_meta(folder, step), {"params": like})["params"]
+            params = read_arrays(folder, step, {"params": like})["params"]
             return LoadedRun(model, {"params": params}, step, config)
         except Exception as error:  # whatever the storage raises
             reason = " ".join(str(error).split())[:200]

@@ -6,9 +6,8 @@ tokens    an encoder-decoder of one column's values as tokens (Chronos, arXiv:24
           any listed mechanism that has both forms. tokens-kernels and chronos-tiny take series of random kernels
 
 FILE is a table such as ETTh1.csv (a first column "date"; train/data/series.py says how it is split and normalised).
---features multivariate forecasts all columns, otherwise --target alone. The run's folder holds config.json,
-metrics.jsonl and checkpoints/; the same command again resumes the run where it stopped. `python -m eval.forecast
---workdir DIR` measures it on the test split, with naive forecasts for comparison.
+--features multivariate forecasts all columns, otherwise --target alone. `python -m eval.forecast --workdir DIR`
+measures it on the test split, with naive forecasts for comparison.
 """
 
 import functools

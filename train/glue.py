@@ -2,8 +2,8 @@
 
 TASK is cola, sst2, mrpc, qqp, stsb, mnli, qnli or rte (Wang et al. 2018, arXiv:1804.07461); DIR is the folder of a run
 of train.mlm, which gives the network, the tokenizer and the weights. --data_dir names GLUE's folders of tsv files, or
-tfds or hf. Every tenth training example is held out to choose the checkpoint; GLUE's dev split is for
-`python -m eval.glue --workdir DIR`. The same command again resumes the run where it stopped, bit for bit.
+tfds or hf. Every tenth training example is held out to choose the checkpoint; GLUE's dev split is for `python -m
+eval.glue --workdir DIR`.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 PRESET is DATASET-NETWORK (`--presets` lists them): acm-brl, dblp-simple_hgn, 20news-local, ... DIR is a folder in the
 format of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
-(train.jsonl, test.jsonl), or an .npz file with "features" and "labels" or with images. `python -m eval.graph
---workdir DIR` measures the run on the test nodes. The same command again resumes the run where it stopped, bit for bit.
+(train.jsonl, test.jsonl), or an .npz file with "features" and "labels" or with images. `python -m eval.graph --workdir
+DIR` measures the run on the test nodes.
 """
 
 import functools

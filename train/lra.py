@@ -1,11 +1,9 @@
 """Trains a classifier on a task of the Long Range Arena: python -m train.lra TASK [OPTIONS], or a preset's name.
 
-TASK is listops, text, retrieval, image, pathfinder or pathx, each at a size for two CPU cores; `lra-TASK-NAME` are
-the papers' settings (train/tasks/lra_config.py). listops, pathfinder and pathx are generated where --data_dir names no
-files. The run's folder holds config.json, metrics.jsonl and checkpoints/; the same command again resumes the run where
-it stopped, bit for bit as if it had not stopped. `python -m eval.lra --workdir DIR` measures it on the test split.
-`denoise-TASK` pretrains an encoder on a task's own sequences, `trace-pathfinder` on labels of its pixels, and
-`--pretrained RUN` starts from the weights of such a run.
+TASK is listops, text, retrieval, image, pathfinder or pathx, each at a size for two CPU cores; `lra-TASK-NAME` are the
+papers' settings (train/tasks/lra_config.py). listops, pathfinder and pathx are generated where --data_dir names no
+files. `python -m eval.lra --workdir DIR` measures it on the test split. `denoise-TASK` pretrains an encoder on a task's
+own sequences, `trace-pathfinder` on labels of its pixels, and `--pretrained RUN` starts from the weights of such a run.
 """
 
 import functools

@@ -2,9 +2,7 @@
 
 Rows of --length tokens; --mask_share of them are asked for, other ones in every batch: 80% behind the mask, 10% as
 another token, 10% as they are. Text and tokenizer are chosen as in train.lm. The documents of a row (--documents) see
-no other where the mechanism can keep them apart (--pack). The run's folder holds config.json, the tokenizer,
-metrics.jsonl and checkpoints/; the same command again resumes the run where it stopped, bit for bit. `python -m
-eval.mlm --workdir DIR` measures it.
+no other where the mechanism can keep them apart (--pack). `python -m eval.mlm --workdir DIR` measures it.
 """
 
 import functools

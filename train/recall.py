@@ -2,8 +2,7 @@
 
 Multi-query associative recall (Zoology, arXiv:2312.04927), induction heads (arXiv:2312.00752) and selective copying
 (arXiv:2402.01032), with any causal mechanism; --kind, --length, --pairs, --gap and --vocabulary size the rows, which
-are drawn for each step. The run's folder holds config.json, metrics.jsonl and checkpoints/; the same command again
-resumes the run where it stopped, bit for bit. `python -m eval.recall --workdir DIR` measures it at other lengths too.
+are drawn for each step. `python -m eval.recall --workdir DIR` measures it at other lengths too.
 """
 
 import functools

@@ -2,9 +2,8 @@
 
 Every prompt is a new linear function and a few pairs (x, y) of it; the model predicts each y from the pairs before it
 (Garg et al. 2022, arXiv:2208.01066; section 4 of arXiv:2509.07963). full-8, full-1, btt-8 and mlr-8 are full attention
-with 8 heads and with 1, bilinear BTT and bilinear MLR attention with 8, at a size for two CPU cores. The run's folder
-holds config.json, metrics.jsonl and checkpoints/; the same command again resumes the run where it stopped, bit for bit.
-`python -m eval.regression --workdir DIR` compares it with least squares.
+with 8 heads and with 1, bilinear BTT and bilinear MLR attention with 8, at a size for two CPU cores. `python -m
+eval.regression --workdir DIR` compares it with least squares.
 """
 
 import functools

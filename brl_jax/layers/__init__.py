@@ -22,10 +22,9 @@ from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
-from brl_jax.layers.recurrent.gated_deltanet_2 import GatedDeltaNet2Config
 from brl_jax.layers.recurrent.gau import FlashConfig, GAUConfig
 from brl_jax.layers.recurrent.gla import GLAConfig
-from brl_jax.layers.recurrent.kda import KDAConfig
+from brl_jax.layers.recurrent.kda import GatedDeltaNet2Config, KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.luna import LunaConfig
 from brl_jax.layers.recurrent.mamba2 import Mamba2Config

@@ -16,7 +16,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.fields import Checked, Count
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, to_heads
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 
 # Initial strength of the compressed tokens; BRL's propagation starts with the same value.
@@ -111,7 +111,7 @@ class CrossAttention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], CrossCache | None]:
         """Returns the output and the cache; a call with `call.encoded` stores its keys and values there."""
         d = self.dimensions
-        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        query = to_heads(d, x, "query")
         if self.config.rope and d.rope_theta is not None:
             query = rotate(
                 query, token_positions(x.shape[1], 0 if call.start is None else call.start), d.rope_theta
@@ -133,9 +133,7 @@ class CrossAttention(nn.Module):
 
     def _keys_and_values(self, encoded: Encoded) -> CrossCache:
         d, outputs = self.dimensions, encoded.outputs
-        heads, axes = (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim")
-        key = dense(d, heads, axes, name="key")(outputs)
-        value = dense(d, heads, axes, name="value")(outputs)
+        key, value = (to_heads(d, outputs, name, "kv_heads") for name in ("key", "value"))
         if self.config.rope and d.rope_theta is not None:
             key = rotate(key, token_positions(outputs.shape[1]), d.rope_theta)
         if encoded.compressed is None:
@@ -177,8 +175,7 @@ class CrossAttention(nn.Module):
         self, x: Float[Array, "B T D"], key: Float[Array, "B M N H"], value: Float[Array, "B M N H"]
     ) -> Float[Array, "B T N H"]:
         d = self.dimensions
-        heads = (d.num_heads, d.head_dim)
-        query = dense(d, heads, ("embed", "heads", "head_dim"), name="compressed_query")(x)
+        query = to_heads(d, x, "compressed_query")
         init = nn.initializers.constant(_STRENGTH)
         strength = parameter(self, "lambda", init, (d.num_heads,), ("heads",))
         query = scale_scores(query, d.head_score_factor)

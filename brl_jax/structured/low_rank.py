@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.structured.mlbtc import MLBTC, BlockContraction, StructuredMatrix, check_rank, check_same
@@ -35,9 +34,6 @@ class LowRank(StructuredMatrix):
     def as_mlbtc(self) -> MLBTC:
         return BlockLowRank(self.left[None], self.right[None]).as_mlbtc()
 
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        return self.left @ self.right.T
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +56,8 @@ class BlockLowRank(StructuredMatrix):
         a, e = rows // blocks, columns // blocks
         return cls(draw(left, (blocks, a, rank), rank, a), draw(right, (blocks, e, rank), e, rank))
 
-    def contraction(self) -> BlockContraction:
-        return BlockContraction(self.left[:, None, :, None], self.right[:, None, :, None])
-
     def as_mlbtc(self) -> MLBTC:
-        return MLBTC((self.contraction(),))
-
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        return jax.scipy.linalg.block_diag(*(x @ y.T for x, y in zip(self.left, self.right)))
+        return MLBTC((BlockContraction(self.left[:, None, :, None], self.right[:, None, :, None]),))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
@@ -93,7 +83,4 @@ class MLR(StructuredMatrix):
         )
 
     def as_mlbtc(self) -> MLBTC:
-        return MLBTC(tuple(level.contraction() for level in self.levels))
-
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        return functools.reduce(jnp.add, [level.to_dense() for level in self.levels])
+        return MLBTC(tuple(part for level in self.levels for part in level.as_mlbtc().levels))

@@ -51,8 +51,8 @@ class StructuredMatrix:
         raise NotImplementedError
 
     def to_dense(self) -> Float[Array, "rows columns"]:
-        """Returns the dense matrix, computed directly from its definition."""
-        raise NotImplementedError
+        """Returns the dense matrix."""
+        return self.as_mlbtc().to_dense()
 
     def matmul(self, x: Float[Array, "*batch columns"]) -> Float[Array, "*batch rows"]:
         """Returns M x for each vector of x, without building the dense matrix.

@@ -47,12 +47,6 @@ class BTT(StructuredMatrix):
     def as_mlbtc(self) -> MLBTC:
         return MLBTC((BlockContraction(self.left[None], self.right[None]),))
 
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        (b, a, c, _), e = self.left.shape, self.right.shape[1]
-        # (a, c, 1, b, t) times (1, c, e, b, t): the factors of each (c, b) are multiplied separately.
-        products = self.left.transpose(1, 2, 0, 3)[:, :, None] * self.right[None]
-        return products.sum(-1).transpose(0, 3, 1, 2).reshape(a * b, c * e)
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +75,6 @@ class Monarch(StructuredMatrix):
 
     def as_mlbtc(self) -> MLBTC:
         return BTT(self.left[..., None], self.right.swapaxes(1, 2)[..., None]).as_mlbtc()
-
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        b, a, c = self.left.shape
-        inner = jax.scipy.linalg.block_diag(*self.right)  # (c b, c e)
-        inner = inner.reshape(c, b, -1).swapaxes(0, 1).reshape(b * c, -1)
-        outer = jax.scipy.linalg.block_diag(*self.left) @ inner  # (b a, c e)
-        return outer.reshape(b, a, -1).swapaxes(0, 1).reshape(a * b, -1)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
@@ -118,9 +105,6 @@ class Kronecker(StructuredMatrix):
         left = jnp.broadcast_to(self.left[None, :, :, None], (b, a, c, 1))
         right = jnp.broadcast_to(self.right.T[None, :, :, None], (c, e, b, 1))
         return BTT(left, right).as_mlbtc()
-
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        return jnp.kron(self.left, self.right)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=[])
@@ -205,17 +189,3 @@ class Butterfly(StructuredMatrix):
         high = jnp.broadcast_to(unit[:, :, None], (blocks, blocks, inside)).reshape(blocks, self.size)
         left = self._apply(high, split, k).reshape(blocks, blocks, inside)  # (c, a, b)
         return Monarch(left.transpose(2, 1, 0), right.transpose(1, 2, 0)).as_mlbtc()
-
-    def to_dense(self) -> Float[Array, "rows columns"]:
-        """Multiplies the factors as sparse n x n matrices."""
-        dense = jnp.eye(self.size, dtype=self.factors.dtype)
-        entries = jnp.arange(self.size // 2, dtype=jnp.int32)
-        for i, pairs in enumerate(self.factors):
-            stride = 2**i
-            first = entries // stride * 2 * stride + entries % stride
-            factor = jnp.zeros_like(dense)
-            for out in (0, 1):
-                for into in (0, 1):
-                    factor = factor.at[first + out * stride, first + into * stride].set(pairs[:, out, into])
-            dense = factor @ dense
-        return dense

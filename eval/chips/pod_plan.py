@@ -31,12 +31,12 @@ from train.cli.help import screen
 from train.cli.options import parse
 from train.cli.summary import mechanism_names
 from train.engine.batch import Arrays, Batch, num_rows, num_tokens
-from train.engine.config import RunConfig
 from train.engine.errors import RunError, UserError, one_line
 from train.engine.flops import matrix_flops
-from train.engine.mesh import open_mesh, rows_sharding, training_programs
+from train.engine.mesh import rows_sharding, training_programs
 from train.engine.step import Objective, TrainState
 from train.tasks.every import TASKS
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task
 
 
@@ -142,8 +142,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
     started = time.monotonic()
     begin(f"describing {config.topology}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
-    length = task.row_length(config)
-    mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
+    mesh = task.open_mesh(config, devices)
     objective = task.objective(task.build(config), config)
     loop = config.loop
     programs = training_programs(mesh, objective, config.optimizer, loop)

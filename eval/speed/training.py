@@ -33,7 +33,7 @@ from eval.speed.measure import (
 from eval.speed.networks import Network, network, network_names
 from eval.speed.options import SpeedOptions
 from train.cli.summary import num_parameters
-from train.engine.mesh import open_mesh, place_batch, training_programs
+from train.engine.mesh import place_batch, training_programs
 from train.engine.step import make_eval_step
 from train.engine.throughput import step_flops
 from train.tasks import lm_config, lra_config
@@ -63,7 +63,7 @@ def candidate(task: Task[Any, Any], config: Any, *, inference: bool = True) -> C
     step: its temporary memory and its arguments.
     """
     objective = task.objective(task.build(config), config)
-    mesh = open_mesh(config.mesh, config.loop, config.model)
+    mesh = task.open_mesh(config)
     with jax.set_mesh(mesh):
         programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()

@@ -82,7 +82,7 @@ def measure(run: Run, options: TableOptions) -> dict[str, Any]:
     for split in GLUE_TASKS[name].tests:
         data = GLUE.load(config, (split,))
         found[split] = task_metrics(name, *GLUE.predict(config, run.model, run.params, data, split))
-        examples = len(data.examples[split])
+        examples = len(data[split])
     measured = {
         metric if len(found) == 1 else f"{metric}_{split.removeprefix('dev_')}": value
         for split, metrics in found.items()

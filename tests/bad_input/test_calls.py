@@ -20,6 +20,7 @@ from jaxtyping import PRNGKeyArray
 import brl_jax as brl
 from brl_jax import models
 from brl_jax.attention.low_rank.long_short import Norms
+from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.fields import Checked, Range
 from brl_jax.sharding import MeshConfig
 
@@ -217,6 +218,20 @@ def propagate(q=Q, k=TOKENS, v=TOKENS, **options):
     return brl.propagate(q, k, v, **{"strength": 0.5} | options)
 
 
+WEIGHTS = [array(1, 8, N, 2), array(2, 4, N, 2)]
+WIDE = array(1, 9, N, 2)
+
+
+def bilinear_mlr(**options):
+    given = {"query_weights": WEIGHTS, "key_weights": WEIGHTS} | options
+    return brl.bilinear_mlr_attention(array(B, T, 8), V, **given)
+
+
+def bilinear_btt(**options):
+    given = {"right": array(2, 4, N, 2, 1), "left": array(N, 2, 4, 2, 1)} | options
+    return brl.bilinear_btt_attention(array(B, T, 8), V, **given)
+
+
 CALLS = [
     # Local attention and its patterns.
     (lambda: brl.local_attention(Q, K, V), "local_window_size and pattern"),
@@ -243,6 +258,9 @@ CALLS = [
     (lambda: brl.BigBird(4, window_blocks=2), "window_blocks"),
     (lambda: brl.BlockMask.of(4, np.ones((2, 2))), "mask must be"),
     (lambda: brl.BlockMask(4, ((True,), (True, False))), "mask"),
+    (lambda: brl.BlockMask(4, [[True]]), "mask must be a tuple of tuples"),
+    (lambda: brl.BlockMask.of(4, np.ones(3, bool)), "mask must be a bool array .* got bool of shape"),
+    (lambda: brl.BigBird(8).visible(0, 0), "BigBird's random blocks need num_positions"),
     (lambda: brl.local_attention(Q, K, V, pattern=brl.BlockMask.of(4, np.ones((2, 2), bool))),
      "mask of BlockMask covers"),
     (lambda: local(bias=brl.ALiBi(4)), "slopes"),
@@ -289,6 +307,16 @@ CALLS = [
     (lambda: compress(k=K[:, :0], c=K[:, :0], v=V[:, :0]), "key must not be empty"),
     (lambda: propagate(q=Q[0]), "query must have shape"),
     (lambda: compress_blocks([1] * 4, SHORT), "= 12 tokens, got 11"),
+    (lambda: compress_blocks(gamma=None), "gamma and contrast_key belong together"),
+    (lambda: compress_blocks(contrast_key=None), "gamma and contrast_key belong together"),
+    (lambda: compress_blocks(contrast_key=SHORT), "contrast_key must have key's shape"),
+    (lambda: compress_blocks(keys=GROUPED), "the heads of query must be a multiple"),
+    (lambda: compress_blocks(value=HALF), "value must have query's dtype"),
+    (lambda: compress_blocks(score="sigmoid"), "score must be"),
+    (lambda: compress_blocks([1] * 3), r"history_lengths must be ints of shape \(4,\) or \(2, 4\)"),
+    (lambda: compress_blocks([1.0] * 4), "history_lengths must be ints .*, got float32"),
+    (lambda: compress_blocks(bias=array(N, 5, 4)), r"bias must have shape .* = \(4, 5, 3\), got \(4, 5, 4\)"),
+    (lambda: compress_blocks(bias=array(5, 3), implementation="pallas_interpret"), "bias must have shape"),
     (lambda: compress(bias=array(N, 5, T)), "bias must"),
     (lambda: compress(c=None), "gamma and contrast_key"),
     (lambda: compress(gamma=None), "gamma and contrast_key"),
@@ -402,6 +430,16 @@ CALLS = [
     (lambda: mlr(scale=(1.0, 2.0)), "scale must be a number, or one for each of the 3 ranks"),
     (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)), "block_sizes must"),
     (lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3), "ranks must"),
+    (lambda: bilinear_mlr(query_weights=[], key_weights=[]), "at least one level"),
+    (lambda: bilinear_mlr(key_weights=[WEIGHTS[0], array(2, 4, N, 3)]), "key_weights must have query_weights' levels"),
+    (lambda: bilinear_mlr(query_weights=[WIDE], key_weights=[WIDE]),
+     "weights of level 0 must have shape .* width 8"),
+    (lambda: bilinear_btt(right=array(3, 3, N, 3, 1)), r"right must have shape .* c \* e = 8"),
+    (lambda: bilinear_btt(left=array(N, 4, 4, 2, 1)), "left must have shape"),
+    (lambda: feature_attention(Q, K, V, implementation="pallas"), "implementation must be None or 'xla'"),
+    (lambda: feature_attention(Q, K[:, :, :1], V), "the heads of value must divide the 1 of the keys"),
+    (lambda: ours("global_window", ranks=(5,)), r"ranks must be a tuple of 2, got \(5,\)"),
+    (lambda: ours("global_window", scale=(1.0, math.nan)), "scale must be finite, got nan"),
     (lambda: ours("linear", feature_map="rlu"), "feature_map must be .*, got 'rlu'; did you mean 'relu'"),
     # States of other sizes, with which a function would count tokens in the wrong buckets or rank too few queries.
     (lambda: stateful("reformer", init_reformer(num_buckets=8)),
@@ -634,10 +672,16 @@ def test_states(name, case):
 long_short = functools.partial(brl.long_short_attention, Q, K, V, Q[..., :2])
 
 
-def compress_blocks(lengths, keys=K):
-    few = jnp.stack([TOKENS] * 4, 1)
-    options = {"gamma": 0.1, "block_size": 3, "history_size": 3, "history_lengths": jnp.asarray(lengths)}
-    return brl.compress_blocks(few, keys, keys, keys, **options)
+def compress_blocks(lengths=None, keys=K, **options):
+    given = {
+        "query": jnp.stack([TOKENS] * 4, 1),
+        "key": keys,
+        "contrast_key": keys,
+        "value": keys,
+        "gamma": 0.1,
+    }
+    given |= {"history_lengths": None if lengths is None else jnp.asarray(lengths)}
+    return brl.compress_blocks(**given | {"block_size": 3, "history_size": 3} | options)
 
 
 SIDES = array(2, N, H)
@@ -656,8 +700,6 @@ def stack(mechanisms, dimensions=DIMENSIONS):
     return brl.Stack(mechanisms, dimensions).init(KEY, Q[0])
 
 
-WEIGHTS = [array(1, 8, N, 2), array(2, 4, N, 2)]
-
 #: What annotations say, and values that are known.
 DECLARED = [
     (lambda: long_short(norms=(1, 2)), "norms must be of type Norms, got"),
@@ -674,8 +716,7 @@ DECLARED = [
     (lambda: brl.generate_requests(decoder(), zeros(decoder()), None), "requests must be"),
     (lambda: brl.generate_requests(decoder(), zeros(decoder()), brl.Request([1], 2)),
      "requests must be Requests in a list"),
-    (lambda: brl.bilinear_mlr_attention(array(B, T, 8), V, query_weights=None, key_weights=WEIGHTS),
-     "query_weights must be a list, got None"),
+    (lambda: bilinear_mlr(query_weights=None), "query_weights must be a list, got None"),
     (lambda: brl.transnormer("t1", "x"), "kind must be a class of config.* got 'x'"),
     (lambda: brl.local_attention(Q, K, V, local_window_size=(10**12, 0)), "local_window_size must be at most"),
     (lambda: brl.local_attention(Q, K, V, local_window_size=-1), "local_window_size must be at least 0, got -1"),
@@ -713,6 +754,7 @@ REFUSED = [
     ("Decoder", {"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
     ("Decoder", {"mechanism": brl.LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
     ("Decoder", {"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),
+    ("Decoder", {"mechanism": brl.Mamba2Config(num_groups=5)}, "num_groups must divide the 8 heads of Mamba-2, got 5"),
     ("Decoder", {"mup_base_width": 32, "lora_rank": 2}, "lora_rank must be 0 with mup_base_width, got 2"),
     ("Decoder", {"d_model": 46, "num_heads": 1, "mechanism": brl.BilinearBTTConfig()},
      r"d_model: .*got 46 = 2\*23; the nearest such widths are 45 = 5\*9 and 48 = 6\*8"),

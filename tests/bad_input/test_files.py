@@ -6,7 +6,6 @@ import re
 import shutil
 
 import jax
-import numpy as np
 import pytest
 
 import eval.harness.runs
@@ -17,8 +16,6 @@ from tests.support.command_lines import last_wins
 from train.data.tokenizers.named import train_tokenizer
 from train.engine.checkpoint import Checkpoints, ocp
 from train.engine.errors import is_memory_shortage
-
-HOURS = [f"2020-01-{1 + i // 24:02} {i % 24:02}:00:00" for i in range(60)]
 
 
 @pytest.fixture(scope="module")
@@ -46,44 +43,6 @@ def one_line(status, err, expected=2):
     return err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({5: HOURS[4]}, f"got {HOURS[4]} after {HOURS[4]} in row 6"),
-        ({5: HOURS[3]}, f"got {HOURS[3]} after {HOURS[4]} in row 6"),
-        ({5: HOURS[5] + "+00:00"}, "all with or all without a time zone"),
-        (
-            {5: "yesterday"},
-            "has a cell that is neither a date nor a number: Invalid isoformat string: 'yesterday'",
-        ),
-    ],
-)
-def test_times_of_a_table(change, message, tmp_path, monkeypatch, capsys):
-    hours = [change.get(i, hour) for i, hour in enumerate(HOURS)]
-    rows = [f"{hour},{i % 5}" for i, hour in enumerate(hours)]
-    (tmp_path / "table.csv").write_text("\n".join(["date,OT", *rows]))
-    words = f"encoder --data {tmp_path}/table.csv --lookback 4 --horizon 2 --split 20 10 10 --workdir {tmp_path}/run"
-    err = one_line(*run("train.forecast", words.split(), monkeypatch, capsys))
-    assert "--data: " in err
-    assert message in err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (np.array(["cat", "dog"] * 10), "expected a whole number as the label of each image, got an array of <U3"),
-        (np.linspace(0, 1, 20), "expected a whole number as the label of each image, got an array of float64"),
-        (np.zeros((20, 10), int), "and shape (20, 10)"),
-    ],
-)  # fmt: skip
-def test_labels_of_images(labels, message, tmp_path, monkeypatch, capsys):
-    images = np.zeros((20, 32, 32), np.uint8)
-    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    words = ["image", "--data_dir", str(tmp_path / "x.npz"), "--workdir", str(tmp_path / "run")]
-    assert message in one_line(*run("train.lra", words, monkeypatch, capsys))
-
-
 DEEP = "[" * 100_000
 
 
@@ -101,9 +60,6 @@ DEEP = "[" * 100_000
             "<eos>\n<unk>\nalpha\n",
             "its files are not those that were saved: the vocabulary had 5 tokens",
         ),
-        ("checkpoints/2/meta/metadata", "[]", "checkpoints/2 is damaged .*must be an object"),
-        ("checkpoints/2/meta/metadata", '{"config": 3}', "checkpoints/2 is damaged .*digest is missing"),
-        ("checkpoints/2/meta/metadata", DEEP, "checkpoints/2 is damaged .*nested too deep"),
     ],
 )
 def test_a_file_of_a_run_that_was_changed(file, content, message, trained, tmp_path, monkeypatch, capsys):

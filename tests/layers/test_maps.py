@@ -89,18 +89,6 @@ def test_no_weight_on_the_future_and_none_while_decoding(name):
     assert not sown
 
 
-def test_a_bidirectional_matrix_sees_both_sides():
-    (weights,) = _sown_by_a_bidirectional_layer("full")
-    assert (np.asarray(weights) > 0).all()
-    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
-
-
-def _sown_by_a_bidirectional_layer(name):
-    layer = MECHANISMS[name]().layer(Dimensions(16, 4, 2, 4, 16, is_causal=False))
-    x, variables = _inputs(layer)
-    return _apply(layer, variables, x, mutable="maps")[1]["maps"]["weights"]
-
-
 def test_compressed_tokens_show_what_they_read_of_this_input():
     """One map of each kind, for this sequence: initializing leaves none behind."""
     config = MECHANISMS["brl"](window=4, num_compressed=3)

@@ -16,6 +16,7 @@ from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
+from tests.support.generation import in_pieces
 from tests.support.parameters import drawn
 
 D = dimensions(True)
@@ -83,13 +84,7 @@ def test_a_stack_reads_an_encoder_in_every_layer(remat):
     np.testing.assert_array_equal(moved[1], y[1])
     slope = jax.jit(jax.grad(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs))[0].sum()))
     assert np.isfinite(slope(encoded.outputs)).all()
-    # Token by token, from a cache.
-    step = jax.jit(lambda x, cache: stack.apply(variables, x, cache=cache, encoded=encoded))
-    cache, outputs = stack.init_cache(2, 7), []
-    for i in range(7):
-        out, cache = step(x[:, i : i + 1], cache)
-        outputs.append(out)
-    assert relative_error(jnp.concatenate(outputs, axis=1), y) < 1e-5
+    assert relative_error(in_pieces(stack, variables, x, [1] * 7, encoded=encoded)[0], y) < 1e-5
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
 def random_graph(padding):
     """(edges, relations) of a graph with some missing edges and a node that receives nothing."""
     rng = np.random.default_rng(0)
-    pairs = [(i, j) for i in range(NODES) for j in range(NODES - 1) if i != j and rng.random() < 0.4]
+    pairs = [(i, j) for i in range(NODES) for j in range(NODES - 1) if i != j and rng.random() < 0.6]
     edges = np.array(pairs + [(2, NODES)] * padding, np.int32)
     return edges, rng.integers(RELATIONS, size=len(edges)).astype(np.int32)
 

@@ -13,6 +13,7 @@ from brl_jax.models.block import Block
 from brl_jax.models.reversible import reversible_layers
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
+from tests.support.generation import in_pieces
 from tests.support.parameters import drawn
 
 D = dataclasses.replace(dimensions(True), reversible=True)
@@ -69,12 +70,8 @@ def test_the_streams_follow_the_paper():
 
 def test_generation_is_training():
     stack, variables, x = made(ALTERNATE)
-    step = jax.jit(lambda x, cache: stack.apply(variables, x, cache=cache))
-    cache, outputs = stack.init_cache(2, 9), []
-    for t in range(9):
-        y, cache = step(x[:, t : t + 1], cache)
-        outputs.append(y)
-    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), stack.apply(variables, x)[0], atol=2e-5)
+    outputs, _ = in_pieces(stack, variables, x, [1] * 9)
+    np.testing.assert_allclose(outputs, stack.apply(variables, x)[0], atol=2e-5)
 
 
 @pytest.mark.slow

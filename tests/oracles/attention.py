@@ -3,28 +3,35 @@
 import numpy as np
 
 
-def softmax_attention(query, key, value, visible, bias=None, scale=None, sinks=None, cap=None):
-    """out (B, T, N, H) and the weights (B, N, T, S), from query (B, T, N, H), key and value (B, S, K, H).
+def softmax_attention(query, key, value, visible, *given, log_sums=False, **options):
+    """out (B, T, N, H) and the weights (B, N, T, S) or the log-sum-exp (B, T, N), from query (B, T, N, H), key and
+    value (B, S, K, H).
 
     visible broadcasts to (B, N, T, S), bias too; sinks (N,) are logits without a value. Rows that see nothing give 0.
     """
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    group = query.shape[2] // key.shape[2]
-    key, value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
+    weights, sums = _weights(query, key, visible, *given, **options)
+    value = np.repeat(np.asarray(value, np.float64), query.shape[2] // key.shape[2], axis=2)
+    return _sums(weights, value), sums if log_sums else weights
+
+
+def _weights(query, key, visible, bias=None, scale=None, sinks=None, cap=None, see=lambda products: products):
+    """The weights (B, N, T, S) and the log-sum-exp (B, T, N). see(products) replaces products of queries and keys."""
+    query, key = (np.asarray(x, np.float64) for x in (query, key))
     scale = 1 / np.sqrt(query.shape[-1]) if scale is None else scale
-    scores = scale * _pairs(query, key)
+    scores = scale * see(_pairs(query, np.repeat(key, query.shape[2] // key.shape[2], axis=2)))
     if cap is not None:
         scores = cap * np.tanh(scores / cap)
     if bias is not None:
         scores = scores + np.asarray(bias, np.float64)
-    visible = np.broadcast_to(visible, scores.shape)
-    top = np.max(scores, axis=-1, keepdims=True, where=visible, initial=-1e300)
-    weights = np.where(visible, np.exp(np.where(visible, scores - top, 0.0)), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - np.maximum(top, -600.0))
-    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return _sums(weights, value), weights
+    scores = np.where(visible, scores, -np.inf)
+    sinks = np.asarray([-np.inf] if sinks is None else sinks, np.float64)[:, None, None]
+    top = np.maximum(scores.max(-1, keepdims=True), sinks)
+    top = np.where(np.isfinite(top), top, 0.0)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + np.exp(sinks - top)
+    with np.errstate(divide="ignore"):
+        log_sums = np.moveaxis((np.log(total) + top)[..., 0], 1, 2)
+    return np.divide(weights, total, out=np.zeros_like(weights), where=total > 0), log_sums
 
 
 def _pairs(x, y):
@@ -38,16 +45,19 @@ def _sums(weights, x):
 
 
 def softmax_attention_gradients(
-    query, key, value, visible, d_out, bias=None, scale=None, sinks=None, cap=None
+    query, key, value, visible, d_out, bias=None, scale=None, sinks=None, cap=None, d_log_sums=None, **options
 ):
     """Gradients of query, key, value, the (B, N, T, S) scores after the bias, and sinks if there are any."""
     kv_heads, scale = key.shape[2], 1 / np.sqrt(query.shape[-1]) if scale is None else scale
     group = query.shape[2] // kv_heads
-    _, weights = softmax_attention(query, key, value, visible, bias, scale, sinks, cap)
+    weights, _ = _weights(query, key, visible, bias, scale, sinks, cap, **options)
     query, key, value, d_out = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
     wide_key, wide_value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
     d_weights = _pairs(d_out, wide_value)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    mean = (weights * d_weights).sum(-1)
+    if d_log_sums is not None:
+        mean = mean - np.moveaxis(np.asarray(d_log_sums, np.float64), 2, 1)
+    d_scores = weights * (d_weights - mean[..., None])
     slope = scale
     if cap is not None:
         slope = scale / np.cosh(scale * _pairs(query, wide_key) / cap) ** 2
@@ -58,8 +68,7 @@ def softmax_attention_gradients(
     if sinks is None:
         return d_query, fold(d_key), fold(d_value), d_scores
     # The keys' weights sum to 1 minus the sink's weight; the sink's value is 0. A row without keys has no gradient.
-    d_sinks = -((1 - weights.sum(-1)) * (weights * d_weights).sum(-1)).sum((0, 2))
-    return d_query, fold(d_key), fold(d_value), d_scores, d_sinks
+    return d_query, fold(d_key), fold(d_value), d_scores, -((1 - weights.sum(-1)) * mean).sum((0, 2))
 
 
 def alibi(slopes, distance):

@@ -238,7 +238,9 @@ def cosformer_mix(u, p, m, d):
 
 def performer_mix(u, p, m, d):
     # The library draws the random directions; tests/attention checks them.
-    directions = performer_projection(jax.random.key(m.seed), m.features(d.head_dim), d.head_dim)
+    directions = performer_projection(
+        jax.random.key(m.seed), m.num_features or round(d.head_dim * np.log(d.head_dim)), d.head_dim
+    )
     directions = np.asarray(directions, np.float64)
 
     def phi(x):

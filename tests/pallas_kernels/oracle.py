@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy import special
 
+from tests.oracles import attention as dense
+
 
 def to64(x) -> np.ndarray:
     return np.asarray(x.astype(np.float32) if x.dtype != np.float64 else x).astype(np.float64)
@@ -15,61 +17,20 @@ def rounded(logits: np.ndarray) -> np.ndarray:
     return logits.astype(np.float32).astype(np.float64)
 
 
-def attention(
-    query,
-    key,
-    value,
-    mask,
-    scale,
-    grad=None,
-    grad_log_sum=None,
-    see=lambda logits: logits,
-    bias=None,
-    sinks=None,
-    cap=None,
-):
+def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, bias=None, **options):
     """Masked softmax attention: (output, log-sum-exp), with `grad` the three gradients, with `bias`, which broadcasts
     to (B, N, T, S), the gradient of each of its elements, and with `sinks` (N,), logits without a value, theirs.
 
     query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) or (B, N, T, S) bool. Rows that see nothing give 0
     and -inf. see(logits) replaces the logits; a cap bounds the scaled ones."""
-    q, k, v = (to64(x) for x in (query, key, value))
-    group = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    scores = see(np.einsum("btnh,bsnh->bnts", q, k)) * scale
-    slope = scale if cap is None else scale / np.cosh(scores / cap) ** 2
-    scores = scores if cap is None else cap * np.tanh(scores / cap)
-    scores = scores if bias is None else scores + bias
-    seen = np.broadcast_to(mask if mask.ndim == 4 else mask[:, None], scores.shape)
-    scores = np.where(seen, scores, -np.inf)
-    sink = np.asarray([-np.inf] if sinks is None else sinks, np.float64)[:, None, None]
-    top = np.maximum(np.max(scores, axis=-1, keepdims=True), sink)
-    top = np.where(np.isfinite(top), top, 0.0)
-    weights, sink_weight = np.exp(scores - top), np.exp(sink - top)
-    total = weights.sum(-1, keepdims=True) + sink_weight
-    with np.errstate(divide="ignore"):
-        log_sum = (np.log(total) + top)[..., 0].swapaxes(1, 2)
-    total = np.where(total == 0, 1.0, total)
-    weights = weights / total
-    out = np.einsum("bnts,bsnh->btnh", weights, v)
+    arrays = [to64(x) for x in (query, key, value)]
+    seen, options = mask if mask.ndim == 4 else mask[:, None], {"bias": bias, "scale": scale} | options
+    out, log_sum = dense.softmax_attention(*arrays, seen, **options, log_sums=True)
     if grad is None:
         return out, log_sum
-    g = to64(grad)
-    grad_weights = np.einsum("btnh,bsnh->bnts", g, v)
-    mean = (weights * grad_weights).sum(-1, keepdims=True)
-    if grad_log_sum is not None:
-        mean = mean - to64(grad_log_sum).swapaxes(1, 2)[..., None]
-    grad_scores = weights * (grad_weights - mean)
-    grad_query = np.einsum("bnts,bsnh->btnh", slope * grad_scores, k)
-    grad_key = np.einsum("bnts,btnh->bsnh", slope * grad_scores, q)
-    grad_value = np.einsum("bnts,btnh->bsnh", weights, g)
-
-    def ungroup(x):
-        return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3)
-
-    results = out, log_sum, grad_query, ungroup(grad_key), ungroup(grad_value)
-    results = results if bias is None else (*results, grad_scores)
-    return results if sinks is None else (*results, -(sink_weight / total * mean).sum((0, 2, 3)))
+    d_log_sums = None if grad_log_sum is None else to64(grad_log_sum)
+    grads = dense.softmax_attention_gradients(*arrays, seen, to64(grad), d_log_sums=d_log_sums, **options)
+    return out, log_sum, *grads[:3], *grads[3:4] * (bias is not None), *grads[4:]
 
 
 def by_distance(kind, numbers, first, distance):
@@ -77,8 +38,7 @@ def by_distance(kind, numbers, first, distance):
     elements, (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of distances starting at `first`, whose end
     values extend beyond it."""
     if kind == "slopes":
-        far = np.abs(distance).astype(np.float64)
-        return -numbers[:, None, None] * far, lambda grad: -(grad * far).sum((0, 2, 3))
+        return dense.alibi(numbers, distance)
     place = np.clip(distance - first, 0, numbers.shape[1] - 1)
 
     def pull(grad):

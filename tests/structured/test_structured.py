@@ -188,23 +188,6 @@ def test_maps_over_heads():
     close(got, np.stack([y @ np.asarray(m.to_dense()).T for m in heads]))
 
 
-def test_identity_of_every_family_that_holds_it():
-    """x -> x_i . x_j, which a low-rank matrix cannot give: arXiv:2509.07963, section 2.2."""
-    unit = np.eye(16)
-    eye = jnp.eye(4, dtype=jnp.float32)
-    monarch = Monarch(jnp.tile(eye[None], (4, 1, 1)), jnp.tile(eye[None], (4, 1, 1)))
-    kronecker = Kronecker(eye, eye)
-    fine = BlockLowRank(jnp.ones((16, 1, 1)), jnp.ones((16, 1, 1)))
-    factors = jnp.tile(jnp.eye(2, dtype=jnp.float32), (4, 8, 1, 1))
-    dense = jax.jit(lambda *each: [m.to_dense() for matrix in each for m in (matrix, matrix.as_mlbtc())])
-    for found in dense(monarch, kronecker, fine, Butterfly(factors)):
-        np.testing.assert_array_equal(found, unit)
-    # Eckart and Young: no matrix of rank r is closer to the identity than sqrt(n - r).
-    best = np.diag((np.arange(16) < 4) * 1.0)
-    assert np.linalg.norm(unit - best) == pytest.approx(np.sqrt(12))
-    assert LowRank.init(KEY, 16, 16, 4).rank == 4
-
-
 def test_weights_are_drawn_with_and_limited_to_their_rms():
     weight = BTT.init(KEY, (16, 16), (16, 16), 2).left
     fans = (32, 16)

@@ -26,10 +26,10 @@ from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.loop import train
-from train.engine.mesh import host_rows, open_mesh, place_batch, training_programs
+from train.engine.mesh import host_rows, place_batch, training_programs
 from train.engine.optimizer import OptimizerConfig
 from train.lm import main as train_lm
-from train.tasks.lm import lm_objective
+from train.tasks.lm import LM, lm_objective
 from train.tasks.lm_config import PRESETS
 from train.tasks.mlm import mlm_objective
 
@@ -44,6 +44,7 @@ REFUSED = (
     "--mesh.sequence 8 --length 512 --mechanism.memory layer --mechanism.block_size 48",
     "--mesh.sequence 8 --length 512 --mechanism.memory output --mechanism.block_size 100",
     "--mesh.data 2 --mesh.sequence 4 --batch 9",
+    "--mesh.fsdp 8 --d_model 36 --num_heads 3 --mechanism full",
     "--mesh.sequence 8 --length 64 --mechanism local --mechanism.window 100",
 )
 TOKENS = ("batch", "length", "embed")
@@ -238,7 +239,8 @@ def refused():
     for line in REFUSED:
         config = parse(PRESETS, "small", line.split(), prog="train.lm", about="")
         try:
-            open_mesh(config.mesh, config.loop, config.model, length=config.loop.length)
+            mesh = LM.open_mesh(config)
+            training_programs(mesh, lm_objective(DecoderLM(config.model)), config.optimizer, config.loop)
         except UserError as error:
             messages[line] = str(error)
     return messages

@@ -1,4 +1,4 @@
-"""An object store on the loopback that can be slow or refuse requests, for processes that tests start."""
+"""An object store on the loopback that can be slow, for processes that tests start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class ObjectStore:
 
     Attributes:
         environment: the variables with which gcsfs and TensorStore find it.
-        refuses: (method, address) -> whether to answer a request with status 403.
         delay: seconds before each answer."""
 
     def __init__(self) -> None:
@@ -30,7 +29,6 @@ class ObjectStore:
         from gcp_storage_emulator.storage import Storage
 
         logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-        self.refuses: Callable[[str, str], bool] = lambda method, address: False
         self.delay = 0.0
         self._one_at_a_time = threading.Lock()
         store = self
@@ -52,16 +50,8 @@ class ObjectStore:
 
             def guard(self, serve: Callable[[], None]) -> None:
                 time.sleep(store.delay)
-                if store.refuses(self.command, self.path):
-                    self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                    body = b'{"error": {"code": 403, "message": "the store refuses"}}'
-                    self.send_response(403)
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-                else:
-                    with store._one_at_a_time:  # the emulator's storage is not thread-safe
-                        serve()
+                with store._one_at_a_time:  # the emulator's storage is not thread-safe
+                    serve()
 
         class Server(http.server.ThreadingHTTPServer):
             daemon_threads = True

@@ -18,10 +18,11 @@ from train.cli.command import command
 from train.cli.main import train_main
 from train.data.repeated import RepeatedBatches
 from train.engine.batch import Batch
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.tasks.lra import lra_objective
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, shapes
 
 

@@ -9,21 +9,22 @@ import jax.numpy as jnp
 import pytest
 
 import brl_jax
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.main import _resumed
-from train.cli.options import _join_lines, parse, parse_options
+from train.cli.options import parse, parse_options
 from train.engine.config import LoopConfig
-from train.engine.config_file import differences, flatten, from_json, to_json, write_json
+from train.engine.config_file import differences, flatten, write_json
 from train.engine.errors import UserError
 from train.engine.hosts import HostsConfig
 from train.tasks.decoder_flops import training_flops
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
-from train.tasks.task import read_config
+from train.tasks.task import from_json, read_config
 
 
 def _parse(line=""):
@@ -232,19 +233,6 @@ def test_every_field_of_the_loop_either_matters_or_is_free():
         "loop.log_gradient_std",  # the checkpoint contains the moments
     }
     assert matter >= {name for name in flatten(base) if name.startswith(("model.", "optimizer."))}
-
-
-def test_options_of_other_commands():
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        """Some."""
-
-        data: str | None = None
-        """Text."""
-
-    assert parse_options(Options(), ["--data", "x"], prog="p", about="a") == Options("x")
-    with pytest.raises(UserError, match=r"unknown option --dat: did you mean --data\?"):
-        parse_options(Options(), ["--dat", "x"], prog="p", about="a")
 
 
 def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
@@ -478,17 +466,6 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     assert "PRESET is stdlib if none is named; the values below are from wikitext103-brl." in out
     with pytest.raises(UserError, match="did you mean small"):
         _parse("smal --help")
-
-
-def test_texts_of_options_are_paragraphs():
-    """tyro breaks lines where the terminal ends, and would keep the breaks of the source."""
-    _join_lines(PRESETS["small"])
-    for part in (PRESETS["small"].loop, PRESETS["small"].model.mechanism):
-        texts = {field.name: field.metadata["help"] for field in dataclasses.fields(part)}
-        assert all(texts.values())
-        assert not [text for text in texts.values() if "\n" in text]
-        if "workdir" in texts:
-            assert "TensorBoard events. The same command again resumes the run" in texts["workdir"]
 
 
 def test_help_is_one_screen_for_every_preset():

@@ -24,7 +24,6 @@ from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.cli.options import parse
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.mesh import open_mesh
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
 from train.tasks.recall import PRESETS, RECALL
@@ -135,7 +134,7 @@ def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_pa
         open_run([LM], str(tmp_path / "run"), "last").config,
     )
     objective, data = LM.objective(opened.model, opened.config), LM.load(config, ("train", "valid"))
-    batch = next(iter(LM.training_stream(config, data, open_mesh(config.mesh, config.loop, config.model))))
+    batch = next(iter(LM.training_stream(config, data, LM.open_mesh(config))))
     sums = jax.jit(lambda params, batch: objective.sums(params, None, batch, None)[0])(
         opened.params, batch.arrays
     )
@@ -166,14 +165,6 @@ def test_a_run_stopped_in_the_matching_goes_on(teacher, text, tmp_path, run):
     with at_its_place(teacher, run) as place:
         train.lm.main(words(text, folder, CONVERTED, place))
     check_equal_runs(folder, run)
-
-
-@pytest.mark.slow  # the loop's own tests stop a run anywhere
-def test_a_run_stopped_after_the_matching_goes_on_without_its_teacher(tmp_path, run):
-    shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/40")
-    train.lm.main(["--workdir", str(tmp_path / "run")])
-    check_equal_runs(tmp_path / "run", run)
 
 
 def test_a_folder_of_transformers(folder, text, tmp_path):

@@ -13,7 +13,6 @@ import eval.tasks.forecast
 import train.forecast
 from eval.tasks.forecast import markdown
 from tests.support.command_lines import last_wins
-from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.series import (
     HeldOutWindows,
@@ -223,21 +222,6 @@ def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
     assert result["seasonal_naive"]["mae"] < 1e-5 < result["naive"]["mae"]
 
 
-@pytest.mark.slow
-def test_a_run_goes_on(runs, table, tmp_path):
-    """A run stopped by its number of steps and then resumed computes the same as an uninterrupted one."""
-
-    def losses(folder):
-        return [(line["step"], line["loss"], line.get("val_mae")) for line in metrics_lines(folder)]
-
-    run(tmp_path / "whole", table, "encoder", "--decay constant")
-    run(tmp_path / "cut", table, "encoder", "--decay constant --steps 2")
-    run(tmp_path / "cut", table, "encoder", "--decay constant --steps 4")
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    with pytest.raises(UserError, match="another configuration: horizon 6 -> 5"):
-        run(tmp_path / "whole", table, "encoder", "--decay constant --horizon 5")
-
-
 def test_seeds_are_averaged():
     plain = {"mae": 1.0, "mse": 2.0}
     result = {
@@ -280,6 +264,17 @@ def test_bad_tables(tmp_path):
         load("time,OT\n" + rows)
     with pytest.raises(UserError, match=r"--data: .* has a cell that is neither a date nor a number: .*many"):
         load("date,OT\n" + rows.replace(",2", ",many"))
+    for hour, message in (
+        ("01", "got 2016-07-01 01:00:00 after 2016-07-01 01:00:00 in row 3"),
+        ("00", "got 2016-07-01 00:00:00 after 2016-07-01 01:00:00 in row 3"),
+        ("02:00:00+00", "all with or all without a time zone"),
+        (
+            "yesterday",
+            "has a cell that is neither a date nor a number: Invalid isoformat string: '2016-07-01 yest",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            load("date,OT\n" + rows.replace("02:00:00", f"{hour}:00:00"))
     with pytest.raises(UserError, match=r"--data: .* has two columns 'OT'; expected one of each name"):
         load("date,OT,OT\n" + rows)
     with pytest.raises(UserError, match="expected finite numbers"):

@@ -21,7 +21,6 @@ from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_text, write_tokenizer
-from train.engine.mesh import open_mesh
 from train.tasks.lm import LM
 
 pytest.importorskip("safetensors")
@@ -65,7 +64,7 @@ def test_a_run_starts_from_the_weights_and_learns(run, folder):
     assert lines[-1]["step"] == 80
     assert lines[-1]["val_loss"] < 0.5 < 4 < lines[0]["loss"]
     opened = open_run([LM], str(run), "last")
-    mesh = open_mesh(opened.config.mesh, opened.config.loop, opened.config.model)
+    mesh = LM.open_mesh(opened.config)
     data = LM.load(opened.config, ("train", "valid"))
     batch = next(iter(LM.training_stream(opened.config, data, mesh)))
     total, weight, _ = DecoderLM(config).apply(

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,10 @@ import pytest
 import eval.tasks.generate
 import eval.tasks.lm
 import train.lm
-from brl_jax.models import DecoderLM
 from eval.harness.runs import open_run
 from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
-from tests.support.processes import python, started
+from tests.support.processes import python
 from tests.train.logs import metrics_lines
 from train.data.corpus import Corpus
 from train.data.dataset import load
@@ -148,29 +146,6 @@ def test_the_proposed_prompt_suits_the_text(data, chosen, proposed):
     assert commands[1][-2:] == ("--prompt", proposed)
 
 
-@pytest.mark.slow
-def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
-    """SIGTERM in the middle of a real run, then the same command again: bitwise the losses of `run`."""
-    line = ["-m", "train.lm", *_argv(text, tmp_path)]
-    process = started(*line)
-    metrics = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 1):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate()
-    # The signal may come as late as the last step, or while the finished run writes its sample, which SIGTERM ends.
-    done, finished = _lines(tmp_path), process.returncode in (0, -signal.SIGTERM)
-    assert process.returncode == 143 or finished, err
-    if not finished:
-        assert "the same command resumes" in err.splitlines()[-1]
-        assert "Traceback" not in err
-        finished = "stopped after step 8 of 8" in err
-    assert done == _lines(run)[: len(done)]
-    again = python(*line, JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir)
-    assert ("nothing is left to train" if finished else "resuming from step") in again.stderr
-    assert _lines(tmp_path) == _lines(run)
-
-
 def test_the_second_interrupt_ends_the_process_at_once():
     code = (
         "import signal, time\nfrom train.engine.signals import Signals\n"
@@ -213,64 +188,12 @@ def test_eval_against_the_models_own_logits(text, run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_words_count_the_bytes_of_the_text(text, tmp_path, capsys):
-    """The vocabulary has two words, <unk> and <eos>."""
-    more = ["--tokenizer", "words:max=4", "--steps", "2", "--sample_tokens", "0"]
-    train.lm.main(_argv(text, tmp_path, *more, mechanism="--mechanism local"))
-    result = _json(capsys, "--workdir", str(tmp_path))
-    content = (text / "valid.txt").read_text()
-    tokens = sum(len(line.split()) + 1 for line in content.splitlines())
-    assert result["tokens"] == tokens - 1
-    # Counts all bytes, also in unknown words, except the first word, which is not a target.
-    first = len(content.split()[0]) + 1
-    nats = result["loss"] * result["tokens"]
-    assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
-    config = open_run([LM], str(tmp_path), "last").config
-    assert config.model.vocab_size == 4
-    # The run suggests a prompt from its vocabulary.
-    _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
-    eval.tasks.generate.main([*generation[1:], "--tokens", "1"])
-    assert capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--prompt.*zeta"):
-        eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "zeta"])
-
-
-@pytest.mark.slow
-def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
-    # Flax's norms mix bfloat16 and float32.
-    with jax.numpy_dtype_promotion("standard"):
-        more = ["--steps", "2", "--sample_tokens", "0"]
-        train.lm.main(_argv(text, tmp_path, *more, mechanism="--mechanism full --dtype bfloat16"))
-        params = open_run([LM], str(tmp_path), "last").params
-        # Tied logits of size 1 begin half a nat above the uniform guess over 256 bytes: 256 e^0.5 = 422.
-        assert _json(capsys, "--workdir", str(tmp_path))["perplexity"] < 256 * math.exp(0.6)
-    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-
-
-@pytest.mark.slow
 def test_a_sample_that_a_mechanism_is_too_short_for(text, tmp_path, capsys):
     mechanism = "--mechanism cosformer --mechanism.max_length 64"
     train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "80", mechanism=mechanism))
     assert "no sample of 80 tokens: max_length=64 of the cosformer mechanism" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"--tokens: max_length=64 of the cosformer mechanism"):
         eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "ab", "--tokens", "80"])
-
-
-@pytest.mark.slow
-def test_a_schedule_is_read_back(text, tmp_path, capsys):
-    """Commands that read a run rebuild the trained network from config.json alone."""
-    schedule = (
-        "--mechanism diag --mechanism.block_size 4 --late_mechanism full --schedule parallel --ffn swiglu"
-    )
-    train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "0", mechanism=schedule))
-    result = _json(capsys, "--workdir", str(tmp_path))
-    assert result["loss"] == pytest.approx(_lines(tmp_path)[-1]["val_loss"], rel=1e-6)
-    _, config, _, params, _ = open_run([LM], str(tmp_path), "last")
-    assert (config.model.schedule, config.model.ffn) == ("parallel", "swiglu")
-    assert set(params["stack"]["layers_0"]["block_0"]["mixer"]) == {"first", "second"}
-    eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "alpha", "--tokens", "5"])
-    assert capsys.readouterr().out.startswith("alpha")
 
 
 def test_generation(run, capsys, tmp_path):
@@ -285,40 +208,6 @@ def test_generation(run, capsys, tmp_path):
     assert capsys.readouterr().out == out
     eval.tasks.generate.main([*line, "--seed", "1"])
     assert capsys.readouterr().out != out
-
-
-@pytest.mark.slow
-def test_a_file_of_prompts_is_continued(finished, tmp_path):
-    run = finished[0]
-    (tmp_path / "in.jsonl").write_text('{"prompt": "alpha", "max_tokens": 3}\n{"prompt": "be", "id": "b"}\n')
-    line = ["--workdir", str(run), "--batch", str(tmp_path / "in.jsonl"), "--tokens", "4"]
-    eval.tasks.generate.main([*line, "--out", str(tmp_path / "out.jsonl"), "--temperature", "0"])
-    rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(row["id"], row["prompt"], row["tokens"]) for row in rows] == [(1, "alpha", 3), ("b", "be", 4)]
-    # A continuation ends with the first of the stop sequences. The bytes of a model like this are not all text.
-    stops = [next(letter for letter in row["text"] if letter.isascii()) for row in rows]
-    ends = [min(row["text"].find(stop) + 1 or 99 for stop in stops) for row in rows]
-    line += ["--temperature", "0", *(word for stop in stops for word in ("--stop", stop))]
-    eval.tasks.generate.main([*line, "--out", str(tmp_path / "short.jsonl")])
-    rows = [json.loads(row) for row in (tmp_path / "short.jsonl").read_text().splitlines()]
-    assert [(row["tokens"], row["finish_reason"]) for row in rows] == [(end, "stop") for end in ends]
-
-
-@pytest.mark.slow
-def test_the_likeliest_tokens_are_the_models(run, capsys):
-    """Greedy text matches the argmax of the model's logits, recomputed over the whole text for each token."""
-    eval.tasks.generate.main(
-        ["--workdir", str(run), "--tokens", "12", "--prompt", "alpha be", "--temperature", "0"]
-    )
-    out = capsys.readouterr().out.removesuffix("\n")
-    _, config, _, params, _ = open_run([LM], str(run), "best")
-    model, tokens = DecoderLM(config.model), list(b"alpha be")
-    forward = jax.jit(model.apply)
-    for _ in range(12):
-        # Padding after a token doesn't change its logits, so one shape is enough.
-        logits, _ = forward({"params": params}, np.pad(tokens, (0, 20 - len(tokens)))[None].astype(np.int32))
-        tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))
-    assert out == bytes(tokens).decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -340,13 +229,6 @@ def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, finishe
     assert status == 2
     assert re.fullmatch(f"{module}: .*{message.format(new=new)}.*\n", err), err
     assert not new.exists()
-
-
-def test_no_checkpoint_yet(monkeypatch, capsys, run, tmp_path):
-    (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    status, err = command("eval.lm", ["--workdir", str(tmp_path)], monkeypatch, capsys)
-    assert status == 2
-    assert f"--workdir: no checkpoint in {tmp_path}/checkpoints" in err
 
 
 def test_a_prompt_outside_the_vocabulary(text, tmp_path):

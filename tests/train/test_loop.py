@@ -104,16 +104,6 @@ def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, 
 
 
 @pytest.mark.slow
-def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
-    expected, _ = never_stopped
-    for step in range(1, 13):
-        with pytest.raises(Stopped):
-            _train(tmp_path, stream=ToyStream(at={step - 1: _sigterm}))
-    _train(tmp_path)
-    assert _lines(tmp_path) == expected
-
-
-@pytest.mark.slow
 def test_moments_of_the_gradients_go_on_too(tmp_path):
     """They are logged, checkpointed and resumed bit for bit, change nothing else, and the option keeps its value."""
 

@@ -152,12 +152,13 @@ def test_packed_rows_of_an_encoder_equal_one_devices(result):
 
 def test_what_devices_cannot_share_is_refused(result):
     """A window may be longer than a device's part of the row, so it is not among the refused options."""
-    length, block, shared, rows = result("refused").values()
+    length, block, shared, rows, width = result("refused").values()
     assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
     each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
     assert block == f"--mesh.sequence 8: {each}"
     assert shared.endswith("block_size must be a multiple of the 8 devices that share each block, got 100")
     assert rows.startswith("--batch: expected a multiple of 2")
+    assert width.startswith("--mesh.fsdp: expected a divisor of 36, the dimension 'embed'")
 
 
 @pytest.mark.slow

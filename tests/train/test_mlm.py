@@ -9,7 +9,6 @@ import pytest
 
 import eval.tasks.mlm
 import train.cli.options
-import train.engine.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
@@ -46,16 +45,6 @@ def test_masks_follow_the_paper():
     assert shown[shown != 100].max() < 90
     # All positions are equally likely.
     assert np.abs(np.bincount(places.reshape(-1), minlength=120) / 400 - 0.15).max() < 0.08
-
-
-def test_masks_depend_on_the_row_and_batch_not_the_host():
-    tokens = _text(6, 40)
-    whole = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 2), rows=np.arange(6), **OPTIONS)
-    some = mask_tokens(tokens[[1, 4]], np.ones((2, 40)), seed=(1, 2), rows=np.array([1, 4]), **OPTIONS)
-    for name, array in some.items():
-        np.testing.assert_array_equal(array, whole[name][[1, 4]])
-    other = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 3), rows=np.arange(6), **OPTIONS)
-    assert (other["places"] != whole["places"]).any()
 
 
 def test_padding_is_not_asked_for_and_changes_nothing():
@@ -120,7 +109,7 @@ def _batch(text, tmp_path, more=""):
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
     data = MLM.load(config, ("train", "valid"))
     config = MLM.sized(config, data)
-    mesh = train.engine.mesh.open_mesh(config.mesh, config.loop, config.model)
+    mesh = MLM.open_mesh(config)
     streams = MLM.streams(config, data, mesh)
     batch = next(iter(streams.training))
     held_out = next(iter(streams.held_out))

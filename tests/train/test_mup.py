@@ -17,9 +17,9 @@ from tests.train.toy import OBJECTIVE, batch_of
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.mesh import place_batch, training_programs
-from train.engine.mup import make_rates, mup_rates
 from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 from train.tasks.lm import lm_objective
+from train.tasks.mup import make_rates, mup_rates
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 

@@ -10,8 +10,8 @@ import pytest
 from brl_jax import MECHANISMS, FullConfig
 from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
 from train.engine.errors import UserError
-from train.engine.mup import mup_rates
 from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule, optimizer_of
+from train.tasks.mup import mup_rates
 
 
 def _after(step, start, stop):

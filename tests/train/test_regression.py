@@ -225,8 +225,3 @@ def test_the_table_names_what_runs_differ_in():
     ]
     texts = {text.get_text() for axes in draw(results).axes for text in axes.texts}
     assert {f"full, 2 heads, learning_rate {rate}, width 16" for rate in (0.1, 0.2)} < texts
-
-
-def test_several_steps_in_one_call_are_the_same_run(runs, tmp_path):
-    run(tmp_path / "run", "--dispatch 2")
-    assert lines(tmp_path / "run") == lines(runs / "full")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train import test_copy, test_lra, test_mlm, test_recall, test_regression
+from tests.train import test_copy, test_lra, test_mlm, test_regression
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.copying import PairStream
@@ -17,11 +17,9 @@ MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 @pytest.mark.parametrize(
     ("run", "options", "stream"),
     [
-        (test_copy.run, "--length 6 12", DrawnBatches),
         (test_copy.run, "--data_dir {pairs} --tokenizer bpe:260", PairStream),
         (test_lra.run, test_lra.LOCAL, TrainBatches),
         (test_mlm.run, "", MaskedBatches),
-        (test_recall.run, "--length 24 32 --pairs 3 4", DrawnBatches),
         (test_regression.run, "", DrawnBatches),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from brl_jax.layers import MECHANISMS
 from train.cli.options import option_names
@@ -49,3 +51,7 @@ def _words(name: str) -> list[str]:
     presets = [preset for task in tasks for preset in task.presets]
     options = [f"--{option}" for task in tasks for option in option_names(task.presets[task.default_preset])]
     return [*presets, "--help", "--help-all", "--presets", *dict.fromkeys(options)]
+
+
+if __name__ == "__main__":  # run by brl_jax/commands.py with the shell and the names of the commands
+    print(completion(Path(sys.argv[0]).name, sys.argv[2:], sys.argv[1]), end="")

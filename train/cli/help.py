@@ -11,13 +11,8 @@ from train.engine.fields import Mark, marked
 
 
 def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
-    """What a command does, its usual options, and examples: at most 24 lines of 80 characters.
-
-    Args:
-      presets: configurations by name. default: the preset that is used when none is named.
-      name: the preset whose values are shown.
-      prog, about: the command, and a line about it.
-    """
+    """What a command does, its usual options with the values of the preset `name`, and examples: at most 24 lines of 80
+    characters."""
     config = presets[name]
     decided = "model" in marked(type(config), Mark.DECIDED)
     chooses = not decided and "model.mechanism" not in config.without_effect()
@@ -52,11 +47,8 @@ def screen(
     prog: str,
     about: str,
 ) -> str:
-    """A command's help on one screen; see `first_screen`.
-
-    Args:
-      shown: the usual options, each with its meaning. examples: what follows the command's name.
-    """
+    """A command's help on one screen: the usual options, each with its meaning, and what follows the command's name in
+    examples."""
     unnamed = f"PRESET is {default} if none is named"
     unnamed += "." if name == default else f"; the values below are from {name}."
     options = [*shown, ("--presets", f"lists the {len(presets)} presets")]

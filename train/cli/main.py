@@ -23,7 +23,6 @@ from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
 from train.engine.loop import another_configuration, train
-from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
 from train.engine.storage import as_os_errors, check_client, check_writable, user_cache
 from train.engine.throughput import in_words
@@ -34,16 +33,8 @@ _NOT_RESUMED = {"help", "help_all", "presets", "version", "from_hf", "convert_fr
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
-    """Trains as the command line says; see `--help`.
-
-    Args:
-      tasks: their presets are the command's; the first task has the default preset.
-      argv: the arguments, without the program's name.
-      name: the command's module, "train.lm".
-
-    Raises:
-      UserError, RunError, Stopped: see `train.engine.loop.train`.
-    """
+    """Trains as the command line (without the program's name) says, with the presets of these tasks; the first task has
+    the default one."""
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     prog, about = f"python -m {name}", tasks[0].about
     config = _resumed(tasks, argv, prog=prog, about=about)
@@ -93,16 +84,7 @@ def _steps(workdir: str) -> list[int]:
 
 
 def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
-    """Trains the configured model, from the newest checkpoint in its folder, and logs the result.
-
-    Args:
-      task: the task of the configuration.
-      config: the configuration; its folder is `config.loop.workdir`.
-      report: shows the progress, see `train.engine.loop.train`.
-
-    Raises:
-      UserError, RunError, Stopped: see `train.engine.loop.train`.
-    """
+    """Trains the configured model, from the newest checkpoint in its folder, and logs the result."""
     check_client("--workdir", config.loop.workdir)
     announce(f"{task.name}: starting in {config.loop.workdir}")
     join(config.hosts)
@@ -117,7 +99,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
 def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> None:
     check_shared(config.loop.workdir, task.to_json(config))
     _check_task(task, config.loop.workdir)
-    mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
+    mesh = task.open_mesh(config)
     if task.is_sized_by_data:
         data = _load(task, config)
         config = task.sized(config, data)
@@ -162,9 +144,6 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
 def keep_programs(folder: str) -> None:
     """Keeps compiled programs for the next start: in the given folder, else in JAX's, else in the user's cache.
     "none" keeps nothing.
-
-    Raises:
-      UserError: the given folder cannot be written.
     """
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -194,9 +173,6 @@ def check_alike(stream: Stream, held_out: HeldOut) -> None:
 def _check_task(task: Task[Any, Any], workdir: str) -> None:
     """Refuses the folder of another task's run or of another program, before a tokenizer or anything else is written
     into it.
-
-    Raises:
-      UserError: config.json is of another task or of no run, or the checkpoints cannot be read.
     """
     steps = _steps(workdir)
     if not _has_config(workdir):

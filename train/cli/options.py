@@ -22,15 +22,16 @@ import docstring_parser
 import tyro
 
 import brl_jax
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import StackConfig
 from train.cli.help import first_screen, preset_list
 from train.cli.hints import hint_for
-from train.engine.config import RunConfig
-from train.engine.config_file import flatten, option_name, to_json
+from train.engine.config_file import flatten, option_name
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.engine.metrics import as_started
+from train.tasks.run_config import RunConfig
 
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 T = TypeVar("T")
@@ -66,13 +67,6 @@ def parse(
     Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
     them, both with the values of the preset that is named, and `--presets` the presets; each exits.
 
-    Args:
-      presets: configurations by name.
-      default_preset: the preset used when none is named.
-      argv: the arguments, without the program's name.
-      prog, about: the program's name and a line about it, for the help.
-      screen: what `--help` prints, with the arguments of `first_screen`.
-
     Raises:
       UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
     """
@@ -88,7 +82,7 @@ def parse(
         print(as_started(screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
     config: Any = presets[name]
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
+    config = config.changed(loop={"workdir": f"runs/{name}"})
     description = (
         f"{about}\n\nPRESET is one of {len(presets)}, which --presets lists; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "

@@ -10,9 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from brl_jax.models import EncoderDecoderConfig, GraphConfig, StackConfig
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.metrics import clock
 from train.engine.step import Objective, perplexity
+from train.tasks.run_config import RunConfig
 
 
 def num_parameters(params: Any) -> int:
@@ -40,12 +41,7 @@ def mechanism_names(config: StackConfig) -> str:
 
 
 def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, tokens: int) -> list[str]:
-    """The lines before training.
-
-    Args:
-      config: its settings. parameters: their number, in words. mesh: the devices.
-      data: the data in a few words. tokens: tokens of a step, with padding.
-    """
+    """The lines before training."""
     loop, model = config.loop, config.model
     devices = mesh.devices.size
     divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"
@@ -59,12 +55,7 @@ def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, toke
 
 
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
-    """The line after training.
-
-    Args:
-      step: its last step. seconds: how long this process trained. measured: the last evaluation
-        (`train.engine.evaluation.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
-    """
+    """The line after training. A text's last evaluation has bits per byte, and the perplexity is shown too."""
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:
         values = {"perplexity": perplexity(measured["val_loss"]), **values}

@@ -21,10 +21,6 @@ class ChatTemplate:
         template = ChatTemplate(source, {"eos_token": "<|im_end|>"})
         text = "".join(text for text, is_answer in template.parts(messages))
 
-    Args:
-      source: the template.
-      tokens: the names of special tokens, as the template's variables.
-
     Raises:
       UserError: jinja2 is not installed, or the template is not one.
     """
@@ -105,11 +101,7 @@ class ChatTemplate:
 
 
 def template_of(config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in a tokenizer_config.json of transformers; None if it has none. Of several, the default one.
-
-    Raises:
-      UserError: see `ChatTemplate`.
-    """
+    """The template in a tokenizer_config.json of transformers; None if it has none. Of several, the default one."""
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, Mapping)}

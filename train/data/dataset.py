@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -23,9 +22,9 @@ from train.data.mixture import MixedStreams, Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Source
+from train.data.splits import SPLITS, Source, digest
 from train.data.streams import TokenStreams
-from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.data.tokenizers.published import is_pretrained
 from train.engine.errors import UserError, reason
@@ -34,7 +33,7 @@ from train.engine.storage import as_os_errors, check_address, copy_files, is_rem
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 4
-_MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
+_MANIFEST = "data.json"
 # Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {
     **dict.fromkeys(("data", "tokenizer", "documents", "tokens", "tokenizer_digest"), str),
@@ -42,7 +41,7 @@ _MANIFEST_FIELDS = {
     "splits": list[str],
     "vocab_size": int,
 }
-_OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"tokenizer"}}
+_OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, CONFIG: {"tokenizer"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +103,7 @@ def load(
     another text than the run's, to evaluate on it, if "train" is not among the splits.
 
     Args:
-      config: text and tokenizer.
-      workdir: the run's folder, local or remote (gs://...). Tokens that are kept in a remote folder are read from a
-      copy in ~/.cache/brl-jax.
+      workdir: the run's folder. Tokens that are kept in a remote folder are read from a copy in ~/.cache/brl-jax.
       splits: some of train, valid and test; test is left out where the text has none.
       is_part: whether the text is one of a mixture's, for some of which `holdout` may have no effect.
       given: the tokenizer of a new run, where it is not made for its text.
@@ -114,9 +111,6 @@ def load(
     Returns:
       The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
       (`training_batches` makes batches of each).
-
-    Raises:
-      UserError: the text or the tokenizer is not available, the run is of other data, or a folder cannot be written.
     """
     kind, _, rest = config.data.partition(":")
     if kind == "mix":
@@ -225,20 +219,16 @@ def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer
 
 
 def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Sequence[str]) -> None:
-    """Saves the tokenizer that tokens were made with in the folder of a new run.
-
-    Raises:
-      UserError: the run is of another tokenizer.
-    """
+    """Saves the tokenizer that tokens were made with in the folder of a new run."""
     with as_os_errors():
         if _has_another_tokenizer(run, tokenizer):
             raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")
-        if "train" in splits and not (run / _TOKENIZER).exists():
+        if "train" in splits and not (run / CONFIG).exists():
             tokenizer.save(run)
 
 
 def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
-    return (run / _TOKENIZER).exists() and not load_tokenizer(run).equals(tokenizer)
+    return (run / CONFIG).exists() and not load_tokenizer(run).equals(tokenizer)
 
 
 def _load_mixture(
@@ -324,6 +314,8 @@ def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
                 with contextlib.suppress(FileNotFoundError, ValueError):
                     if ours <= set(read_json(place / name, dict)):
                         (place / name).unlink()
+                        if name == CONFIG:
+                            (place / "vocab.txt").unlink(missing_ok=True)
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
@@ -348,7 +340,7 @@ def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[st
 
 
 def _key(*parts: str) -> str:
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+    return digest(_FORMAT, *parts)[:16]
 
 
 def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
@@ -356,7 +348,7 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
     if spec == "bytes" or is_pretrained(spec):
         return train_tokenizer(spec, lambda: ())
     folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))
-    if (folder / _TOKENIZER).exists():
+    if (folder / CONFIG).exists():
         return load_tokenizer(folder)
     if "train" not in source.splits:
         raise UserError(

@@ -23,9 +23,6 @@ def check_documents(spec: str) -> FirstLine | None:
     Args:
       spec: "records"; "wikitext", for lines ` = Title = ` between empty lines, with one mark on each side, as sections
         have more; or a regular expression that matches all of such a line.
-
-    Raises:
-      UserError: the regular expression is invalid.
     """
     if spec == RECORDS:
         return None

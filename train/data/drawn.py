@@ -19,12 +19,7 @@ _TRAIN, _VALID, _TEST = range(3)
 
 
 class DrawnBatches(RepeatedBatches):
-    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone, and clears the memory.
-
-    Args:
-      config: what is drawn. batch: rows of all processes together. seed: of all of them. rows: the indices of this
-        process's rows; all by default.
-    """
+    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone, and clears the memory."""
 
     def __init__(
         self,
@@ -45,13 +40,8 @@ class DrawnBatches(RepeatedBatches):
 
 
 class HeldOutDrawn:
-    """The same rows in every pass, none of them drawn for training; one case after the other.
-
-    Args:
-      config: what is drawn. batch: rows of all processes together; the last batch of a case is padded with rows of
-        weight 0. split: "valid" or "test". cases: by default the training cases. rows: the indices of this process's
-        rows; all by default.
-    """
+    """The same rows in every pass of a split, none of them drawn for training; one case (by default those of training)
+    after the other. The last batch of a case is padded with rows of weight 0."""
 
     num_bytes = digest = None
 

@@ -34,11 +34,7 @@ def rows_of(count: int, split: str) -> Int[np.ndarray, " rows"]:
 
 
 def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """What changes when files change: path, size, time.
-
-    Raises:
-      UserError: one is missing.
-    """
+    """What changes when files change: path, size, time."""
     stats = []
     for path in paths:
         try:
@@ -50,11 +46,7 @@ def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file (.gz too) that are not blank, without their ends, numbered from 1.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """The lines of a file (.gz too) that are not blank, without their ends, numbered from 1."""
     try:
         check_regular(path)
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
@@ -68,11 +60,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T]) -> Iterator[T]:
-    """What `parse` returns for each line. If it raises ValueError, the error names the line.
-
-    Raises:
-      UserError: the line's number and what was wrong.
-    """
+    """What `parse` returns for each line. If it raises ValueError, the error names the line."""
     for number, line in lines:
         try:
             yield parse(line)
@@ -86,11 +74,7 @@ def shown(text: bytes) -> str:
 
 
 def packed_or_not(path: Path) -> Path:
-    """The file of that path, or of that path and .gz.
-
-    Raises:
-      UserError: there is neither.
-    """
+    """The file of that path, or of that path and .gz."""
     packed = path.with_name(f"{path.name}.gz")
     found = next((each for each in (path, packed) if each.is_file()), None)
     if found is None:
@@ -124,11 +108,7 @@ def npy_file(path: Path, dtype: Any, *columns: int) -> Iterator[Callable[[np.nda
 
 @contextlib.contextmanager
 def writing_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to write in, renamed to `out` once all is written; after an error nothing is left.
-
-    Raises:
-      UserError: there is something of that name, or it cannot be written.
-    """
+    """A new folder to write in, renamed to `out` once all is written; after an error nothing is left."""
     target = Path(out)
     if target.exists():
         raise UserError(f"--out: {target} is there already; expected the name of a new folder")

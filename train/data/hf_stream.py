@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.named_sources import document_blocks, load_hf, naming, text_field
-from train.data.repeated import chosen_rows
+from train.data.repeated import check_identity, chosen_rows
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.engine.batch import Batch
@@ -66,11 +66,7 @@ class StreamedText(NamedTuple):
 
 
 def open_stream(spec: str) -> Opened:
-    """The documents of a data set.
-
-    Raises:
-      UserError: the data set cannot be found or read, or has no training split or no text.
-    """
+    """The documents of a data set."""
     option = f"--data {PREFIX}{spec}"
     loaded = load_hf(option, spec, streaming=True)
     splits: dict[str, Any] = {}
@@ -273,14 +269,8 @@ class StreamedBatches:
         return {"step": self._step, **self._identity, "rows": rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`.
-
-        Raises:
-          UserError: the state is of other data or other sizes.
-        """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        """Goes to a state of `get_state`; see `check_identity`."""
+        check_identity(state, self._identity)
         if self._next is not None:
             self._next.result()
             self._next = None

@@ -97,13 +97,8 @@ def draw_prompts(
 
 
 class HeldOutPrompts(HeldOutBatches):
-    """The same prompts in every pass, with all dimensions and pairs; none is in a training batch.
-
-    Args:
-      config: the prompts. batch: rows of all processes together; the last batch is padded with rows of weight 0.
-      split: "valid" (valid_prompts prompts) or "test" (test_prompts). rows: the indices of the rows to give; by default
-      all.
-    """
+    """The same prompts in every pass of a split, with all dimensions and pairs; none is in a training batch. The last
+    batch is padded with rows of weight 0."""
 
     def __init__(
         self,

@@ -25,9 +25,6 @@ class Line(NamedTuple):
 def documents(lines: Iterable[Line], template: Callable[[], ChatTemplate | None]) -> Iterator[Part]:
     """The documents of the lines. Of a chat only the answers count in the loss.
 
-    Args:
-      template: called where a line is a chat.
-
     Raises:
       UserError: a line is not one of these; the message has the file and the line.
     """

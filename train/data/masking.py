@@ -71,11 +71,10 @@ def mask_tokens(
 
 class MaskedBatches(RepeatedBatches):
     """Endless training batches of `mask_tokens`, made from another stream's batches. They keep its reset and
-    its "segment_ids", if it has them. Masks depend on the seed and the number of the batch alone. The state is the
-    stream's.
+    its "segment_ids", if it has them. Masks depend on the seed and the number of the batch alone.
 
     Args:
-      batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.
+      batches: "tokens" (B, T) and, where rows end early, "lengths" (B,).
       masking: vocab_size, mask and share of `mask_tokens`.
     """
 
@@ -101,7 +100,6 @@ class MaskedHeldOut(HeldOutBatches):
 
     Args:
       batches: "tokens" (B, T), and the "weights" (B, T) of tokens, or "lengths" (B,) and the "weights" (B,) of rows.
-      rows: as for those batches. masking: as for `MaskedBatches`.
     """
 
     def __init__(

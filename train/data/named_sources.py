@@ -40,10 +40,6 @@ def document_blocks(texts: Iterable[str | bytes | None]) -> Iterator[DocumentSta
 def text_field(option: str, fields: Sequence[str], asked: str | None, others: Sequence[str] = ()) -> str:
     """The field that holds the text: the requested one, else `text`, else the only one that ends in _text, or the only
     one.
-
-    Args:
-      fields: the names of fields that hold strings.
-      others: the names of the other fields.
     """
     if (asked or "text") in others:
         raise UserError(f"{option}: the field {asked or 'text'!r} holds something other than strings")
@@ -61,7 +57,7 @@ def text_field(option: str, fields: Sequence[str], asked: str | None, others: Se
     return candidates[0]
 
 
-def _source_of_rows(
+def source_of_rows(
     fingerprint: str,
     option: str,
     rows: Mapping[str, int],
@@ -90,14 +86,7 @@ def _source_of_rows(
 
 
 def open_tfds(option: str, name: str) -> Mapping[str, Any]:
-    """The splits of a data set of TensorFlow Datasets, rows by number.
-
-    Args:
-      option: the beginning of error messages.
-
-    Raises:
-      UserError: it is unknown, cannot be prepared here, or has no splits.
-    """
+    """The splits of a data set of TensorFlow Datasets, rows by number."""
     try:
         import tensorflow_datasets as tfds
 
@@ -138,18 +127,11 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(source) for split, source in sources.items()}
     info = next(iter(sources.values())).dataset_info
     fingerprint = digest("tfds", info.full_name, key, rows, holdout)
-    return _source_of_rows(fingerprint, option, rows, blocks, holdout)
+    return source_of_rows(fingerprint, option, rows, blocks, holdout)
 
 
 def load_hf(option: str, spec: str, **options: Any) -> Any:
-    """A data set of Hugging Face, NAME[:CONFIG] or a folder.
-
-    Args:
-      option: the beginning of error messages. options: of `datasets.load_dataset`.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """A data set of Hugging Face, NAME[:CONFIG] or a folder."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -181,4 +163,4 @@ def open_hf_text(rest: str, holdout: float) -> Source:
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)
     stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    return _source_of_rows(digest("hf", rest, key, rows, stats, holdout), option, rows, blocks, holdout)
+    return source_of_rows(digest("hf", rest, key, rows, stats, holdout), option, rows, blocks, holdout)

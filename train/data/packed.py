@@ -20,9 +20,6 @@ def fill_rows(corpus: Corpus, order: Iterable[int], length: int, stop: int) -> l
     """Rows of up to `length` targets, each of whole documents in this order.
 
     A document that is longer than a row continues in the next one, from the last token of the row before.
-
-    Args:
-      order: numbers of documents. stop: where the text ends.
     """
     ends = [*corpus.starts[1:].tolist(), stop]
     rows: list[Pieces] = []
@@ -69,11 +66,6 @@ def arrays_of(corpus: Corpus, rows: Sequence[Pieces], length: int) -> dict[str, 
 class PackedStreams(RepeatedBatches):
     """Endless training batches of rows of whole documents, see `arrays_of`. The seed decides which documents share a
     row, and with the number of the pass the order of the rows. Nothing is carried from batch to batch.
-
-    Args: as for `train.data.streams.TokenStreams`.
-
-    Raises:
-      UserError: no document has two tokens.
     """
 
     def __init__(
@@ -109,11 +101,6 @@ class PackedStreams(RepeatedBatches):
 class PackedHeldOut(HeldOutText):
     """One pass over the documents of a text, in rows as `PackedStreams` has them: every token but the first of each
     document is a target once, unless its weight in the corpus is 0.
-
-    Args: as for `train.data.streams.EvalStream`.
-
-    Raises:
-      UserError: no token counts.
     """
 
     def __init__(

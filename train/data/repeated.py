@@ -1,9 +1,14 @@
 """Batches that are made by their number through Grain, which reads ahead: endless ones, which resume exactly, and one
-pass over held-out data."""
+pass over held-out data.
+
+All classes of batches in train/data take `batch`, the rows of all processes together, and `rows`, the indices of those
+to give (all by default). Their state is the number of batches given so far, whichever rows they have, so that any
+number of processes may go on, and restoring it reads nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -21,6 +26,13 @@ READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 def chosen_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
     """The indices of the rows to give, by default all."""
     return np.arange(batch) if rows is None else np.asarray(rows)
+
+
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises UserError for a state of other data, other sizes or another seed; the error says which."""
+    for name, ours in identity.items():
+        if state.get(name) != ours:
+            raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
 
 
 class RepeatedBatches(grain.DatasetIterator):
@@ -51,14 +63,8 @@ class RepeatedBatches(grain.DatasetIterator):
         return {"step": self.step, **self.identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`: the next batch is the one that would have come next.
-
-        Raises:
-          UserError: the state is of other data, other sizes or another seed; the error says which.
-        """
-        for name, ours in self.identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        """Goes to a state of `get_state`: the next batch is the one that would have come next; see `check_identity`."""
+        check_identity(state, self.identity)
         self._inner.set_state({"next_index": state["step"]})
 
     def close(self) -> None:
@@ -69,11 +75,7 @@ class RepeatedBatches(grain.DatasetIterator):
 
 
 class HeldOutBatches:
-    """One pass over batches made by number. Iterating again starts from the beginning.
-
-    Args:
-      make: step -> batch. steps: batches of the pass. batch, digest, num_bytes: see `train.engine.batch.HeldOut`.
-    """
+    """One pass over batches made by number. Iterating again starts from the beginning."""
 
     def __init__(
         self,
@@ -99,12 +101,8 @@ class HeldOutText(HeldOutBatches):
     """One pass over a held-out text.
 
     Args:
-      make, steps, batch: as for `HeldOutBatches`.
       corpus: the text, all of which is hashed, even if only a part of it is used.
       targets: the parts [low, high) of the text whose tokens are targets; those of weight 0 in the corpus do not count.
-
-    Raises:
-      UserError: no target counts.
     """
 
     def __init__(

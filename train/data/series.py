@@ -89,11 +89,7 @@ class Series(NamedTuple):
 
 
 def load_series(config: SeriesConfig) -> Series:
-    """Reads the columns that the configuration forecasts.
-
-    Raises:
-      UserError: no such file, not a table as expected, no such column, or fewer rows than the split takes.
-    """
+    """Reads the columns that the configuration forecasts."""
     names, times, values, digest = (_drawn if config.data.startswith("kernels:") else _read)(config)
     hours = np.array([time.hour + time.minute / 60 for time in times]) / 24
     days = np.array([time.weekday() for time in times]) / 7
@@ -221,14 +217,7 @@ class Windows:
 
 class WindowStream(RepeatedBatches):
     """Endless training batches: each pass has every window at most once, in an order that depends only on the seed and
-    the pass's number. One of several processes gives some of the rows. The state is the number of batches given so far.
-
-    Args:
-      windows: what makes a batch of origins. origin: those to draw from. batch: rows of all processes together. seed:
-      of the orders. digest: of the series. rows: the indices of the rows to give; by default all.
-
-    Raises:
-      UserError: fewer windows than a batch has rows.
+    the pass's number.
     """
 
     def __init__(
@@ -255,12 +244,7 @@ class WindowStream(RepeatedBatches):
 
 
 class HeldOutWindows(HeldOutBatches):
-    """One pass over windows; the padding of the last batch has weight 0.
-
-    Args:
-      windows, origin: as for `WindowStream`. batch: rows of all processes together. rows: the indices of
-      the rows to give; by default all.
-    """
+    """One pass over windows; the padding of the last batch has weight 0."""
 
     def __init__(
         self,

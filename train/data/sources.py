@@ -28,11 +28,11 @@ from train.data.chat import ChatTemplate
 from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.json_lines import Line, documents
-from train.data.named_sources import open_hf_text, open_tfds_text
+from train.data.named_sources import open_hf_text, open_tfds_text, source_of_rows
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.data.tokenizers.base import NotUtf8
+from train.data.tokenizers.base import CONFIG, NotUtf8
 from train.engine.errors import UNREADABLE, UserError, one_line, reason
-from train.engine.storage import as_os_errors, is_remote
+from train.engine.storage import as_os_errors, is_remote, wait_for_answer
 
 _EXPECTED = (
     "stdlib, text:GLOB, jsonl:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], "
@@ -142,8 +142,7 @@ def open_source(
     """Opens the text that `spec` names.
 
     Args:
-      spec: stdlib, text:GLOB[,GLOB...], jsonl:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or
-        hf:FOLDER) or hf-stream:NAME[:CONFIG].
+      spec: the kinds of `_EXPECTED` but tokens and mix.
       holdout: share in (0, 1) of the text that becomes the valid split if the source has none.
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
@@ -292,6 +291,8 @@ def _find_local(pattern: str) -> list[_File]:
     found = [p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)]
     # Not resolved: a link's name says what is in the file, its target's may not.
     paths = [Path(os.path.abspath(p)) for p in sorted(found)]
+    # The words of a run's tokenizer are not text, although the run's folder may be among the texts.
+    paths = [p for p in paths if p.name != "vocab.txt" or not (p.parent / CONFIG).exists()]
     unreadable = [p for p in paths if not os.access(p, os.R_OK)]
     if unreadable:
         raise UserError(f"--data: cannot read {unreadable[0]}: permission denied")
@@ -302,6 +303,7 @@ def _find_remote(pattern: str) -> list[_File]:
     try:
         import fsspec
 
+        wait_for_answer(pattern)
         with as_os_errors():
             files, path = fsspec.core.url_to_fs(pattern)
             found = [info for info in files.glob(path, detail=True).values() if info["type"] == "file"]
@@ -361,30 +363,14 @@ def _open_text(pattern: str, holdout: float) -> Source:
 
 
 def _open_json_lines(pattern: str, holdout: float, *, template: Callable[[], ChatTemplate | None]) -> Source:
-    """Without validation files, the last share of the training lines is held out."""
     every, by_split = _find("jsonl", pattern)
-    parts: dict[str, tuple[list[_File], int, int | None]] = {
-        name: (files, 0, None) for name, files in by_split.items()
-    }
-    if "train" in parts and "valid" not in parts:
-        files = by_split["train"]
-        count = sum(1 for _ in _lines(files))
-        if count < 2:
-            raise UserError(
-                f"--data: {files[0].address} has {count} line, too few to train and hold out a share"
-            )
-        cut = count - min(max(round(count * holdout), 1), count - 1)
-        parts |= {"train": (files, 0, cut), "valid": (files, cut, None)}
 
-    def blocks(split: str) -> Iterator[bytes]:
-        files, start, stop = parts[split]
-        yield from documents(itertools.islice(_lines(files), start, stop), template)
+    def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
+        yield from documents(itertools.islice(_lines(by_split[split]), start, stop), template)
 
-    return Source(
-        digest("jsonl", [dataclasses.astuple(file) for file in every], holdout),
-        {name: Split(functools.partial(blocks, name), None) for name in SPLITS if name in parts},
-        holds_out="valid" not in by_split,
-    )
+    rows = {split: sum(1 for _ in _lines(files)) for split, files in by_split.items()}
+    fingerprint = digest("jsonl", [dataclasses.astuple(file) for file in every], holdout)
+    return source_of_rows(fingerprint, f"--data jsonl:{pattern}", rows, blocks, holdout)
 
 
 def _lines(files: Sequence[_File]) -> Iterator[Line]:

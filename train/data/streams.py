@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -11,6 +12,12 @@ from train.data.corpus import Corpus
 from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
+
+
+def text_identity(text: Any, digest: str, segments: bool, **sizes: int) -> dict[str, Any]:
+    """What batches of a corpus or a mixture depend on."""
+    documents = {"documents": len(text.starts)} if segments else {}
+    return {**sizes, "tokens": len(text.tokens), "digest": digest, **documents}
 
 
 class TokenStreams(RepeatedBatches):
@@ -22,21 +29,12 @@ class TokenStreams(RepeatedBatches):
     seed and the pass's number alone.
 
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
-    first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
-    of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
+    first batch of a pass, where the rows jump and memory must be cleared.
     With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on; of a
     corpus with weights it has the targets' "weights": (B, T) float32.
 
-    Args:
-      corpus: the text; at least batch * length + 1 tokens.
-      batch: rows of all processes together.
-      length: tokens of a row in one batch.
-      seed: seed of the passes' offsets.
-      rows: numbers of the rows to give, where other processes give the rest; all by default.
-      segments: whether batches have "segment_ids".
-
     Raises:
-      UserError: a text too short.
+      UserError: a text of fewer than batch * length + 1 tokens.
     """
 
     def __init__(
@@ -70,16 +68,8 @@ class TokenStreams(RepeatedBatches):
                 batch = batch.with_arrays(weights=corpus.weights_at(at[:, 1:]))
             return batch
 
-        identity = {
-            "batch": batch,
-            "length": length,
-            "seed": seed,
-            "tokens": size,
-            "digest": corpus.digest,
-        }
-        if segments:
-            identity["documents"] = len(corpus.starts)
-        super().__init__(make, steps, identity)
+        sizes = {"batch": batch, "length": length, "seed": seed}
+        super().__init__(make, steps, text_identity(corpus, corpus.digest, segments, **sizes))
 
 
 class EvalStream(HeldOutText):
@@ -89,18 +79,11 @@ class EvalStream(HeldOutText):
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
     (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last batch,
     where tokens and targets are 0, and on targets whose weight in the corpus is 0, and 1 elsewhere. Iterating again
-    starts from the beginning. With `segments` it has "segment_ids" too, as in `TokenStreams`.
-
-    Args:
-      corpus: the text; at least 2 tokens.
-      batch: rows of all processes together.
-      length: tokens of a row in one batch.
-      limit: use the first `limit` tokens only.
-      rows: numbers of the rows to give, where other processes give the rest; all by default.
-      segments: whether batches have "segment_ids".
+    starts from the beginning. With `limit` the text is its first tokens; with `segments` a batch has "segment_ids" too,
+    as in `TokenStreams`.
 
     Raises:
-      UserError: a text too short.
+      UserError: a text of fewer than 2 tokens.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class Batch:
 
 
 def stacked(batches: Sequence[Batch]) -> Batch:
-    """Batches of one shape as one, whose arrays have the number of the batch in front.
-
-    Raises:
-      UserError: their shapes differ.
-    """
+    """Batches of one shape as one, whose arrays have the number of the batch in front."""
     try:
         return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: written in the background, checked when read. The newest few and the best one are kept.
+"""The checkpoints of a run, written in the background. The newest few and the best one are kept.
 
 `brl_jax.checkpoints` defines the format, and reads it. The items are `params`, `rest` (optimiser, step, random key,
-carried memory, moments of the gradients) and `meta` (configuration, input position, held-out score, digests).
+carried memory, moments of the gradients) and `meta` (configuration, input position, held-out score).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +23,11 @@ from etils import epath
 from jax.sharding import Mesh
 
 from brl_jax.checkpoints import (
+    absolute,
     candidates,
     read_arrays,
     read_meta,
     scores_in,
-    seal,
     silence_abandoned_tasks,
     steps_in,
 )
@@ -34,9 +35,10 @@ from brl_jax.sharding import parameter_shardings
 from train.engine.errors import RunError, UserError, is_memory_shortage, one_line, reason
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
-from train.engine.storage import absolute, as_os_errors, move, write_whole
+from train.engine.storage import as_os_errors, is_remote, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
+_REMOVAL_SECONDS = 5.0
 # Words with which object storage and TensorStore say that they cannot answer.
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
@@ -80,11 +82,10 @@ class Checkpoints:
           score: the score on held-out data at this step, the lower the better; None if it was not measured.
 
         Raises:
-          RunError: this checkpoint or the one before cannot be written, or the folder has another one of this step;
-            names the last good one.
+          RunError: this checkpoint or the one before cannot be written; names the last good one.
         """
         items = _split(state)
-        meta = seal({**meta, "score": score}, items)
+        meta = {**meta, "score": score}
         try:
             manager = self._open_for_writing()
             manager.wait_until_finished()
@@ -92,7 +93,9 @@ class Checkpoints:
             if score is not None:
                 self._scores[step] = score
             if step in manager.all_steps():
-                self._replace_meta(step, meta)
+                if is_lead():
+                    with as_os_errors():
+                        write_whole(self.folder / str(step) / "meta" / "metadata", json.dumps(meta))
                 return
             manager.save(
                 step,
@@ -103,13 +106,6 @@ class Checkpoints:
             )
         except Exception as error:  # whatever the storage raises, the run cannot continue
             raise self._failure(error) from error
-
-    def _replace_meta(self, step: int, meta: Mapping[str, Any]) -> None:
-        if read_meta(self.folder, step)["digests"] != meta["digests"]:
-            raise OSError(f"{self.folder / str(step)} exists, with other arrays")
-        if is_lead():
-            with as_os_errors():
-                write_whole(self.folder / str(step) / "meta" / "metadata", json.dumps(meta))
 
     def check(self) -> None:
         """Raises RunError as `save` does, without waiting, if the checkpoint that was being written has failed."""
@@ -140,7 +136,20 @@ class Checkpoints:
         return f"last good checkpoint: {good}"
 
     def _failure(self, error: Exception) -> RunError:
+        self.close()
+        self._free_disk()
         return RunError(f"cannot write a checkpoint under {self.folder}: {one_line(error)}; {self.last_good}")
+
+    def _free_disk(self) -> None:
+        """Removes what a failed write left on a local disk. Tasks that it abandoned may still be adding files."""
+        if is_remote(self.folder) or not is_lead():
+            return
+        given_up = time.monotonic() + _REMOVAL_SECONDS
+        while (names := self._half_written()) and time.monotonic() < given_up:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    (self.folder / name).rmtree()
+            time.sleep(0.1)
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -163,11 +172,7 @@ class Checkpoints:
         return [checkpoint.step in last or checkpoint.step == best for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, ascending, including damaged ones.
-
-        Raises:
-          UserError: the folder cannot be read.
-        """
+        """Steps of the checkpoints in the folder, ascending, including damaged ones."""
         try:
             with as_os_errors():
                 return steps_in(self.folder)
@@ -205,7 +210,7 @@ class Checkpoints:
             assert meta is not None
             check(meta)
             try:
-                items = read_arrays(self.folder, step, meta, abstract)
+                items = read_arrays(self.folder, step, abstract)
             except Exception as error:
                 if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                     raise  # another process is gone; the checkpoint may be intact
@@ -267,8 +272,7 @@ class Checkpoints:
         )
         for step in steps:
             try:
-                meta = read_meta(self.folder, step)
-                return step, read_arrays(self.folder, step, meta, {"params": like})["params"]
+                return step, read_arrays(self.folder, step, {"params": like})["params"]
             except Exception as error:  # whatever the storage raises
                 self._check_memory(step, error)
                 explain(step)

@@ -1,16 +1,12 @@
-"""The settings of a training loop, and the parts that every run's configuration has."""
+"""The settings of a training loop."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, Self
+from typing import Literal
 
-from brl_jax.fields import Checked, Count, Natural, NonNegative, Rows, Seed, Steps
-from brl_jax.models import StackConfig
-from brl_jax.sharding import MeshConfig
-from train.engine.fields import Flat, Free
-from train.engine.hosts import HostsConfig
-from train.engine.optimizer import OptimizerConfig
+from brl_jax.fields import Checked, Count, Natural, Rows, Seed, Steps
+from train.engine.fields import Free
 from train.engine.profiling import parse_steps
 from train.engine.storage import check_address
 
@@ -67,28 +63,3 @@ class LoopConfig(Checked):
     def microbatch(self) -> int:
         """Rows of a microbatch."""
         return self.batch // self.accumulation
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig(Checked):
-    """The parts that every task's configuration has; `data` and `model` are the task's own classes."""
-
-    loop: Annotated[LoopConfig, Flat]
-    data: Annotated[Any, Flat]
-    model: Annotated[StackConfig, Flat]
-    optimizer: Annotated[OptimizerConfig, Flat]
-    mesh: Free[MeshConfig] = MeshConfig()
-    """The devices."""
-    hosts: Free[HostsConfig] = HostsConfig()
-    """The processes."""
-    z_loss: NonNegative = 0.0
-    """Adds this much times the squared logarithm of the softmax's denominator to each target's loss in training (PaLM
-    uses 1e-4); evaluations leave it out."""
-
-    def resolved(self) -> Self:
-        """The configuration with the parts that a file decides. Raises UserError if it cannot be read."""
-        return self
-
-    def without_effect(self) -> dict[str, str]:
-        rotates = self.model.rotary_base is not None or self.model.rope_theta is None
-        return {} if rotates else {"model.rope_theta": "in a network without rotary positions"}

@@ -12,7 +12,11 @@ UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class UserError(ValueError):
-    """Input that a user can correct. The message is one line: the option, what it got and what is expected."""
+    """Input that a user can correct. The message is one line: the option, what it got and what is expected.
+
+    Whatever reads an option, a file or a data set in train and eval raises it where it cannot; docstrings name it where
+    there is more to say.
+    """
 
 
 class RunError(RuntimeError):

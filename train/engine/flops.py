@@ -16,12 +16,8 @@ def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
     """Floating-point operations of all matrix products in a traced function, two for each multiplied pair.
 
     Loops are multiplied by their length, kernels by their grid, and the work of each device under `shard_map` by the
-    number of devices; of several branches, the most expensive one counts. Work that the backward pass repeats counts
-    twice.
-
-    Args:
-      jaxpr: of the function, from `jax.jit(f).trace(...).jaxpr`.
-      platform: the platform whose branch counts where a function has one for each.
+    number of devices; of several branches, the one of the platform counts, or the most expensive one. Work that the
+    backward pass repeats counts twice.
     """
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     chosen: dict[Any, int] = {}  # the branch that the platform takes, by the variable with its index

@@ -67,11 +67,7 @@ class HostsConfig(Checked):
 
 
 def join(config: HostsConfig) -> None:
-    """Connects to the other processes, before anything uses devices. With one process it does nothing.
-
-    Raises:
-      UserError: they did not connect within five minutes.
-    """
+    """Connects to the other processes, before anything uses devices. With one process it does nothing."""
     if jax.distributed.is_initialized() or not (config.coordinator is not None or _in_a_cluster()):
         return
     try:
@@ -91,58 +87,51 @@ def join(config: HostsConfig) -> None:
 
 
 def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
-    """Makes sure that all processes see the same folder and have the same options; otherwise they would wait for each
-    other for ever. With one process it does nothing.
-
-    The first process writes its options to a new file in the folder, and the others must find them there.
-
-    Args:
-      workdir: the folder as this process names it.
-      config: the configuration as JSON.
+    """Makes sure that all processes have the same options and see the same folder, in which the first one writes a
+    file; otherwise they would wait for each other for ever. With one process it does nothing.
 
     Raises:
-      UserError: a process does not find the file or has other options; raised by all processes.
+      UserError: a process has other options or does not find the file; raised by all processes.
     """
     if jax.process_count() == 1:
         return
+    own = json.loads(json.dumps(config))
+    (token, first), *_ = gather([secrets.token_hex(8), own])
     folder = epath.Path(workdir)
-    token = np.frombuffer(secrets.token_bytes(8), np.uint8)
-    is_new, problem = True, ""
+    path, is_new = folder / f".shared-by-all-processes-{token}", False
     if is_lead():
-        with contextlib.suppress(OSError), as_os_errors():  # then the others do not find it
+        with contextlib.suppress(OSError), as_os_errors():  # then nobody finds it
             is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            _shared_file(folder, token).write_text(json.dumps(config))
-    token = multihost_utils.broadcast_one_to_all(token)
-    path = _shared_file(folder, token)
-    given_up = time.monotonic() + _SHARING_SECONDS
-    try:
-        with as_os_errors():
-            while not path.exists() and time.monotonic() < given_up and not is_lead():
-                time.sleep(0.1)
-            others = differences(json.loads(path.read_text()), json.loads(json.dumps(config)), _OWN)
-        problem = f"has other options than the first process: {', '.join(others)}" if others else ""
-    except (OSError, ValueError):
+            path.write_text(token)
+    differing, problem = differences(first, own, _OWN), ""
+    if differing:
+        problem = f"has other options than the first process: {', '.join(differing)}"
+    elif not _appears(path):
         problem = f"does not find in {workdir} what the first process wrote there"
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem)))
+    problems = gather(problem)
     if is_lead():
         with contextlib.suppress(OSError), as_os_errors():  # it could not be written
             path.unlink(missing_ok=True)
-        if is_new and len(failed):
+        if is_new and any(problems):
             with contextlib.suppress(OSError), as_os_errors():  # it is not empty
                 folder.rmdir()
-    if len(failed):
-        count = jax.process_count()
-        problem = problem or f"does not see the same folder {workdir} or has other options (see its own line)"
-        who = jax.process_index() if jax.process_index() in failed else failed[0]
-        raise UserError(
-            f"--workdir: process {who} of {count} {problem}; expected one folder that all processes see, and the "
-            "same options"
-        )
+    for process, words in enumerate(problems):
+        if words:
+            raise UserError(
+                f"--workdir: process {process} of {len(problems)} {words}; expected one folder that all processes see, "
+                "and the same options"
+            )
 
 
-def _shared_file(folder: epath.Path, token: np.ndarray) -> epath.Path:
-    return folder / f".shared-by-all-processes-{bytes(token).hex()}"
+def _appears(path: epath.Path) -> bool:
+    """Whether a file can be seen, at least after a while."""
+    given_up = time.monotonic() + _SHARING_SECONDS
+    with contextlib.suppress(OSError), as_os_errors():
+        while not (there := path.exists()) and time.monotonic() < given_up:
+            time.sleep(0.1)
+        return there
+    return False
 
 
 def _in_a_cluster() -> bool:

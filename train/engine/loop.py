@@ -68,8 +68,6 @@ def train(
     """Trains until `loop.steps`, from the newest intact checkpoint in the run's folder.
 
     Args:
-      objective: what is trained.
-      loop, optimizer_config: the settings.
       config: the whole configuration as JSON; saved in config.json and in each checkpoint.
       differences: takes a checkpoint's configuration and returns what differs from this one's and must not, in words.
       stream: the training batches; closed at the end.
@@ -78,9 +76,6 @@ def train(
         this process (`train.engine.mesh.host_rows`).
       introduction: lines that are logged before the first step, once the run's folder can be written.
       report: shows the progress; by default a bar on a terminal, otherwise a line now and then.
-
-    Returns:
-      The last state and the last measures.
 
     Raises:
       UserError: the run's checkpoint has another configuration or is of a later step than the last one, none is intact,
@@ -394,14 +389,7 @@ def _go_to_checkpoint(
 
 
 def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) -> MetricsLog:
-    """Writes config.json and opens the metrics.
-
-    Args:
-      last_step: the last step whose line in metrics.jsonl stays.
-
-    Raises:
-      UserError: the folder cannot be written.
-    """
+    """Writes config.json and opens the metrics."""
     try:
         if is_lead():
             with as_os_errors():
@@ -417,11 +405,7 @@ def _open_folder(loop: LoopConfig, config: Mapping[str, Any], last_step: int) ->
 
 
 def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
-    """The error of a command whose folder has a run with another configuration.
-
-    Args:
-      differing: what differs, in words.
-    """
+    """The error of a command whose folder has a run with another configuration."""
     return UserError(
         f"--workdir: the run in {workdir} is of another configuration: {', '.join(differing)}; "
         "expected the same, or another --workdir"
@@ -429,12 +413,8 @@ def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
 
 
 def outlook(step: int, steps: int, before: int | None, warmup: int) -> list[str]:
-    """The lines about a run that begins at `step` and ends at `steps`.
-
-    Args:
-      before: the steps of its last command; None for a new run.
-      warmup: the steps of the learning rate's warm-up.
-    """
+    """The lines about a run that begins at `step` and ends at `steps`. `before` are the steps of its last command; None
+    for a new run."""
     if step == steps:
         return [f"nothing is left to train: the run is at step {step}, and --steps is {steps}"]
     lines = []

@@ -13,7 +13,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig
@@ -22,23 +21,11 @@ from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.engine.step import Objective, TrainState, init_state, make_train_step
 
 
-def open_mesh(
-    config: MeshConfig,
-    loop: LoopConfig,
-    model: StackConfig,
-    devices: Sequence[Any] | None = None,
-    *,
-    length: int | None = None,
-) -> Mesh:
-    """The mesh of a run, which must divide its rows, tokens, heads and widths evenly.
-
-    Args:
-      config, loop, model: the run's settings.
-      devices: by default of all processes.
-      length: tokens of a row, if all rows have the same length.
+def open_mesh(config: MeshConfig, loop: LoopConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a run, by default of the devices of all processes.
 
     Raises:
-      UserError: sizes that don't multiply to the number of devices, or don't divide what is sharded over them.
+      UserError: sizes that don't multiply to the number of devices, or don't divide the rows of a step.
     """
     try:
         mesh = make_mesh(config, devices)
@@ -51,20 +38,6 @@ def open_mesh(
             f"--batch: expected a multiple of {shards * loop.accumulation}, so that mesh.data {mesh.shape['data']} x "
             f"mesh.fsdp {mesh.shape['fsdp']} share the rows of a step evenly, got {loop.batch}{each}"
         )
-    sequence = mesh.shape["sequence"]
-    if length is not None and sequence > 1:
-        if length % sequence:
-            raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
-        for mechanism in model.mechanisms:
-            try:
-                mechanism.check_shards(length, sequence)
-            except ValueError as error:
-                raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
-    tensor = mesh.shape["tensor"]
-    key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
-    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):
-        if heads % tensor:
-            raise UserError(f"--mesh.tensor: expected a divisor of --{name} {heads}, got {tensor}")
     return mesh
 
 

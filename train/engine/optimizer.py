@@ -75,10 +75,6 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), linear between the same ends, "wsd", which is 1 and then linear (Hu
     et al. 2024, arXiv:2404.06395, section 4), or inverse square root, sqrt(warmup / k) (Vaswani et al. 2017, section
     5.3). The last step, after steps - 1, has the final share.
-
-    Args:
-      config: the optimiser's settings.
-      steps: the number of steps of the whole run, where "cosine", "linear" and "wsd" end.
     """
     highest, warmup = config.learning_rate, config.warmup_steps
     fall = max(steps - 1 - warmup, 1)
@@ -194,9 +190,6 @@ def orthogonalized(boxed_params: Any) -> Any:
     parameters of MuonDimensionNumbers, or None for AdamW.
 
     All heads of a projection are one matrix; stacked layers are one matrix each.
-
-    Args:
-      boxed_params: see `decayed`.
     """
     specs = nn.get_partition_spec(boxed_params)
 

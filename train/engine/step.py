@@ -66,7 +66,7 @@ class Objective:
       averages: names of what is reported with the loss, also averaged over the targets ("accuracy").
       best: which held-out measure decides between two checkpoints: "loss" (lower is better), or one of the averages
         (higher is better).
-      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
+      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.tasks.mup`).
       start: the parameters of `init`, unboxed and on their devices -> the parameters that a new run starts from.
       trained: path of a parameter (its names, from the outside in) -> whether steps change it; the others have no
         gradients and no optimiser state. None: all are changed.
@@ -193,7 +193,7 @@ def softmax_loss(
     losses: Float[Array, "*B"], logits: Float[Array, "*B C"], key: Array | None, z_loss: float
 ) -> Float[Array, "*B"]:
     """The cross-entropies of a softmax with z-loss: in training, where there is a key, z_loss * log(Z)^2 more (PaLM,
-    arXiv:2204.02311, section 5), as in `brl_jax.models.losses.cross_entropy`."""
+    arXiv:2204.02311, section 5)."""
     if key is None or not z_loss:
         return losses
     return losses + z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))

@@ -25,6 +25,8 @@ P = TypeVar("P", Path, epath.Path)
 
 # Orbax writes checkpoints there, and etils reads and writes files. Its support of s3:// is incomplete.
 SCHEMES = ("gs",)
+# From the search for credentials to the first answer of a store.
+_ANSWER_SECONDS = 20
 # How often files that grow are copied to object storage, which takes at most one write of an object a second.
 _SECONDS_BETWEEN_COPIES = 30.0
 
@@ -35,11 +37,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_address(name: str, path: str) -> None:
-    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work.
-
-    Args:
-      name: the option, for the message.
-    """
+    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work."""
     if path.encode(errors="replace").decode() != path:  # Orbax cannot write there
         raise ValueError(f"{name} must be a path in UTF-8, got {path!r}")
     scheme, mark, rest = path.partition("://")
@@ -48,11 +46,7 @@ def check_address(name: str, path: str) -> None:
 
 
 def check_local(name: str, path: str | None) -> None:
-    """Raises ValueError for an address of object storage, where only a local folder works.
-
-    Args:
-      name: the option, for the message.
-    """
+    """Raises ValueError for an address of object storage, where only a local folder works."""
     if path is not None and is_remote(path):
         raise ValueError(f"{name} must be a local folder, got {path!r}")
 
@@ -77,6 +71,10 @@ def check_client(option: str, path: str | os.PathLike[str]) -> None:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     # A cached listing would hide what other processes write.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    try:
+        wait_for_answer(os.fspath(path))
+    except TimeoutError as error:
+        raise UserError(f"{option}: {os.fspath(path)} cannot be reached: {error}") from error
 
 
 @contextlib.contextmanager
@@ -90,9 +88,21 @@ def as_os_errors() -> Iterator[None]:
         raise OSError(one_line(error)) from error
 
 
-def absolute(path: epath.Path) -> epath.Path:
-    """The absolute path; epath.Path.resolve would take gs://... for a name in the working directory."""
-    return path if is_remote(path) else path.resolve()
+def wait_for_answer(address: str) -> None:
+    """Raises TimeoutError for a store that does not answer soon; its client would try for more than a minute."""
+    import fsspec
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the next request says what the store refuses
+            files, path = fsspec.core.url_to_fs(address)
+            files.exists(path)
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    if not answered.wait(_ANSWER_SECONDS):
+        raise TimeoutError(f"no answer within {_ANSWER_SECONDS} seconds")
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
@@ -133,11 +143,7 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 
 
 def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:
-    """Copies files from folder to folder, in order. Each appears complete or not at all.
-
-    Raises:
-      OSError: one is missing or cannot be written.
-    """
+    """Copies files from folder to folder, in order. Each appears complete or not at all."""
     with as_os_errors():
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -179,9 +185,7 @@ class Mirror:
     copied as soon as it answers; the run goes on.
 
     Args:
-      remote: the remote folder.
       log: called with a line when the store begins to fail, and when it answers again.
-      seconds: the time between two copies in the background.
     """
 
     def __init__(

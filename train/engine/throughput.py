@@ -57,11 +57,7 @@ def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
 
 
 class Meter:
-    """The speed of a run in this process.
-
-    Args:
-      objective: what is trained. devices: the kind and the number of the devices.
-    """
+    """The speed of a run in this process."""
 
     def __init__(self, objective: Objective, kind: str, count: int):
         self._objective, self._count, self._peak = objective, count, peak_flops(kind)

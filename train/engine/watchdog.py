@@ -35,9 +35,6 @@ class Watchdog:
     status 143. During them (`watching`) the signal is passed on, so that all processes stop after the same step and
     save; after `STOP_SECONDS` the process ends without saving. A process that makes no step for `IDLE_SECONDS` ends
     with exit status 1.
-
-    Args:
-      end: ends the process with a line and an exit status.
     """
 
     def __init__(self, end: Callable[[str, int], None]):

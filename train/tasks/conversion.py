@@ -36,14 +36,14 @@ from brl_jax.models.conversion import (
 from brl_jax.sharding import parameter_shardings
 from train.engine.batch import Arrays, HeldOut
 from train.engine.checkpoint import Checkpoints
-from train.engine.config import RunConfig
-from train.engine.config_file import from_json, read_values
+from train.engine.config_file import read_values
 from train.engine.errors import UserError, one_line
 from train.engine.fields import Flat, Free
 from train.engine.metrics import log
 from train.engine.step import Objective, means, random_streams
 from train.engine.storage import check_client
-from train.tasks.task import TOKEN, Streams
+from train.tasks.run_config import RunConfig
+from train.tasks.task import TOKEN, Streams, from_json
 
 #: Fields of a network that training decides.
 OWN = frozenset(("dropout", "remat", "dtype", "implementation"))
@@ -139,11 +139,7 @@ class Teacher(NamedTuple):
 
 
 def teacher_of(config: ConvertibleConfig) -> Teacher:
-    """The decoder in `convert_from`.
-
-    Raises:
-      UserError: the folder has none, or one of another task.
-    """
+    """The decoder in `convert_from`."""
     folder = config.convert_from
     check_client("--convert_from", folder)
     try:
@@ -202,22 +198,21 @@ def matching_config(config: Any) -> Any:
     if not config.match_steps:
         return None
     steps = config.match_steps
-    loop = dataclasses.replace(
-        config.loop,
-        workdir=_matching_folder(config),
-        steps=steps,
-        seed=(config.loop.seed + 1) % 2**63,  # other data than the run reads first
-        patience=0,
-        log_gradient_std=False,
+    return config.changed(
+        loop={
+            "workdir": _matching_folder(config),
+            "steps": steps,
+            "seed": (config.loop.seed + 1) % 2**63,  # other data than the run reads first
+            "patience": 0,
+            "log_gradient_std": False,
+        },
+        # Without weight decay the layers that keep their mechanism, which have no gradient, do not move.
+        optimizer={
+            "learning_rate": config.match_learning_rate,
+            "warmup_steps": min(config.optimizer.warmup_steps, steps // 10),
+            "weight_decay": 0.0,
+        },
     )
-    # Without weight decay the layers that keep their mechanism, which have no gradient, do not move.
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        learning_rate=config.match_learning_rate,
-        warmup_steps=min(config.optimizer.warmup_steps, steps // 10),
-        weight_decay=0.0,
-    )
-    return dataclasses.replace(config, loop=loop, optimizer=optimizer)
 
 
 def convert_onto(config: ConvertibleConfig, params: Any) -> Any:
@@ -304,8 +299,8 @@ class Matching:
 
     def load(self, config: Any, splits: Sequence[str]) -> Any:
         """The data of the run that it belongs to."""
-        loop = dataclasses.replace(config.loop, workdir=os.path.dirname(config.loop.workdir))
-        return super().load(dataclasses.replace(config, loop=loop), splits)  # type: ignore[misc]
+        loop = {"workdir": os.path.dirname(config.loop.workdir)}
+        return super().load(config.changed(loop=loop), splits)  # type: ignore[misc]
 
     def streams(self, config: Any, data: Any, mesh: Mesh) -> Streams:
         found = super().streams(config, data, mesh)  # type: ignore[misc]

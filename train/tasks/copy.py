@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from jaxtyping import Array
 
@@ -13,7 +13,6 @@ from brl_jax.layers import (
     FullConfig,
     LinformerConfig,
     LocalConfig,
-    Mechanism,
     PerformerConfig,
     ReformerConfig,
     SynthesizerConfig,
@@ -29,11 +28,12 @@ from train.data.copying import (
 )
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.lm import vocabulary
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, Task, classifier_objective, shapes
 
 
@@ -54,96 +54,72 @@ class CopyConfig(RunConfig):
     model: Annotated[CopyModelConfig, Flat]
 
 
-class _Parts(NamedTuple):
-    """The mechanisms of a preset: the decoder's, the encoder's if it differs, and the window between them."""
-
-    mechanism: Mechanism
-    encoder: Mechanism | None = None
-    cross_window: int | None = None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {
-            "mechanism": self.mechanism,
-            "encoder_mechanism": self.encoder,
-            "cross_window": self.cross_window,
-        }
-
-
-def _brl(window: int, compressed: int, block: int | None = None, history: int = 512) -> _Parts:
+def _brl(window: int, compressed: int, block: int | None = None, history: int = 512) -> dict[str, Any]:
     mechanism = BRLConfig(
         window=window, num_compressed=compressed, block_size=block, history_size=history, beta=0.5
     )
-    return _Parts(mechanism, cross_window=window)
+    return {"mechanism": mechanism, "cross_window": window}
 
 
-def _parts(window: int, projected: int, length: int) -> Mapping[str, _Parts]:
+def _mixers(window: int, projected: int, length: int) -> dict[str, dict[str, Any]]:
     """The rows of BRL-Attention's table 8 except BRL, at these sizes. What has no causal form (Linformer, ETC,
     BigBird) is in the encoder, with full or local attention in the decoder."""
-    local = LocalConfig(window=window)
+    local = {"mechanism": LocalConfig(window=window), "cross_window": window}
     grid = max(2, round(length**0.5))
-    num_global = max(1, window // 4)
+    of_all: dict[str, Any] = {"window": window, "num_global": max(1, window // 4)}
+    linformer = LinformerConfig(num_projected=projected, max_length=4 * length)
+    buckets = max(2, length // window * 2)
     return {
-        "full": _Parts(FullConfig()),
-        "local": _Parts(local, cross_window=window),
-        "strided": _Parts(LocalConfig(window=grid, pattern="strided")),
-        "axial": _Parts(LocalConfig(pattern="axial", grid_width=grid)),
-        "etc": _Parts(
-            local,
-            LocalConfig(window=window, pattern="global", num_global=num_global),
-            cross_window=window,
-        ),
-        "bigbird": _Parts(
-            local, LocalConfig(window=window, pattern="bigbird", num_global=num_global), cross_window=window
-        ),
-        "reformer": _Parts(ReformerConfig(num_buckets=max(2, length // window * 2), chunk_size=window)),
-        "synthesizer": _Parts(SynthesizerConfig(max_length=4 * length + 2)),
-        "performer": _Parts(PerformerConfig()),
-        "linformer": _Parts(FullConfig(), LinformerConfig(num_projected=projected, max_length=4 * length)),
+        "full": {"mechanism": FullConfig()},
+        "local": local,
+        "strided": {"mechanism": LocalConfig(window=grid, pattern="strided")},
+        "axial": {"mechanism": LocalConfig(pattern="axial", grid_width=grid)},
+        "etc": {**local, "encoder_mechanism": LocalConfig(pattern="global", **of_all)},
+        "bigbird": {**local, "encoder_mechanism": LocalConfig(pattern="bigbird", **of_all)},
+        "reformer": {"mechanism": ReformerConfig(num_buckets=buckets, chunk_size=window)},
+        "synthesizer": {"mechanism": SynthesizerConfig(max_length=4 * length + 2)},
+        "performer": {"mechanism": PerformerConfig()},
+        "linformer": {"mechanism": FullConfig(), "encoder_mechanism": linformer},
     }
 
 
-def _small(parts: _Parts) -> CopyConfig:
+def _small(mixers: dict[str, Any]) -> CopyConfig:
     """Minutes on one CPU core: 2 + 2 layers that copy up to 64 of 32 symbols."""
     return CopyConfig(
         loop=LoopConfig(steps=300, batch=32, eval_every=50, checkpoint_every=100, keep_checkpoints=1),
         data=CopyDataConfig(length=(64,), min_length=16),
-        model=CopyModelConfig(
-            num_layers=2, encoder_layers=2, d_model=64, num_heads=4, d_ff=128, **parts.fields
-        ),
+        model=CopyModelConfig(num_layers=2, encoder_layers=2, d_model=64, num_heads=4, d_ff=128, **mixers),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, weight_decay=0.0),
     )
 
 
-def _figure5(parts: _Parts) -> CopyConfig:
+def _figure5(mixers: dict[str, Any]) -> CopyConfig:
     """BRL-Attention, section 3.1 and figure 5: one layer of encoder, eight of decoder, 8 heads, width 512, batch 16,
     and sources of 200 to 2,000 symbols (`--length`). The symbols, steps and learning rate are our choice."""
     return CopyConfig(
         loop=LoopConfig(steps=10_000, batch=16, eval_every=500, checkpoint_every=500),
         data=CopyDataConfig(length=(2000,), min_length=2000),
-        model=CopyModelConfig(
-            num_layers=8, encoder_layers=1, d_model=512, num_heads=8, d_ff=2048, **parts.fields
-        ),
+        model=CopyModelConfig(num_layers=8, encoder_layers=1, d_model=512, num_heads=8, d_ff=2048, **mixers),
         optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=1_000),
     )
 
 
-def _paper_sizes() -> dict[str, _Parts]:
+def _paper_sizes() -> dict[str, dict[str, Any]]:
     """The networks of figure 5 at its sizes, and the ones of table 8 that it leaves out."""
-    others = _parts(100, 128, 2048)
+    others = _mixers(100, 128, 2048)
     return {
-        **{name: parts for name, parts in others.items() if name not in ("local", "linformer")},
-        **{f"linformer-{k}": _parts(100, k, 2048)["linformer"] for k in (64, 128, 256)},
-        **{f"local-{w}": _parts(w, 128, 2048)["local"] for w in (50, 100)},
+        **{name: mixers for name, mixers in others.items() if name not in ("local", "linformer")},
+        **{f"linformer-{k}": _mixers(100, k, 2048)["linformer"] for k in (64, 128, 256)},
+        **{f"local-{w}": _mixers(w, 128, 2048)["local"] for w in (50, 100)},
         **{f"brl-{w}-{m}": _brl(w, m) for w in (50, 100) for m in (10, 50, 100)},
     }
 
 
-_SMALL = {"brl": _brl(8, 16, 16, 64), **_parts(8, 32, 64)}
+_SMALL = {"brl": _brl(8, 16, 16, 64), **_mixers(8, 32, 64)}
 
 PRESETS: dict[str, CopyConfig] = {
-    **{f"copy-{name}": _small(parts) for name, parts in _SMALL.items()},
-    **{f"figure5-{name}": _figure5(parts) for name, parts in _paper_sizes().items()},
+    **{f"copy-{name}": _small(mixers) for name, mixers in _SMALL.items()},
+    **{f"figure5-{name}": _figure5(mixers) for name, mixers in _paper_sizes().items()},
 }
 
 

@@ -53,11 +53,7 @@ def decoder_multiplications(config: DecoderConfig, length: int) -> Multiplicatio
 
 
 def attention_products(mechanism: Mechanism, head_dim: int, length: int) -> tuple[int, int]:
-    """Multiplications of one head's scores and of its values, for a causal row of `length` tokens.
-
-    Raises:
-      ValueError: another mechanism than `decoder_multiplications` counts.
-    """
+    """Multiplications of one head's scores and of its values, for a causal row of `length` tokens."""
     everything = _window_pairs(length, length)
     match mechanism:
         case FullConfig():
@@ -83,9 +79,6 @@ def attention_products(mechanism: Mechanism, head_dim: int, length: int) -> tupl
 def training_flops(config: DecoderConfig, length: int) -> float:
     """Operations of training on one token of rows of `length`: two for each multiplication, and the backward pass
     has two products for each of the forward pass.
-
-    Raises:
-      ValueError: see `decoder_multiplications`.
     """
     return 6 * sum(decoder_multiplications(config, length)) / length
 

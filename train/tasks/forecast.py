@@ -28,11 +28,12 @@ from train.data.series import (
 )
 from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs
 from train.tasks.copy import CopyModelConfig, copy_objective
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, objective_of, shapes
 
 LossKind = Literal["squared", "absolute"]
@@ -82,23 +83,20 @@ AnyForecastConfig = ForecastConfig | TokenForecastConfig
 F = TypeVar("F", ForecastConfig, TokenForecastConfig)
 
 
-def _loop() -> LoopConfig:
-    return LoopConfig(
-        steps=1_000, batch=32, eval_every=100, checkpoint_every=100, patience=5, keep_checkpoints=1
-    )
-
-
+_LOOP = LoopConfig(
+    steps=1_000, batch=32, eval_every=100, checkpoint_every=100, patience=5, keep_checkpoints=1
+)
 _SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 128, "dropout": 0.1}
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=50, weight_decay=0.05, beta2=0.98)
 
 _ENCODER = ForecastConfig(
-    loop=_loop(),
+    loop=_LOOP,
     data=SeriesConfig(),
     model=ForecastModelConfig(**_SIZES, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,
 )
 _TOKENS = TokenForecastConfig(
-    loop=_loop(),
+    loop=_LOOP,
     data=TokenSeriesConfig(),
     model=CopyModelConfig(**_SIZES, encoder_layers=2, mechanism=FullConfig()),
     optimizer=_OPTIMIZER,
@@ -218,13 +216,9 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
         if data is None and config.data.features == "multivariate":
             data = load_series(config.data)
         columns = 1 if data is None else len(data.columns)
-        model = dataclasses.replace(
-            config.model,
-            num_inputs=columns + 1 + CLOCK,
-            num_outputs=columns,
-            max_length=config.data.lookback + config.data.horizon,
-        )
-        return dataclasses.replace(config, model=model)
+        length = config.data.lookback + config.data.horizon
+        sizes = {"num_inputs": columns + 1 + CLOCK, "num_outputs": columns, "max_length": length}
+        return config.changed(model=sizes)
 
     def objective(self, model: Regressor, config: ForecastConfig) -> Objective:
         return forecast_objective(model, config)

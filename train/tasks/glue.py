@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, softmax_loss, weighted_sums
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, Task, objective_of, shapes
 
 
@@ -47,10 +48,8 @@ class GlueConfig(RunConfig):
         return {"checkpoint": "with from_scratch True"} if self.from_scratch else {}
 
 
-class GlueData(NamedTuple):
-    """The examples of some splits."""
-
-    examples: Mapping[str, Examples]
+GlueData = Mapping[str, Examples]
+"""The examples of some splits."""
 
 
 # Training examples of the tasks; nine tenths of them are trained on.
@@ -130,11 +129,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
     following = ("eval.glue --workdir {run}",)
 
     def _pretrained(self, config: GlueConfig) -> Any:
-        """The configuration of the masked language model.
-
-        Raises:
-          UserError: the folder has none.
-        """
+        """The configuration of the masked language model."""
         return pretrained_run([MLM], config.pretrained)[1]
 
     def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
@@ -142,7 +137,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         planned, the network of the configuration."""
         classes = max(2, len(GLUE_TASKS[config.data.task].classes))
         if not config.pretrained:
-            return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=classes))
+            return config.changed(model={"num_classes": classes})
         found = self._pretrained(config).model
         if config.data.length > found.max_length and found.positions == "learned":
             raise UserError(
@@ -180,18 +175,18 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
                 f"--pretrained: the network of {config.pretrained} has {config.model.vocab_size - SPECIAL} tokens, "
                 f"its tokenizer {tokenizer.vocab_size}"
             )
-        return GlueData(load_glue(config.data, tokenizer, separator, splits))
+        return load_glue(config.data, tokenizer, separator, splits)
 
     def describe_data(self, config: GlueConfig, data: GlueData) -> str:
-        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
+        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.items())
         return f"{config.data.task} of GLUE, {config.data.data_dir}, {counts}"
 
     def training_batches(self, config: GlueConfig, data: GlueData, **options: Any) -> TrainBatches:
         buckets = default_buckets(config.data.length)
-        return TrainBatches(data.examples["train"], buckets=buckets, **options)
+        return TrainBatches(data["train"], buckets=buckets, **options)
 
     def held_out_batches(self, config: GlueConfig, data: GlueData, split: str, **options: Any) -> EvalBatches:
-        return EvalBatches(data.examples[split], buckets=default_buckets(config.data.length), **options)
+        return EvalBatches(data[split], buckets=default_buckets(config.data.length), **options)
 
     def predict(
         self, config: GlueConfig, model: Classifier, params: Any, data: GlueData, split: str
@@ -204,12 +199,9 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
             logits: Any = model.apply({"params": params}, tokens, lengths=lengths)
             return logits.argmax(-1) if classes else scores(logits)
 
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for batch in self.held_out(config, data, split):
-            kept = batch["weights"] > 0
-            predicted = np.asarray(run(params, batch["tokens"], batch["lengths"]))
-            found.append((predicted[kept], batch["targets"][kept]))
-        predicted, true = (np.concatenate(parts) for parts in zip(*found))
+        predicted, true = self.predictions(
+            config, data, split, lambda batch: run(params, batch["tokens"], batch["lengths"])
+        )
         return predicted, true if classes else true / SCORE_STEPS
 
 

@@ -27,11 +27,12 @@ from train.data.graphs.load import GraphDataConfig, load_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapath_graph
 from train.data.graphs.subgraphs import Subgraphs
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
-from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, classification, outputs, weighted_sums
+from train.tasks.mup import make_rates
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, shapes
 
 
@@ -81,25 +82,6 @@ _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 """The longest metapath of each graph."""
 
 
-def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
-    """A transformer over the token lists of the nodes."""
-    return GraphRunConfig(
-        loop=LoopConfig(steps=200, batch=128, eval_every=20, checkpoint_every=200, keep_checkpoints=1),
-        data=GraphDataConfig(metapath_length=_METAPATHS[dataset]),
-        model=GraphModelConfig(
-            network="tokens",
-            num_layers=2,
-            d_model=64,
-            num_heads=4,
-            d_ff=128,
-            dropout=0.5,
-            input_dropout=0.5,
-            mechanism=mechanism,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, weight_decay=0.1),
-    )
-
-
 def _graph(network: Network) -> GraphRunConfig:
     """A network over the whole graph, all training nodes in every step."""
     return GraphRunConfig(
@@ -118,11 +100,19 @@ def _graph(network: Network) -> GraphRunConfig:
     )
 
 
+def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
+    """A transformer over the token lists of the nodes."""
+    return _graph("tokens").changed(
+        loop={"steps": 200, "batch": 128, "eval_every": 20, "checkpoint_every": 200},
+        data={"metapath_length": _METAPATHS[dataset]},
+        model={"d_ff": 128, "mechanism": mechanism},
+        optimizer={"learning_rate": 1e-3, "warmup_steps": 20},
+    )
+
+
 def _set(mechanism: Mechanism) -> GraphRunConfig:
     """A transformer over all nodes at once."""
-    found = _graph("nodes")
-    model = dataclasses.replace(found.model, mechanism=mechanism, d_ff=128)
-    return dataclasses.replace(found, model=model)
+    return _graph("nodes").changed(model={"mechanism": mechanism, "d_ff": 128})
 
 
 _SET: dict[str, Mechanism] = {"full": FullConfig()} | {
@@ -141,32 +131,24 @@ def _presets() -> dict[str, GraphRunConfig]:
     for dataset in _METAPATHS:
         found |= {f"{dataset}-{name}": _tokens(dataset, mechanism) for name, mechanism in _ATTENTION.items()}
         found |= {f"{dataset}-{network}": _graph(network) for network in _MESSAGES}
-        gcn = found[f"{dataset}-gcn"]
-        model = dataclasses.replace(gcn.model, num_layers=4 if dataset == "imdb" else 3)
-        found[f"{dataset}-gcn"] = dataclasses.replace(gcn, model=model)
+        found[f"{dataset}-gcn"] = _graph("gcn").changed(model={"num_layers": 4 if dataset == "imdb" else 3})
         # All neighbours along a metapath are up to half of the nodes.
-        data = GraphDataConfig(metapath_length=4 if dataset == "dblp" else 2, neighbours=32)
-        han = found[f"{dataset}-han"]
-        model = dataclasses.replace(han.model, num_layers=1)
-        found[f"{dataset}-han"] = dataclasses.replace(han, data=data, model=model)
+        data = {"metapath_length": 4 if dataset == "dblp" else 2, "neighbours": 32}
+        found[f"{dataset}-han"] = _graph("han").changed(data=data, model={"num_layers": 1})
     for dataset in ("20news", "images"):
-        found |= {f"{dataset}-{name}": _set(mechanism) for name, mechanism in _SET.items()}
-        for name in ("mlp", "gcn", "gat", "nodeformer"):
-            config = _graph(name)
-            data = dataclasses.replace(config.data, nearest=0 if name == "mlp" else 10)
-            found[f"{dataset}-{name}"] = dataclasses.replace(config, data=data)
-        for name in (*_SET, "mlp", "gcn", "gat", "nodeformer"):
-            config = found[f"{dataset}-{name}"]
-            # Of an MLP on 20News half of the features' entries dropped cost four points on the validation nodes.
-            model = dataclasses.replace(config.model, input_dropout=0.0)
-            found[f"{dataset}-{name}"] = dataclasses.replace(config, model=model)
+        # Of an MLP on 20News half of the features' entries dropped cost four points on the validation nodes.
+        all_inputs = {"input_dropout": 0.0}
+        for name, mechanism in _SET.items():
+            found[f"{dataset}-{name}"] = _set(mechanism).changed(model=all_inputs)
+        compared: tuple[Network, ...] = ("mlp", "gcn", "gat", "nodeformer")
+        for network in compared:
+            nearest = {"nearest": 0 if network == "mlp" else 10}
+            found[f"{dataset}-{network}"] = _graph(network).changed(data=nearest, model=all_inputs)
         # The settings of its authors' script for 20News, but for the width of a head.
-        config = found[f"{dataset}-nodeformer"]
-        found[f"{dataset}-nodeformer"] = dataclasses.replace(
-            config,
-            loop=dataclasses.replace(config.loop, steps=200, checkpoint_every=200),
-            model=dataclasses.replace(config.model, dropout=0.0),
-            optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3),
+        found[f"{dataset}-nodeformer"] = found[f"{dataset}-nodeformer"].changed(
+            loop={"steps": 200, "checkpoint_every": 200},
+            model={"dropout": 0.0},
+            optimizer={"learning_rate": 1e-3},
         )
     return found
 
@@ -217,9 +199,6 @@ def graph_objective(model: NodeClassifier, z_loss: float = 0.0) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
     their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
     the checkpoint: the loss rises again while they still get better. In training, a network's loss on edges is added.
-
-    Raises:
-      ValueError: z_loss without a softmax.
     """
     config = model.config
     if config.multi_label and z_loss:
@@ -264,21 +243,17 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         """The graph decides the kinds of tokens and nodes, and the classes; if it is not read, the defaults do."""
         row_targets = 1 if config.model.network == "tokens" else config.data.row_targets
         if data is None:
-            planned = dataclasses.replace(config.data, row_targets=max(row_targets, 1))
-            return dataclasses.replace(config, data=planned)
+            return config.changed(data={"row_targets": max(row_targets, 1)})
         graph = data.graph
         row_targets = row_targets or _targets_of_row(config, graph)
-        model = dataclasses.replace(
-            config.model,
-            kinds=data.source.kinds,
-            num_features=graph.features[0].shape[1],
-            num_relations=max(len(graph.relations), 1),
-            num_classes=graph.num_classes,
-            multi_label=graph.is_multi_label,
-        )
-        return dataclasses.replace(
-            config, model=model, data=dataclasses.replace(config.data, row_targets=row_targets)
-        )
+        sizes = {
+            "kinds": data.source.kinds,
+            "num_features": graph.features[0].shape[1],
+            "num_relations": max(len(graph.relations), 1),
+            "num_classes": graph.num_classes,
+            "multi_label": graph.is_multi_label,
+        }
+        return config.changed(model=sizes, data={"row_targets": row_targets})
 
     def objective(self, model: NodeClassifier, config: GraphRunConfig) -> Objective:
         return graph_objective(model, config.z_loss)
@@ -330,15 +305,13 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         self, config: GraphRunConfig, model: NodeClassifier, params: Any, data: GraphData, split: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """The predicted and the true classes of a split's nodes, (N,), or (N, C) zeros and ones, in one order."""
-        run = jax.jit(lambda params, batch: apply_to(model, params, batch))
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for batch in self.held_out(config, data, split):
-            kept = batch["weights"] > 0
-            logits = np.asarray(run(params, batch.arrays))[kept]
-            predicted = (logits > 0).astype(np.int32) if config.model.multi_label else logits.argmax(axis=-1)
-            found.append((predicted, batch["targets"][kept]))
-        predicted, true = (np.concatenate(parts) for parts in zip(*found))
-        return predicted, true
+
+        @jax.jit
+        def run(params: Any, batch: Arrays) -> Any:
+            logits = apply_to(model, params, batch)
+            return (logits > 0).astype(jnp.int32) if config.model.multi_label else logits.argmax(axis=-1)
+
+        return self.predictions(config, data, split, lambda batch: run(params, batch.arrays))
 
 
 GRAPH = GraphTask()

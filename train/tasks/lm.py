@@ -126,11 +126,7 @@ def vocabulary(tokenizer: str) -> int:
 
 
 def vocabulary_of(config: DataConfig, data: LmData | None) -> int:
-    """The size of the vocabulary of a run's text: from the data if they have been read, else from the options.
-
-    Raises:
-      UserError: the options do not give it.
-    """
+    """The size of the vocabulary of a run's text: from the data if they have been read, else from the options."""
     if data is not None:
         return data.tokenizer.vocab_size
     if config.data.startswith("tokens:"):

@@ -205,11 +205,8 @@ def _openwebtext(mechanism: Mechanism) -> LmConfig:
 
 def _hybrid(mechanism: Mechanism, run: int, other: Mechanism) -> LmConfig:
     """`_openwebtext` with a layer of another mechanism after every `run` layers of the first, twice."""
-    config = _openwebtext(mechanism)
-    model = dataclasses.replace(
-        config.model, num_layers=2 * (run + 1), late_mechanism=other, schedule="alternate", early_layers=run
-    )
-    return dataclasses.replace(config, model=model)
+    layers = {"num_layers": 2 * (run + 1), "early_layers": run}
+    return _openwebtext(mechanism).changed(model={**layers, "late_mechanism": other, "schedule": "alternate"})
 
 
 def _brl(size: int, history: int) -> BRLConfig:

@@ -67,15 +67,11 @@ class LraTask(ArenaTask[LraConfig]):
         config = dataclasses.replace(config, model=model)
         if config.pretrained:
             _, found = self._pretrained(config)
-            model = dataclasses.replace(model, vocab_size=found.model.vocab_size)
-        return dataclasses.replace(config, model=model)
+            config = config.changed(model={"vocab_size": found.model.vocab_size})
+        return config
 
     def _pretrained(self, config: LraConfig) -> tuple[Task[Any, Any], Any]:
-        """The task and the configuration of the run that this one starts from.
-
-        Raises:
-          UserError: the folder has none, or one of another network.
-        """
+        """The task and the configuration of the run that this one starts from."""
         task, found = pretrained_run([self, LRA_DENOISE, LRA_TRACE], config.pretrained)
         has_table = "learned" in (found.model.positions, config.model.positions)
         for name in (field.name for field in dataclasses.fields(EncoderConfig)):
@@ -118,11 +114,7 @@ class LraTask(ArenaTask[LraConfig]):
         return params
 
     def _head(self, model: Any, params: Any, config: LraConfig) -> Mapping[str, Any]:
-        """The head that starts as the linear map fitted to the first training examples.
-
-        Raises:
-          UserError: the network's hidden layer is too narrow for it, or several processes train.
-        """
+        """The head that starts as the linear map fitted to the first training examples."""
         if jax.process_count() > 1:
             raise UserError(
                 f"--fit_head: expected 0 with {jax.process_count()} processes, got {config.fit_head}"

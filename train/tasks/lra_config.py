@@ -46,10 +46,11 @@ from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.data.lra.listops import ListOpsSpec
 from train.data.lra.tasks import LraDataConfig
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
+from train.tasks.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +104,6 @@ _Model = TypeVar("_Model", bound=EncoderConfig)
 def for_rows(data: LraDataConfig, model: _Model, **changes: Any) -> _Model:
     """A network for the rows of a task, with some fields changed. Mechanisms whose settings follow the length take that
     of the longest bucket, so that a sequence is read alike in every bucket.
-
-    Raises:
-      UserError: a mechanism's grid does not fit the task's images.
     """
     _check_grid(data, model)
     longest = data.padded_lengths[-1]
@@ -422,22 +420,21 @@ def _small(task: str) -> LraConfig:
 def _paths(mechanism: Mechanism) -> LraConfig:
     """Windows in two dimensions for pathfinder: narrow layers, enough for a dot's signal to reach the middle of a
     path, which keep to the lit pixels around each, without positions (docs/lra.md)."""
-    small = _small("pathfinder")
-    return LraConfig(
-        dataclasses.replace(small.loop, steps=400, batch=16, eval_every=100, checkpoint_every=100),
-        dataclasses.replace(small.data, train_examples=6_000, valid_examples=500),
-        dataclasses.replace(
-            small.model,
-            num_layers=12,
-            d_model=16,
-            num_heads=1,
-            d_ff=48,
-            positions="none",
-            mechanism=mechanism,
-            pooling="mean",
-        ),
-        OptimizerConfig(learning_rate=4e-3, warmup_steps=30, beta2=0.98, weight_decay=0.01),
+    config = _small("pathfinder").changed(
+        loop={"steps": 400, "batch": 16, "eval_every": 100, "checkpoint_every": 100},
+        data={"train_examples": 6_000, "valid_examples": 500},
+        model={
+            "num_layers": 12,
+            "d_model": 16,
+            "num_heads": 1,
+            "d_ff": 48,
+            "positions": "none",
+            "mechanism": mechanism,
+            "pooling": "mean",
+        },
     )
+    optimizer = OptimizerConfig(learning_rate=4e-3, warmup_steps=30, beta2=0.98, weight_decay=0.01)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _brl(size: int) -> BRLConfig:

@@ -16,13 +16,12 @@ from brl_jax.models import MaskedLM
 from train.data.lra.tasks import LRA_TASKS
 from train.data.masking import MaskedBatches, MaskedHeldOut
 from train.engine.batch import HeldOut
-from train.engine.config import RunConfig
-from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.step import Objective, means, perplexity
+from train.engine.step import Objective
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
-from train.tasks.lra_data import ArenaTask, LraData
-from train.tasks.mlm import masked_shapes, mlm_objective
+from train.tasks.lra_data import ArenaTask, LraData, changed_options
+from train.tasks.mlm import masked_measures, masked_shapes, mlm_objective
+from train.tasks.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +99,7 @@ class LraDenoiseTask(ArenaTask[DenoiseConfig]):
     def measures(
         self, config: DenoiseConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
-        metrics = means(sums)
-        return {**metrics, "perplexity": perplexity(metrics["loss"]), "tokens": round(sums["weight"])}
+        return masked_measures(sums)
 
     def next_commands(self, config: DenoiseConfig, data: LraData) -> Sequence[Sequence[str]]:
         network = changed_options(PRESETS[config.data.task], config)

@@ -18,12 +18,11 @@ from jaxtyping import Array
 from brl_jax.models import TokenClassifier
 from train.data.lra.tasks import LRA_TASKS
 from train.engine.batch import Arrays, HeldOut
-from train.engine.config import RunConfig
-from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
 from train.engine.step import Objective, classification, means, outputs, weighted_sums
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
-from train.tasks.lra_data import ArenaTask, LraData
+from train.tasks.lra_data import ArenaTask, LraData, changed_options
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, objective_of, shapes
 
 

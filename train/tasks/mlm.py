@@ -28,7 +28,6 @@ from train.data.dataset import DataConfig, load, training_batches
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
 from train.engine.batch import Arrays, HeldOut
-from train.engine.config import RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
 from train.engine.mesh import host_rows
@@ -36,6 +35,7 @@ from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, means, outputs, perplexity
 from train.tasks.lm import LmData, TextTask, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig, long_loop
+from train.tasks.run_config import RunConfig
 from train.tasks.task import TOKEN, classifier_objective, shapes
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
@@ -106,12 +106,10 @@ def _small(mechanism: Mechanism) -> MlmConfig:
 def _uncased() -> MlmConfig:
     """English text as lower-case words: what a network of this size learns from them carries over to GLUE's sentences
     with any case and spacing. A quarter of the tokens are masked, which costs less time than reading more text."""
-    small = _small(FullConfig())
-    return dataclasses.replace(
-        small,
-        loop=dataclasses.replace(small.loop, steps=2000, batch=16),
-        data=MlmDataConfig(tokenizer="bpe-uncased:8192", mask_share=0.25, pack="auto"),
-        model=dataclasses.replace(small.model, num_heads=2),
+    return _small(FullConfig()).changed(
+        loop={"steps": 2000, "batch": 16},
+        data={"tokenizer": "bpe-uncased:8192", "mask_share": 0.25},
+        model={"num_heads": 2},
     )
 
 
@@ -217,6 +215,13 @@ def masked_shapes(rows: int, length: int, share: float) -> dict[str, Any]:
     return shapes(integers, {"weights": asked})
 
 
+def masked_measures(sums: Mapping[str, float]) -> dict[str, Any]:
+    """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
+    loss, accuracy = (means(sums)[name] for name in ("loss", "accuracy"))
+    tokens = round(sums["weight"])
+    return {"accuracy": accuracy, "perplexity": perplexity(loss), "loss": loss, "tokens": tokens}
+
+
 class MlmTask(TextTask[MlmConfig]):
     """Masked language modeling; rows are pieces of the text, without memory, whose documents may be kept apart."""
 
@@ -281,14 +286,7 @@ class MlmTask(TextTask[MlmConfig]):
     def measures(
         self, config: MlmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
-        metrics = means(sums)
-        return {
-            "accuracy": metrics["accuracy"],
-            "perplexity": perplexity(metrics["loss"]),
-            "loss": metrics["loss"],
-            "tokens": round(sums["weight"]),
-        }
+        return masked_measures(sums)
 
     def describe_data(self, config: MlmConfig, data: LmData) -> str:
         counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())

@@ -17,11 +17,7 @@ from train.tasks.task import Task, read_config
 
 
 def pretrained_run(tasks: Sequence[Task[Any, Any]], folder: str) -> tuple[Task[Any, Any], Any]:
-    """The task, one of these, and the configuration of the run in a folder.
-
-    Raises:
-      UserError: the folder has none.
-    """
+    """The task, one of these, and the configuration of the run in a folder."""
     check_client("--pretrained", folder)
     try:
         return read_config(tasks, epath.Path(folder) / "config.json")
@@ -30,11 +26,7 @@ def pretrained_run(tasks: Sequence[Task[Any, Any]], folder: str) -> tuple[Task[A
 
 
 def pretrained_weights(task: Task[Any, Any], config: Any, folder: str, checkpoint: str) -> Any:
-    """The parameters (NumPy arrays) in a checkpoint of that run: best, last or a step.
-
-    Raises:
-      UserError: there is no such checkpoint, or it is damaged.
-    """
+    """The parameters (NumPy arrays) in a checkpoint of that run: best, last or a step."""
     checkpoints = Checkpoints(epath.Path(folder) / "checkpoints", log=log)
     init = task.objective(task.model(config), config).init
     step, params = checkpoints.read_params(init, checkpoint, option="--pretrained")

@@ -88,10 +88,7 @@ def _small(
 def _hybrid(mechanism: Mechanism, other: Mechanism) -> RecallConfig:
     """`_small` with a layer of another mechanism after every layer of the first; with `--num_layers 4 --early_layers 3`
     after every three."""
-    config = _small(mechanism)
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, late_mechanism=other, schedule="alternate")
-    )
+    return _small(mechanism).changed(model={"late_mechanism": other, "schedule": "alternate"})
 
 
 def _zoology(mechanism: Mechanism) -> RecallConfig:

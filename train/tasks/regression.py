@@ -16,10 +16,11 @@ from brl_jax.models import Regressor, RegressorConfig
 from train.data.drawn import DrawnBatches
 from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, least_squares_errors
 from train.engine.batch import Arrays
-from train.engine.config import LoopConfig, RunConfig
+from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs, weighted_sums
+from train.tasks.run_config import RunConfig
 from train.tasks.task import Task, objective_of, shapes
 
 
@@ -174,10 +175,8 @@ class RegressionTask(Task[RegressionConfig, None]):
 
     def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
         """The prompts decide the inputs and the length."""
-        model = dataclasses.replace(
-            config.model, num_inputs=config.data.input_dim + 1, max_length=2 * config.data.pairs
-        )
-        return dataclasses.replace(config, model=model)
+        sizes = {"num_inputs": config.data.input_dim + 1, "max_length": 2 * config.data.pairs}
+        return config.changed(model=sizes)
 
     def objective(self, model: Regressor, config: RegressionConfig) -> Objective:
         return regression_objective(model, config.data.prompt)

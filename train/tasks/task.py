@@ -21,19 +21,21 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.config import RunConfig
-from train.engine.config_file import differences, from_json, read_values, to_json
+from brl_jax.configuration import configuration, to_json
+from train.engine.batch import Arrays, Batch, HeldOut, Stream
+from train.engine.config_file import differences, read_values
 from train.engine.errors import UserError
 from train.engine.evaluation import evaluate
 from train.engine.fields import Mark, marked
-from train.engine.mesh import host_rows
+from train.engine.mesh import host_rows, open_mesh
 from train.engine.metrics import log
-from train.engine.mup import make_rates
 from train.engine.step import Loss, Objective, classification, make_eval_step, means, weighted_sums
+from train.tasks.mup import make_rates
+from train.tasks.run_config import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
 D = TypeVar("D")
+T = TypeVar("T")
 
 
 class Streams(NamedTuple):
@@ -128,27 +130,15 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def load(self, config: C, splits: Sequence[str]) -> D:
-        """Reads or makes the data of some of the splits train, valid and test.
-
-        Raises:
-          UserError: the data cannot be read.
-        """
+        """Reads or makes the data of some of the splits train, valid and test."""
 
     @abc.abstractmethod
     def training_batches(self, config: C, data: D, **options: Any) -> Stream:
-        """Endless training batches.
-
-        Args:
-          options: batch, the rows of all processes together; seed; and rows, the indices of those to give.
-        """
+        """Endless training batches; options: batch, seed and rows (`train.data.repeated`)."""
 
     @abc.abstractmethod
     def held_out_batches(self, config: C, data: D, split: str, **options: Any) -> HeldOut:
-        """One pass over the valid or test split.
-
-        Args:
-          options: batch and rows, as for `training_batches`.
-        """
+        """One pass over the valid or test split; options: batch and rows."""
 
     def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
         """The training batches; those rows that belong to this process."""
@@ -192,12 +182,31 @@ class Task(abc.ABC, Generic[C, D]):
 
     # What every task does alike.
 
-    def build(self, config: C) -> Any:
-        """The model of a configuration (from `sized`), checked on a batch's shapes.
+    def open_mesh(self, config: C, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh of a run, by default of the devices of all processes.
 
         Raises:
-          UserError: its parts don't fit each other or the batch.
+          UserError: it does not divide the rows, the tokens or the heads evenly.
         """
+        mesh = open_mesh(config.mesh, config.loop, devices)
+        model, length = config.model, self.row_length(config)
+        sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
+        if length is not None and sequence > 1:
+            if length % sequence:
+                raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
+            for mechanism in model.mechanisms:
+                try:
+                    mechanism.check_shards(length, sequence)
+                except ValueError as error:
+                    raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
+        key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
+        for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):
+            if heads % tensor:
+                raise UserError(f"--mesh.tensor: expected a divisor of --{name} {heads}, got {tensor}")
+        return mesh
+
+    def build(self, config: C) -> Any:
+        """The model of a configuration (from `sized`), checked on a batch's shapes."""
         rows = config.loop.microbatch
         try:
             model = self.model(config)
@@ -220,6 +229,17 @@ class Task(abc.ABC, Generic[C, D]):
         sums = evaluate(jax.jit(make_eval_step(objective)), objective, params, held_out)
         assert sums is not None
         return self.measures(config, data, split, held_out, sums)
+
+    def predictions(
+        self, config: C, data: D, split: str, answer: Callable[[Batch], Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The answers to the targets of a split that have weight, and the targets, in one order."""
+        found = []
+        for batch in self.held_out(config, data, split):
+            kept = np.asarray(batch["weights"]) > 0
+            found.append((np.asarray(answer(batch))[kept], batch["targets"][kept]))
+        answers, targets = (np.concatenate(parts) for parts in zip(*found))
+        return answers, targets
 
     def to_json(self, config: C) -> dict[str, Any]:
         """What config.json holds: the task's name and the configuration."""
@@ -251,15 +271,20 @@ class Task(abc.ABC, Generic[C, D]):
         return frozenset(marked(self.config_class, Mark.FREE))
 
 
-def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:
-    """The task and the configuration of a run, from its config.json.
-
-    Args:
-      tasks: those that the run may be of.
+def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
+    """The configuration that `brl_jax.configuration.to_json` wrote; missing fields have their defaults.
 
     Raises:
-      UserError: there is no such file, it is damaged, or the run is of another task.
+      UserError: a field or mechanism that this version doesn't know, or a value out of range.
     """
+    try:
+        return configuration(kind, values)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:
+    """The task and the configuration of a run, from its config.json."""
     values = read_values(path)
     name = values.pop("task")
     values.pop("network", None)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias
 
@@ -155,29 +155,30 @@ def check_bias(bias: Any, query: Array, key: Array) -> Any:
         hasattr(bias, "shape") and hasattr(bias, "dtype"),
         f"bias must be a PositionBias or an array, got {type(bias).__name__}",
     )
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    require(
-        len(bias.shape) <= 4 and all(s in (1, f) for s, f in zip(bias.shape[::-1], full[::-1])),
-        f"bias must broadcast to (batch, heads, queries, keys) = {full}, got shape {bias.shape}",
-    )
+    bias = _of_pairs("bias", bias, query, key)
     require(jnp.issubdtype(bias.dtype, jnp.floating), f"bias must be floating point, got {bias.dtype}")
-    return jnp.asarray(bias).reshape((1,) * (4 - len(bias.shape)) + tuple(bias.shape))
+    return bias
 
 
 def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
     """The mask, with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
     if mask is None:
         return None
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     require(
         hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
         f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
     )
+    return _of_pairs("mask", mask, query, key)
+
+
+def _of_pairs(name: str, array: Any, query: Array, key: Array) -> Any:
+    """An array of pairs of tokens, with four axes."""
+    full, shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1]), tuple(array.shape)
     require(
-        len(mask.shape) <= 4 and all(s in (1, f) for s, f in zip(mask.shape[::-1], full[::-1])),
-        f"mask must broadcast to (batch, heads, queries, keys) = {full}, got shape {mask.shape}",
+        len(shape) <= 4 and all(s in (1, f) for s, f in zip(shape[::-1], full[::-1])),
+        f"{name} must broadcast to (batch, heads, queries, keys) = {full}, got shape {shape}",
     )
-    return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
+    return jnp.asarray(array).reshape((1,) * (4 - len(shape)) + shape)
 
 
 def check_lengths(name: str, lengths: Any, batch: int, longest: int | None = None) -> Array | None:
@@ -216,8 +217,9 @@ def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tu
     return tuple(ids)
 
 
-def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
-    """Raises ValueError unless positions are (1, T) or (B, T), and queries and keys are the same tokens."""
+def check_positions(positions: Any, query: Array, key: Array) -> Int[Array, "B T"]:
+    """The positions of each row; raises ValueError unless they are (1, T) or (B, T), and queries and keys are the same
+    tokens."""
     batch, length = query.shape[:2]
     shape = getattr(positions, "shape", type(positions).__name__)
     dtype = getattr(positions, "dtype", jnp.int32)
@@ -227,6 +229,7 @@ def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
         f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
         f"tokens, got {shape} with {key.shape[1]} keys",
     )
+    return jnp.broadcast_to(positions, (batch, length))
 
 
 def pad_features(x: Float[Array, "*rows H"], width: int) -> Float[Array, "*rows W"]:

@@ -1,10 +1,11 @@
-"""Types of loop carries under `jax.shard_map`."""
+"""What loops may carry: arrays that vary alike under `jax.shard_map`, and gradients of floating-point arrays."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 T = TypeVar("T")
@@ -27,3 +28,8 @@ def vary_like(tree: T, others: Any, *, but: str | None = None) -> T:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(widen, tree) if axes else tree
+
+
+def of_floats(tree: T) -> T:
+    """The tree, with None for the leaves that are not floating point, such as the gradients of integers."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.biases import ALiBi
+from brl_jax.attention.core.checks import pad_features
 from brl_jax.attention.core.softmax import gradient_of_kernel, merge_kernels
 from brl_jax.attention.core.tpu_blocks import BLOCK, all_blocks
 from brl_jax.attention.dense.full_xla import FullArrays
@@ -109,7 +110,7 @@ def _run(
     query_dim, value_dim = query.shape[3], value.shape[3]
     # The kernel has one head dimension; lanes of zeros change neither scores nor gradients.
     width = max(query_dim, value_dim)
-    query, key, value = (_widened(x, width) for x in (query, key, value))
+    query, key, value = (pad_features(x, width) for x in (query, key, value))
     out, lse = kernels.tpu.block_attention(
         query,
         key,
@@ -125,7 +126,7 @@ def _run(
         query_lengths=query_lengths,
         key_lengths=key_lengths,
         return_log_sum_exp=True,
-        known=known and (_widened(known[0], width), known[1]),
+        known=known and (pad_features(known[0], width), known[1]),
         interpret=interpret,
         **_blocks(x, is_causal, offset),
     )
@@ -139,7 +140,3 @@ def _without_hidden_keys(query: Array, key: Array, value: Array, mask: Array, se
     every = jnp.ones((1, query.shape[1]), bool)
     query_ids, key_ids = segments
     return key, value, mark_absent(query_ids, key_ids, every, seen, query.shape[0])
-
-
-def _widened(x: Array, width: int) -> Array:
-    return x if x.shape[3] == width else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),))

@@ -30,7 +30,6 @@ from brl_jax.attention.core.checks import (
     check_scale,
     check_segments,
     check_sinks,
-    require,
 )
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.on_mesh import Cut, absent
@@ -63,35 +62,14 @@ def full_attention(
     logits_soft_cap: Positive | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`brl_jax.full_attention` of sequences that are sharded over `axis_name`, T queries and S keys per device.
+    """`brl_jax.full_attention` of shards, T queries and S keys per device; if is_causal, T = S and even. Lengths are of
+    the whole sequences. "cudnn" returns no log-sum-exp.
 
     Memory is O(T + S) for this device's tokens. Each of n devices sends keys and values n - 1 times while it computes.
     The backward pass computes the scores twice, and sends keys and values together with their gradients.
-
-    Args:
-      query, key, value: this device's tokens; if is_causal, T = S and even.
-      axis_name: the mesh axis; the shards of a sequence follow its order.
-      key_value_seq_lengths: (B,), of the whole sequences.
-      segment_ids: of this device's tokens.
-      sinks: (N,), of the heads of this device.
-      is_causal, scale, logits_soft_cap: as in `brl_jax.full_attention`.
-      implementation: as there, except "cudnn", which returns no log-sum-exp.
-
-    Returns:
-      (B, T, N, V) in query's dtype, for this device's queries.
-
-    Raises:
-      ValueError: shapes or dtypes do not fit; or is_causal with an odd number of tokens, or T unequal to S.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    length, keys = query.shape[1], key.shape[1]
-    if is_causal:
-        require(
-            length == keys and length % 2 == 0,
-            "query and key must have the same even number of tokens per device if is_causal, "
-            f"got {length} and {keys}",
-        )
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
     sinks, cap = check_sinks(sinks, query.shape[2]), logits_soft_cap and float(logits_soft_cap)
@@ -112,10 +90,7 @@ def hopfield_attention(
     steps: int = 1,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """`brl_jax.hopfield_attention` of sharded sequences: this module's `full_attention`, once for each step.
-
-    Takes `steps` and the arguments of `full_attention`, except sinks and logits_soft_cap.
-    """
+    """`brl_jax.hopfield_attention` of shards: this module's `full_attention`, once for each step."""
     for _ in range(steps - 1):
         query = full_attention(query, key, key, **options)
     return full_attention(query, key, value, **options)

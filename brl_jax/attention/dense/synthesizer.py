@@ -13,6 +13,7 @@ from brl_jax.attention.core.checks import (
     check_floating,
     check_lengths,
     check_offset,
+    check_qkv,
     require,
     zero_padding,
 )
@@ -115,9 +116,7 @@ def _check(value: Any, rows: Any, columns: Any, column_bias: Any) -> None:
             f"{name} must be an array, got {type(array).__name__}",
         )
         require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
-    require(
-        value.ndim == 4, f"value must have shape (batch, length, heads, head_dim), got shape {value.shape}"
-    )
+    check_qkv(value, value, value, ("value",) * 3)
     require(
         rows.ndim == 3 or (rows.ndim == 4 and rows.shape[0] == value.shape[0]),
         f"rows must have shape (length, heads, rank) or ({value.shape[0]}, length, heads, rank), got {rows.shape}",

@@ -250,7 +250,8 @@ def _of_keys_in_reach(
     call: PatternCall, x: CallArrays, query_offset: Int[Array, ""]
 ) -> tuple[PatternCall, CallArrays]:
     """The same call with the keys that its queries reach from a traced offset, at the static offset of the first."""
-    before, after = call.pattern.lookback, 0 if call.is_causal else call.pattern.lookahead
+    before, after = call.pattern.limits
+    after = 0 if call.is_causal else after
     if before is None or after is None:
         raise ValueError(
             f"query_offset must be an int if the pattern reaches everywhere, got a traced one with {call.pattern}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,24 +67,6 @@ def init_diag_state(
     tokens, value_dim = (batch, block_size, num_kv_heads), head_dim if value_dim is None else value_dim
     key, value = (jnp.zeros((*tokens, size), dtype) for size in (head_dim, value_dim))
     return DiagState(key, value, jnp.zeros((), jnp.int32))
-
-
-@overload
-def diag_attention(
-    query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
-    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, return_state: Literal[False] = False,
-    count: Array | int | None = None, implementation: Implementation | None = None,
-) -> Array: ...  # fmt: skip
-
-
-@overload
-def diag_attention(
-    query: Array, key: Array, value: Array, *, block_size: int = 64, score: DiagScore = "softmax",
-    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None, state: DiagState | None = None, return_state: Literal[True],
-    count: Array | int | None = None, implementation: Implementation | None = None,
-) -> tuple[Array, DiagState]: ...  # fmt: skip
 
 
 @attention_function

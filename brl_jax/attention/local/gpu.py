@@ -73,13 +73,14 @@ def _listed(call: PatternCall) -> kernels.triton.Pattern:
     pattern = call.pattern
     # If key_offset is traced, the pattern depends only on distances, and any position of key 0 will do.
     key_position = call.key_offset or 0
-    if pattern.lookback is not None and pattern.lookahead is not None:
+    before, after = pattern.limits
+    if before is not None and after is not None:
         rectangles = tuple(
             (
                 first,
                 first + _RUN,
-                first + call.query_offset - pattern.lookback,
-                first + call.query_offset + _RUN + pattern.lookahead,
+                first + call.query_offset - before,
+                first + call.query_offset + _RUN + after,
             )
             for first in range(0, call.num_queries, _RUN)
         )

@@ -31,8 +31,7 @@ class Pattern(Checked):
 
     Attributes:
       causal_ok: whether is_causal=True makes sense.
-      lookback: how far before itself a query can see; None if unbounded.
-      lookahead: how far after itself a query can see; None if unbounded.
+      limits: how far before and after itself a position can see; None where it can see everything.
       granule: None if `visible` computes visibility from positions. Otherwise visibility comes from a table of blocks,
         and this is the number of positions in a block.
     """
@@ -44,12 +43,8 @@ class Pattern(Checked):
         return None
 
     @property
-    def lookback(self) -> int | None:
-        return None
-
-    @property
-    def lookahead(self) -> int | None:
-        return None
+    def limits(self) -> tuple[int | None, int | None]:
+        return None, None
 
     def visible(self, query_positions: Any, key_positions: Any, num_positions: int | None = None) -> Any:
         """Whether each query position sees each key position, apart from is_causal: bools of the broadcast shape.
@@ -65,9 +60,10 @@ class Pattern(Checked):
         if call.key_offset is not None:
             return self._static_parts(call, query_block)
         # Positions are known only at run time: visit every key that the pattern could reach, and mask by position.
-        if self.lookback is None or self.lookahead is None:
+        before, after = self.limits
+        if before is None or after is None:
             return [dense(query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
-        return [band(call, query_block, self.lookback, self.lookahead, self.visible)]
+        return [band(call, query_block, before, after, self.visible)]
 
     def _static_parts(self, call: Extent, query_block: QueryBlock) -> list[Part]:
         raise NotImplementedError
@@ -152,12 +148,8 @@ class SlidingWindow(Pattern):
         return cls(int(width) - 1, 0) if is_causal else cls(int(width) // 2, int(width) // 2)
 
     @property
-    def lookback(self) -> int:
-        return self.left
-
-    @property
-    def lookahead(self) -> int:
-        return self.right
+    def limits(self) -> tuple[int, int]:
+        return self.left, self.right
 
     def visible(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - query_positions
@@ -176,16 +168,12 @@ class Dilated(Pattern):
     dilation: Count
 
     @property
-    def lookback(self) -> int:
-        return self.left * self.dilation
-
-    @property
-    def lookahead(self) -> int:
-        return self.right * self.dilation
+    def limits(self) -> tuple[int, int]:
+        return self.left * self.dilation, self.right * self.dilation
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        inside = (ahead >= -self.lookback) & (ahead <= self.lookahead)
+        ahead, (before, after) = key_positions - query_positions, self.limits
+        inside = (ahead >= -before) & (ahead <= after)
         return inside & (remainder(key_positions, self.dilation) == remainder(query_positions, self.dilation))
 
     def parts(self, call, query_block):
@@ -199,12 +187,8 @@ class BlockDiagonal(Pattern):
     block: Count
 
     @property
-    def lookback(self) -> int:
-        return self.block - 1
-
-    @property
-    def lookahead(self) -> int:
-        return self.block - 1
+    def limits(self) -> tuple[int, int]:
+        return self.block - 1, self.block - 1
 
     def visible(self, query_positions, key_positions, num_positions=None):
         return floor_divide(query_positions, self.block) == floor_divide(key_positions, self.block)
@@ -226,12 +210,8 @@ class Bucketed(Pattern):
     after: Natural = 1
 
     @property
-    def lookback(self) -> int:
-        return (self.before + 1) * self.size - 1
-
-    @property
-    def lookahead(self) -> int:
-        return (self.after + 1) * self.size - 1
+    def limits(self) -> tuple[int, int]:
+        return (self.before + 1) * self.size - 1, (self.after + 1) * self.size - 1
 
     def visible(self, query_positions, key_positions, num_positions=None):
         ahead = floor_divide(key_positions, self.size) - floor_divide(query_positions, self.size)
@@ -252,12 +232,8 @@ class SurroundedBlocks(Pattern):
     reach: Natural
 
     @property
-    def lookback(self) -> int:
-        return self.size - 1 + self.reach
-
-    @property
-    def lookahead(self) -> int:
-        return self.size - 1 + self.reach
+    def limits(self) -> tuple[int, int]:
+        return self.size - 1 + self.reach, self.size - 1 + self.reach
 
     def visible(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - floor_divide(query_positions, self.size) * self.size
@@ -282,16 +258,9 @@ class Neighbourhood(Pattern):
     columns: Natural
 
     @property
-    def _reach(self) -> int:
-        return self.rows * self.width + min(self.columns, self.width - 1)
-
-    @property
-    def lookback(self) -> int:
-        return self._reach
-
-    @property
-    def lookahead(self) -> int:
-        return self._reach
+    def limits(self) -> tuple[int, int]:
+        reach = self.rows * self.width + min(self.columns, self.width - 1)
+        return reach, reach
 
     def visible(self, query_positions, key_positions, num_positions=None):
         below = floor_divide(key_positions, self.width) - floor_divide(query_positions, self.width)
@@ -299,4 +268,4 @@ class Neighbourhood(Pattern):
         return (abs(below) <= self.rows) & (abs(right) <= self.columns)
 
     def _static_parts(self, call, query_block):
-        return [band(call, query_block, self._reach, self._reach, self.visible)]
+        return [band(call, query_block, *self.limits, self.visible)]

@@ -21,7 +21,6 @@ from brl_jax.attention.core.checks import (
     check_scale,
     check_segments,
     check_sinks,
-    require,
 )
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.halo import with_halo
@@ -39,7 +38,8 @@ def cut(function: Any, **arguments: Any) -> Cut | None:
         pattern = SlidingWindow.of_size(arguments["local_window_size"])
     if not isinstance(pattern, Pattern) or not absent(arguments, "state", "return_state"):
         return None
-    bounded = pattern.lookback is not None and (arguments["is_causal"] or pattern.lookahead is not None)
+    before, after = pattern.limits
+    bounded = before is not None and (arguments["is_causal"] or after is not None)
     others = ("bias", "mask", "query_seq_lengths", "query_offset", "key_offset", "return_residual")
     same = arguments["key"].shape[1] == length and absent(arguments, *others)
     axis = sequence_axis(length) if bounded and same else None
@@ -64,36 +64,12 @@ def local_attention(
     logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`brl_jax.local_attention` of sequences that are sharded over `axis_name`, T tokens per device.
-
-    Keys, values and segment ids travel as far as the pattern reaches: each device receives lookback + lookahead tokens,
-    from one neighbour or several.
-
-    Args:
-      query, key, value: this device's tokens.
-      axis_name: the mesh axis; the shards of a sequence follow its order.
-      pattern: its lookback and, unless causal, its lookahead must be bounded.
-      key_value_seq_lengths: (B,), of the whole sequences.
-      sinks: (N,), of the heads of this device.
-      is_causal, scale, segment_ids, logits_soft_cap, implementation: as in `brl_jax.local_attention`; segment ids are
-        this device's.
-
-    Returns:
-      (B, T, N, H) in query's dtype, for this device's queries.
-
-    Raises:
-      ValueError: the pattern is unbounded, or `brl_jax.local_attention` refuses the arguments.
-    """
+    """`brl_jax.local_attention` of shards, T tokens per device, for a pattern of bounded reach; lengths are of whole
+    sequences. Keys, values and segment ids travel as far as the pattern reaches, from one neighbour or several."""
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    require(
-        query.shape[1] == key.shape[1], f"key must have query's {query.shape[1]} tokens, got {key.shape[1]}"
-    )
-    before, after = pattern.lookback, 0 if is_causal else pattern.lookahead
-    require(
-        before is not None and after is not None,
-        f"pattern must have a bounded reach if the sequence is sharded over a mesh axis, got {pattern!r}",
-    )
+    before, after = pattern.limits
+    after = 0 if is_causal else after
     assert before is not None
     assert after is not None
     batch, size = key.shape[:2]

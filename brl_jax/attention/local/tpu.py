@@ -367,8 +367,7 @@ def _pattern(tokens: _Tokens, query: Any, key: Any, pattern: Pattern, key_offset
         if pattern.granule % size or first % size or position % size:
             options["granules"] = _granules(call, lists, size)
     launch = _listed(tokens, query_shape, key_shape, lists, size, options)
-    reach = (pattern.lookback, pattern.lookahead)
-    return dataclasses.replace(launch, shifted=key_offset is None, reach=reach)
+    return dataclasses.replace(launch, shifted=key_offset is None, reach=pattern.limits)
 
 
 def _listed(
@@ -397,7 +396,7 @@ def _block_size(pattern: Pattern, num_queries: int) -> int:
     if pattern.granule is not None:
         size = math.gcd(pattern.granule, 512)
         return size if size >= _TILE else _TILE
-    reach = max(pattern.lookback or 0, pattern.lookahead or 0) or 256
+    reach = max(limit or 0 for limit in pattern.limits) or 256
     size = _TILE if reach < 128 else 256 if reach < 512 else 512
     return min(size, -(-num_queries // _TILE) * _TILE)
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import starts, zero_padding
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
@@ -27,9 +26,8 @@ from brl_jax.attention.core.softmax import (
     merge_sums,
     normalise,
     residual,
-    sums_of_normalised,
 )
-from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.core.varying import of_floats, vary_like
 from brl_jax.attention.local import xla_cpu, xla_cpu_grid
 from brl_jax.attention.local.blocks import (
     Arranged,
@@ -109,55 +107,6 @@ def _gradient(
             d_sinks = d_sinks + unseen.sum((0, 1))
         gradients = gradients._replace(sinks=d_sinks)
     return (gradients,)
-
-
-# Compiled separately, so that repeated calls outside jit trace it only once.
-@functools.partial(jax.jit, static_argnums=0)
-def attend_with(
-    call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
-) -> Float[Array, "B T N H"]:
-    """One softmax over a local pattern and other keys, in float32, for calls without sinks.
-
-    Args:
-      other, other_lse: the output and log-sum-exp of a softmax over the other keys, as `normalise` returns them.
-    """
-
-    def form(loop: bool) -> Form:
-        return Form(
-            functools.partial(_attend_with, call, loop), functools.partial(_with_gradient, call, loop)
-        )
-
-    on_cpu, elsewhere = form(True), form(False)
-    return by_platform(
-        lambda platform, *_: on_cpu if platform == "cpu" else elsewhere,
-        x,
-        other,
-        other_lse,
-        results=jax.ShapeDtypeStruct(other.shape, jnp.float32),
-        kept=jax.ShapeDtypeStruct(other_lse.shape, jnp.float32),
-        plain=lambda *operands: _attend_with(call, False, *operands)[0],
-    )
-
-
-def _attend_with(
-    call: PatternCall, loop: bool, x: CallArrays, other: Array, other_lse: Array
-) -> tuple[Array, Array]:
-    """The output over all keys, and each row's log-sum-exp (B, T, N)."""
-    near, near_lse = _forward(call, x, loop)
-    parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
-    return normalise(merge_sums(*parts))
-
-
-def _with_gradient(
-    call: PatternCall, loop: bool, operands: Any, out: Array, lse: Array, d_out: Array
-) -> tuple[CallArrays, Array, Array]:
-    x, other, other_lse = operands
-    by_head = _by_kv_head(lse.swapaxes(1, 2), x.key.shape[2])
-    # The formulas for the pattern's keys hold with the other keys in out and lse.
-    dtype = x.query.dtype
-    gradients = _backward(call, x, out.astype(dtype), by_head, d_out.astype(dtype), None, loop)
-    share = jnp.exp(jnp.where(other_lse < -MASKED, other_lse, MASKED) - lse)[..., None]
-    return gradients, share * d_out, (share * d_out * (other - out)).sum(-1)
 
 
 def _by_kv_head(x: Float[Array, "B N T"], kv_heads: int) -> Float[Array, "B K G T"]:
@@ -287,13 +236,9 @@ def _backward(
                 d_bias = d_scores.sum(axes, keepdims=True)
             elif own_bias is not None:
                 positions = block_positions(call, block, x.key_offset)
-                floats, rebuild = _split_floats(own_bias)
-                _, pull = jax.vjp(
-                    lambda floats: call_bias(rebuild(floats), positions, d_scores.shape), floats
-                )
-                d_bias = jax.tree.map(
-                    lambda x: x.astype(jnp.float32), pull(d_scores.sum(0, keepdims=True))[0]
-                )
+                _, pull = jax.vjp(lambda bias: call_bias(bias, positions, d_scores.shape), own_bias)
+                d_bias = of_floats(pull(d_scores.sum(0, keepdims=True))[0])
+                d_bias = jax.tree.map(lambda x: x.astype(jnp.float32), d_bias)
             return dq, dk, dv, d_bias
 
         if loop:
@@ -335,8 +280,6 @@ def _backward(
         else jax.tree.map(lambda *pieces: sum(y.astype(jnp.float32) for y in pieces), *parts)
     )
     dk, dv = (y.transpose(0, 3, 1, 2).astype(x.key.dtype) for y in (dk, dv))
-    if isinstance(x.bias, PositionBias):
-        d_bias = _join_floats(x.bias, d_bias)
     return CallArrays(merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias)
 
 
@@ -348,7 +291,7 @@ def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, row
     if arranged.bias is not None:
         d_bias = jnp.zeros(arranged.bias.shape, jnp.float32)
     elif own_bias is not None:
-        d_bias = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), _split_floats(own_bias)[0])
+        d_bias = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of_floats(own_bias))
     else:
         d_bias = None
 
@@ -401,24 +344,3 @@ def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows:
     else:
         d_bias = jax.tree.map(lambda x: x.sum(0), d_bias)
     return dq, part.add_all(dk), part.add_all(dv), d_bias
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def _split_floats(bias: PositionBias):
-    """The floating-point leaves of a bias, and a function that rebuilds the bias from new ones."""
-    leaves, structure = jax.tree.flatten(bias)
-
-    def rebuild(floats: list) -> PositionBias:
-        given = iter(floats)
-        return jax.tree.unflatten(structure, [next(given) if _is_float(x) else x for x in leaves])
-
-    return [x for x in leaves if _is_float(x)], rebuild
-
-
-def _join_floats(bias: PositionBias, gradients: list) -> Any:
-    """The gradients of a bias's leaves, in its structure; None for the leaves that are not floating point."""
-    given = iter(gradients)
-    return jax.tree.map(lambda x: next(given) if _is_float(x) else None, bias)

@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from brl_jax.attention.core.checks import (
     check_dtypes,
     check_lengths,
-    check_positions_shape,
+    check_positions,
     check_qkv,
     check_scale,
     check_within,
@@ -24,9 +24,9 @@ from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.core.softmax import MASKED, block_sums, normalise
+from brl_jax.attention.core.softmax import MASKED, block_sums, merge_sums, normalise, sums_of_normalised
 from brl_jax.attention.core.state import check_state_options, slide, window_segments, write_places
-from brl_jax.attention.local import xla
+from brl_jax.attention.local.attend import attend
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared
 
@@ -191,7 +191,7 @@ def long_short_attention(
     batch, length, _, head_dim = key.shape
     scale = check_scale(scale, head_dim)
     if positions is not None:
-        check_positions_shape(positions, query, key)
+        check_positions(positions, query, key)
 
     def local_tokens(key: Array, value: Array) -> Tokens:
         near = _normalise_tokens(Tokens(key, value), norms.local, epsilon, normalize_values)
@@ -219,10 +219,11 @@ def long_short_attention(
         far = _attend_to_projected(query, projected, scale, chunk=chunk)
         pattern = SlidingWindow(window - 1, 0) if is_causal else SurroundedBlocks(window, window // 2)
         call = PatternCall(
-            pattern=pattern, is_causal=is_causal, scale=scale, num_queries=length, num_keys=length
-        )
+            pattern=pattern, is_causal=is_causal, scale=scale, num_queries=length, num_keys=length,
+            return_residual=True,
+        )  # fmt: skip
         arrays = CallArrays(zero_padding(turned, lengths), *local_tokens(key, value), key_lengths=lengths)
-        return zero_padding(xla.attend_with(call, arrays, *far), lengths).astype(query.dtype)
+        return zero_padding(_in_one_softmax(call, arrays, far), lengths).astype(query.dtype)
 
     _check_state(state, key, projection, window, chunk_size)
     start, count, rank = state.length, length if count is None else count, projection.shape[3]
@@ -251,10 +252,11 @@ def long_short_attention(
         num_queries=length,
         num_keys=reach + length,
         query_offset=reach,
+        return_residual=True,
     )
     query_ids, key_ids = window_segments(batch, length, reach, start)
     arrays = CallArrays(turned, near_key, near_value, query_segments=query_ids, key_segments=key_ids)
-    out = xla.attend_with(call, arrays, *far).astype(query.dtype)
+    out = _in_one_softmax(call, arrays, far).astype(query.dtype)
     end = jnp.asarray(start + count, jnp.int32)
     new = LongShortState(Tokens(last_key, last_value), Tokens(*recent[:2]), recent[2], projected, end)
     return (out, new) if return_state else out
@@ -289,6 +291,14 @@ def _check_state(state: Any, key: Array, projection: Array, window: int, chunk_s
     # A state for fewer tokens than the window keeps fewer.
     reach = state.window.key.shape[1]
     require(reach < window, f"window must be at least {reach + 1}, as in the state, got {window}")
+
+
+def _in_one_softmax(
+    call: PatternCall, window: CallArrays, far: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+) -> Float[Array, "B T N H"]:
+    """The float32 output over the window's keys and over those of `far`, an output and its log-sum-exp."""
+    parts = (sums_of_normalised(*result) for result in (attend(call, "xla", window), far))
+    return normalise(merge_sums(*parts))[0]
 
 
 def _attend_to_projected(

@@ -82,10 +82,6 @@ def skyformer_attention(
     query, key, value, lengths, scale, dtype = prepare_same_tokens(
         query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation
     )  # fmt: skip
-    require(
-        isinstance(ridge, (int, float)) and 0 <= ridge < float("inf"),
-        f"ridge must be a finite number of at least 0, got {ridge!r}",
-    )
     samples = _choose_samples(rng, samples, num_samples)
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     counts = jnp.full((query.shape[0],), length, jnp.int32) if lengths is None else lengths

@@ -21,9 +21,9 @@ from brl_jax.attention.core.state import check_state, write_places
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece, read_pieces
+from brl_jax.attention.recurrent.chunk_pieces import ChunkToken, align_prompt, read_new
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility
-from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
+from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
 from brl_jax.fields import Count, declared
 from brl_jax.sharding import sequence_axis
 
@@ -178,13 +178,13 @@ def bsbr_attention(
     require(state is not None, "return_state needs a state, which determines the largest number of tokens")
     _check_bsbr_state(state, inputs, compression, chunk_size)
 
-    def step(state: BSBRState, piece: Any, visibility: ChunkVisibility) -> tuple[BSBRState, Array]:
-        return _piece(piece, state, visibility, retrieval, scale, chunk_size)
+    def token(state: BSBRState, new: Any, visibility: ChunkVisibility) -> tuple[BSBRState, Array]:
+        return _token(new, state, visibility, retrieval, scale)
 
     def prompt(state: BSBRState, inputs: dict[str, Array], segments: Array | None) -> Any:
         return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
 
-    state, out = read_pieces(step, prompt, state, inputs, prepared.segments, chunk_size=chunk_size)
+    state, out = read_new(token, prompt, state, inputs, prepared.segments)
     return (out, state) if return_state else out
 
 
@@ -298,7 +298,7 @@ def _prompt(
     chunk_size: int,
     implementation: Implementation | None,
 ) -> tuple[BSBRState, Float[Array, "B T N V"]]:
-    """Computes many new tokens at once. A GPU would otherwise wait for the kernel launches of each piece."""
+    """Computes many new tokens at once."""
     prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
     aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
     aligned |= {name: prompt.move(inputs[name], getattr(state, name)) for name in ("key", "value")}
@@ -338,74 +338,40 @@ def _prompt(
     return state, prompt.restore((near + far).astype(near.dtype))
 
 
-def _piece(
-    piece: dict[str, Array],
-    state: BSBRState,
-    visibility: ChunkVisibility,
-    retrieval: _Retrieval,
-    scale: float,
-    chunk_size: int,
-) -> tuple[BSBRState, Float[Array, "B L N V"]]:
-    """At most chunk_size new tokens, starting anywhere in a chunk (see `chunk_pieces`)."""
-    batch, length, kv_heads, head_dim = piece["key"].shape
-    filled, chunk = state.length % chunk_size, state.length // chunk_size
-    positions = locate_piece(filled, length, visibility.enters_state, chunk_size)
-    key, value = (heads_first(jnp.concatenate([getattr(state, n), piece[n]], 1)) for n in ("key", "value"))
-    rows = group_rows(piece["query"], kv_heads)
-    logits = scale * jnp.einsum("bkrh,bksh->bkrs", rows, key).reshape(
-        batch, kv_heads, -1, length, key.shape[2]
-    )
-    weights = softmax_weights(logits, positions.visible_in_chunk(chunk_size)[:, None, None])
-    near = jnp.einsum("bkrs,bksv->bkrv", weights.reshape(*rows.shape[:3], -1), value)
+def _token(
+    new: dict[str, Array], state: BSBRState, visibility: ChunkVisibility, retrieval: _Retrieval, scale: float
+) -> tuple[BSBRState, Float[Array, "B 1 N V"]]:
+    """One new token, anywhere in a chunk."""
+    chunk_size, kv_heads, head_dim = state.key.shape[1:]
+    place = ChunkToken.of(state.length, visibility.enters_state, chunk_size)
+    slots = [place.put(getattr(state, name), new[name]) for name in ("key", "value")]
+    key, value = map(heads_first, slots)
+    logits = scale * jnp.einsum("bkrh,bksh->bkrs", group_rows(new["query"], kv_heads), key)
+    weights = softmax_weights(logits, place.sees(chunk_size)[:, None])
+    near = ungroup_rows(jnp.einsum("bkrs,bksv->bkrv", weights, value), 1)
 
-    completed = zero_unless(positions.in_completed_chunk(chunk_size)[:, None], key)
-    summary = retrieval.summarize(jnp.einsum("bksh,bksv->bkhv", completed, value))
     room = state.summary.shape[1]
-    slot = jnp.where(positions.total >= chunk_size, chunk, room)
+    slot = jnp.where(place.completes, place.chunk, room)[:, None]
+    summary = retrieval.summarize(jnp.einsum("bksh,bksv->bkhv", key, value))
+    summaries = write_places(state.summary, summary[:, None], slot)
+    retrieval_key = write_places(state.retrieval_key, new["retrieval_key"], slot)
+    begins = place.place == 0
 
-    def token_at(x: Array, position: Array) -> Array:
-        index = jnp.clip(position - filled, 0, length - 1)
-        return jnp.take_along_axis(x, index[:, None, None, None], axis=1)
+    def retrieve() -> Array:
+        # Reading the old arrays would prevent in-place writes. A chunk that this token completes is masked, as it is
+        # not earlier than itself.
+        seen = jnp.arange(room, dtype=jnp.int32)[None, None] < place.chunk[:, None, None]
+        size = head_dim, value.shape[-1]
+        matrix = retrieval.mix(new["retrieval_query"], retrieval_key, summaries, seen, size)[:, 0]
+        return jnp.where(begins[:, None, None, None], matrix, state.retrieved)
 
-    new_key = token_at(piece["retrieval_key"], jnp.full_like(filled, chunk_size - 1))[:, 0]
-    summaries = write_places(state.summary, summary[:, None], slot[:, None])
-    retrieval_key = write_places(state.retrieval_key, new_key[:, None], slot[:, None])
-
-    def retrieve(
-        begins: Array, position: Array, number: Array, keys: Array, chunks: Array, old: Array
-    ) -> Array:
-        """What chunk `number` retrieves in the rows where its first token, at `position`, begins it; `old` in the
-        others."""
-
-        def new() -> Array:
-            seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[:, None, None]
-            query = token_at(piece["retrieval_query"], position)
-            matrix = retrieval.mix(query, keys, chunks, seen, (head_dim, value.shape[-1]))[:, 0]
-            return jnp.where(begins[:, None, None, None], matrix, old)
-
-        # Read all summaries only once per chunk, when it begins.
-        return lax.cond(jnp.any(begins), new, lambda: old)
-
-    # Read the updated arrays: reading the old ones would prevent in-place writes. A chunk that these tokens
-    # complete is masked, as it is not earlier than itself.
-    current = retrieve(filled == 0, filled, chunk, retrieval_key, summaries, state.retrieved)
-    far = retrieval.read(piece["query"], current[:, None])
-    retrieved = current
-    if length > 1:
-        next_begins = positions.total > chunk_size
-        next_first = jnp.full_like(filled, chunk_size)
-        retrieved = retrieve(next_begins, next_first, chunk + 1, retrieval_key, summaries, current)
-        far_next = retrieval.read(piece["query"], retrieved[:, None])
-        far = jnp.where((positions.query >= chunk_size)[..., None, None], far_next, far)
-
-    out = ungroup_rows(near, length) + far
-    current_key, current_value = (
-        positions.unfinished_chunk(getattr(state, n), piece[n]) for n in ("key", "value")
-    )
-    state = BSBRState(
-        summaries, retrieval_key, retrieved, current_key, current_value, state.length + positions.new
-    )
-    return state, out.astype(piece["query"].dtype)
+    # Read all summaries only once per chunk, when it begins.
+    retrieved = lax.cond(jnp.any(begins), retrieve, lambda: state.retrieved)
+    out = near + retrieval.read(new["query"], retrieved[:, None])
+    length = state.length + place.exists.astype(jnp.int32)
+    kept_key, kept_value = map(place.kept, slots)
+    state = BSBRState(summaries, retrieval_key, retrieved, kept_key, kept_value, length)
+    return state, out.astype(new["query"].dtype)
 
 
 def _check_retrieval(

@@ -1,14 +1,12 @@
 """Chunks with fixed boundaries whose tokens arrive in pieces, as in generation.
 
 In `mixed_chunk_attention` and `bsbr_attention` the chunk boundaries change the result, so chunks are counted from the
-first token of the sequence. A piece of at most C new tokens may start anywhere in a chunk of C tokens. It fills up that
-chunk and perhaps begins the next one. A GPU reads a longer prompt at once: it moves the new tokens behind the
-current chunk, so that the chunks of the result are the chunks of the sequence.
+first token of the sequence. A few new tokens are read one by one. A longer prompt is read at once: its tokens move
+behind the current chunk, so that the chunks of the result are the chunks of the sequence.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,88 +14,60 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from brl_jax.attention.core.by_platform import branches
+from brl_jax.attention.core.state import write_places
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import scan_chunks
 from brl_jax.attention.recurrent.rows import zero_unless
 
+# Up to this many new tokens are read one by one.
+_FEW = 8
 
-def read_pieces(
-    step: Callable[..., Any],
+
+def read_new(
+    token: Callable[..., Any],
     prompt: Callable[[Any, dict[str, Array], Any], Any],
     state: Any,
     inputs: dict[str, Array],
     segments: Int[Array, "B T"] | None,
-    *,
-    chunk_size: int,
 ) -> tuple[Any, Float[Array, "B T N V"]]:
-    """The state and the outputs after new tokens: a GPU calls `prompt` for more than a chunk of them, the others
-    `step` for each piece."""
-    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
-    if inputs["query"].shape[1] <= chunk_size:
-        return pieces(state, inputs, segments)
-    state = vary_like(state, jax.tree.leaves(inputs))
-    return branches(state, inputs, segments, cuda=prompt, rocm=prompt, default=pieces)
+    """The state and the outputs after new tokens: `token` reads a few of them one by one, `prompt` many at once."""
+    if inputs["query"].shape[1] <= _FEW:
+        return scan_chunks(token, state, inputs, segments, chunk_size=1)
+    return prompt(vary_like(state, jax.tree.leaves(inputs)), inputs, segments)
 
 
-class PiecePositions(NamedTuple):
-    """Positions of L new tokens and of the keys they may see, counted from the current chunk's first token.
-
-    The S = C + L keys are the C slots of the current chunk, then the L new tokens.
+class ChunkToken(NamedTuple):
+    """The place of one new token in its chunk of C tokens, in each row.
 
     Attributes:
-      query: positions of the new tokens.
-      key: positions of the keys.
-      key_exists: whether a key is a token; empty slots and padding are not.
-      kept_key: for each slot of the chunk that is current after the piece, the index of its key.
-      kept: whether that slot holds a token.
-      total: tokens since the beginning of the current chunk, including the new ones.
-      new: the number of valid new tokens.
+      chunk, place: the chunk's number, and the token's position in it.
+      exists: whether the token is valid.
+      completes: whether it is valid and the chunk's last.
     """
 
-    query: Int[Array, "B L"]
-    key: Int[Array, "B S"]
-    key_exists: Bool[Array, "B S"]
-    kept_key: Int[Array, "B C"]
-    kept: Bool[Array, "B C"]
-    total: Int[Array, "B"]
-    new: Int[Array, "B"]
+    chunk: Int[Array, "B"]
+    place: Int[Array, "B"]
+    exists: Bool[Array, "B"]
+    completes: Bool[Array, "B"]
 
-    def visible_in_chunk(self, chunk_size: int) -> Bool[Array, "B L S"]:
-        """Whether a new token sees each key: earlier tokens of the same chunk, and itself."""
-        same = self.query[..., None] // chunk_size == self.key[:, None] // chunk_size
-        return self.key_exists[:, None] & same & (self.key[:, None] <= self.query[..., None])
+    @classmethod
+    def of(cls, before: Int[Array, "B"], enters: Bool[Array, "B 1"] | None, chunk_size: int) -> ChunkToken:
+        """The place after `before` tokens of the sequence."""
+        place = before % chunk_size
+        exists = jnp.ones(before.shape, bool) if enters is None else enters[:, 0]
+        return cls(before // chunk_size, place, exists, exists & (place == chunk_size - 1))
 
-    def in_completed_chunk(self, chunk_size: int) -> Bool[Array, "B S"]:
-        """Whether a key belongs to the current chunk and the new tokens complete that chunk."""
-        return self.key_exists & (self.key < chunk_size) & (self.total >= chunk_size)[:, None]
+    def put(self, slots: Float[Array, "B C K H"], new: Float[Array, "B 1 K H"]) -> Float[Array, "B C K H"]:
+        """The chunk's tokens with the new one."""
+        return write_places(slots, new, jnp.where(self.exists, self.place, slots.shape[1])[:, None])
 
-    def unfinished_chunk(
-        self, slots: Float[Array, "B C K H"], new: Float[Array, "B L K H"]
-    ) -> Float[Array, "B C K H"]:
-        """The contents of the chunk that is current after the piece, from the old slots and the new tokens."""
-        both = jnp.concatenate([slots, new], axis=1)
-        return zero_unless(self.kept, jnp.take_along_axis(both, self.kept_key[..., None, None], axis=1))
+    def kept(self, slots: Float[Array, "B C K H"]) -> Float[Array, "B C K H"]:
+        """What the state keeps of the chunk's tokens: nothing once it is complete."""
+        return zero_unless(~self.completes, slots)
 
-
-def locate_piece(
-    filled: Int[Array, "B"], length: int, exists: Bool[Array, "B L"] | None, chunk_size: int
-) -> PiecePositions:
-    """The positions of `length` new tokens after the `filled` tokens of the current chunk."""
-    batch = filled.shape[0]
-    steps = jnp.arange(length, dtype=jnp.int32)[None]
-    slots = jnp.arange(chunk_size, dtype=jnp.int32)[None]
-    exists = jnp.ones((batch, length), bool) if exists is None else exists
-    new = jnp.sum(exists, axis=1, dtype=jnp.int32)
-    query = filled[:, None] + steps
-    key = jnp.concatenate([jnp.broadcast_to(slots, (batch, chunk_size)), query], axis=1)
-    key_exists = jnp.concatenate([slots < filled[:, None], exists], axis=1)
-    total = filled + new
-    # A slot of the unfinished chunk holds an old token, or a new one, which comes after the filled slots.
-    position = slots + jnp.where(total >= chunk_size, chunk_size, 0)[:, None]
-    kept_key = jnp.where(position < filled[:, None], position, chunk_size + position - filled[:, None])
-    kept_key = jnp.minimum(kept_key, chunk_size + length - 1)
-    return PiecePositions(query, key, key_exists, kept_key, position < total[:, None], total, new)
+    def sees(self, chunk_size: int) -> Bool[Array, "B 1 C"]:
+        """Which of the chunk's tokens the new one sees: those before it, and itself."""
+        return (jnp.arange(chunk_size, dtype=jnp.int32)[None] <= self.place[:, None])[:, None]
 
 
 class AlignedPrompt(NamedTuple):

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int
 from brl_jax.attention.core.by_platform import Form, branches, recomputed, traced_for
 from brl_jax.attention.core.query_blocks import in_blocks
 from brl_jax.attention.core.segments import run_numbers
-from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.core.varying import of_floats, vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
 from brl_jax.attention.recurrent.scan_sharded import scan_shards
 from brl_jax.sharding import sequence_axis
@@ -208,19 +208,18 @@ class _Walk(NamedTuple):
 
         def one_chunk(d_state: Any, chunk: Any) -> Any:
             state, inputs, segments, before, d_outputs = chunk
-            floats, rebuild = _floats(inputs)
 
-            def run(state: Any, floats: Any) -> Any:
+            def run(state: Any, inputs: Any) -> Any:
                 visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
-                return self.step(state, rebuild(floats), visibility)
+                return self.step(state, inputs, visibility)
 
-            return jax.vjp(run, state, floats)[1]((d_state, d_outputs))
+            return of_floats(jax.vjp(run, state, inputs)[1]((d_state, d_outputs)))
 
         chunked = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (states, chunks, segments, before, d_outputs))
         d_last = vary_like(d_last, jax.tree.leaves(chunked))
-        d_state, d_floats = lax.scan(one_chunk, d_last, chunked, reverse=True)
-        d_floats = [jnp.moveaxis(x, 0, 1) for x in d_floats]
-        return d_state, _gradients_of(inputs, d_floats), None
+        d_state, d_chunks = lax.scan(one_chunk, d_last, chunked, reverse=True)
+        d_chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), d_chunks)
+        return d_state, _join(d_chunks, jax.tree.leaves(inputs)[0].shape[1]), None
 
     def gradient_at_once(self, operands: Any, states: Any, d_results: Any) -> tuple[Any, Any, None]:
         """The gradients of state and inputs, for all chunks at once."""
@@ -228,17 +227,17 @@ class _Walk(NamedTuple):
         state, segment, chunks, segments = self._chunked(*operands)
         d_last, d_outputs = d_results
         d_outputs, _ = self._split(d_outputs, None)
-        floats, rebuild = _floats(chunks)
 
-        def outputs(states: Any, floats: Any) -> Any:
-            return self._read(states, rebuild(floats), segment, segments)
+        def outputs(states: Any, chunks: Any) -> Any:
+            return self._read(states, chunks, segment, segments)
 
-        def every_state(state: Any, floats: Any) -> Any:
-            return self._states(state, segment, rebuild(floats), segments)
+        def every_state(state: Any, chunks: Any) -> Any:
+            return self._states(state, segment, chunks, segments)
 
-        d_states, d_floats = jax.vjp(outputs, states, floats)[1](d_outputs)
-        d_state, more = jax.vjp(every_state, state, floats)[1]((d_states, d_last))
-        return d_state, _gradients_of(inputs, jax.tree.map(jnp.add, d_floats, more)), None
+        d_states, d_chunks = of_floats(jax.vjp(outputs, states, chunks)[1](d_outputs))
+        d_state, more = of_floats(jax.vjp(every_state, state, chunks)[1]((d_states, d_last)))
+        d_chunks = jax.tree.map(jnp.add, d_chunks, more)
+        return d_state, _join(d_chunks, jax.tree.leaves(inputs)[0].shape[1]), None
 
     def _split(
         self, inputs: Any, segments: Int[Array, "B T"] | None
@@ -335,27 +334,6 @@ class _Walk(NamedTuple):
 def _join(outputs: Any, length: int) -> Any:
     """Arrays (B, chunks, C, ...) as (B, T, ...)."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length], outputs)
-
-
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
-    """The floating-point leaves, and a function that replaces them."""
-
-    def rebuild(floats: list[Array]) -> Any:
-        given = iter(floats)
-        return jax.tree.map(lambda x: next(given) if _is_float(x) else x, tree)
-
-    return [x for x in jax.tree.leaves(tree) if _is_float(x)], rebuild
-
-
-def _gradients_of(inputs: Any, d_floats: list[Array]) -> Any:
-    """The gradients of arrays (B, T, ...), from the gradients of their chunked floating-point leaves."""
-    given = iter(d_floats)
-    length = jax.tree.leaves(inputs)[0].shape[1]
-    return jax.tree.map(lambda x: _join(next(given), length) if _is_float(x) else None, inputs)
 
 
 def _segments_before(segment: Int[Array, "B"] | None, segments: Int[Array, "B chunks C"] | None) -> Any:

@@ -11,12 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import check_positions
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
+from brl_jax.attention.recurrent.linear import LinearState, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
 from brl_jax.fields import Count, Positive, declared
 from brl_jax.sharding import sequence_axis

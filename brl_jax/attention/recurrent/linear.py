@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from brl_jax.attention.core.checks import check_positions_shape, check_qkv, require, zero_padding
+from brl_jax.attention.core.checks import check_positions, check_qkv, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
@@ -189,16 +189,6 @@ def linear_sums(
         options["positions"] = (positions, positions)
         options["rotation"] = functools.partial(rotate, theta=rope_theta)
     return feature_sums(query, key, value, features, features, num_features=query.shape[-1], **options)
-
-
-def check_positions(positions: Array, query: Array, key: Array) -> Int[Array, "B T"]:
-    """Returns positions for each row, when queries and keys are the same tokens.
-
-    Raises:
-      ValueError: the shape is different.
-    """
-    check_positions_shape(positions, query, key)
-    return jnp.broadcast_to(positions, query.shape[:2])
 
 
 def elu_plus_one(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

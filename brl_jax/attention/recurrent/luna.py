@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_scale, require
+from brl_jax.attention.core.checks import check_positions, check_scale, require
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
@@ -17,12 +17,7 @@ from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.linear import (
-    LinearState,
-    check_positions,
-    elu_plus_one,
-    feature_sums,
-)
+from brl_jax.attention.recurrent.linear import LinearState, elu_plus_one, feature_sums
 from brl_jax.fields import Count, Positive, declared
 
 

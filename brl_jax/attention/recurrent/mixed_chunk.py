@@ -17,7 +17,7 @@ from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece, read_pieces
+from brl_jax.attention.recurrent.chunk_pieces import ChunkToken, align_prompt, read_new
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
@@ -137,13 +137,8 @@ def mixed_chunk_attention(
     sizes = (query.shape[0], *key.shape[2:], value.shape[3])
     state = check_state(state, init_mixed_chunk_state, *sizes, chunk_size=chunk_size, dtype=key.dtype)
 
-    def step(
-        state: MixedChunkState, chunk: Any, visibility: ChunkVisibility
-    ) -> tuple[MixedChunkState, Array]:
-        return _piece(chunk, state, visibility, bias, chunk_size)
-
     prompt = functools.partial(_prompt, bias, chunk_size)
-    state, out = read_pieces(step, prompt, state, inputs, prepared.segments, chunk_size=chunk_size)
+    state, out = read_new(functools.partial(_token, bias), prompt, state, inputs, prepared.segments)
     return (out, state) if return_state else out
 
 
@@ -225,42 +220,24 @@ def _whole_sequence(
     )
 
 
-def _piece(
-    piece: dict[str, Array],
-    state: MixedChunkState,
-    visibility: ChunkVisibility,
-    bias: PositionBias | None,
-    chunk_size: int,
-) -> tuple[MixedChunkState, Float[Array, "B L N V"]]:
-    """At most chunk_size new tokens, starting anywhere in a chunk (see `chunk_pieces`)."""
-    batch, length, kv_heads = piece["key"].shape[:3]
-    positions = locate_piece(state.length % chunk_size, length, visibility.enters_state, chunk_size)
-    key, linear_key, value = (
-        jnp.concatenate([getattr(state, name), piece[name]], axis=1)
-        for name in ("key", "linear_key", "value")
-    )
-    earlier = positions.key[:, None] // chunk_size < positions.query[..., None] // chunk_size
-    earlier = positions.key_exists[:, None] & earlier
+def _token(
+    bias: PositionBias | None, state: MixedChunkState, new: dict[str, Array], visibility: ChunkVisibility
+) -> tuple[MixedChunkState, Float[Array, "B 1 N V"]]:
+    """One new token, anywhere in a chunk."""
+    chunk_size, kv_heads = state.key.shape[1:3]
+    place = ChunkToken.of(state.length, visibility.enters_state, chunk_size)
+    slots = [place.put(getattr(state, name), new[name]) for name in ("key", "linear_key", "value")]
+    key, linear_key, value = map(heads_first, slots)
+    places = jnp.broadcast_to(jnp.arange(chunk_size, dtype=jnp.int32), (len(place.place), chunk_size))
+    own_bias = position_bias(bias, place.place[:, None], places, each_row=True)
+    scores = jnp.einsum("bkrf,bksf->bkrs", group_rows(new["query"], kv_heads), key)
+    weights = squared_relu(scores, place.sees(chunk_size), jnp.full((1, 1, 1), 1 / chunk_size), own_bias)
+    out = jnp.einsum("bkrs,bksv->bkrv", weights, value)
+    out = out + jnp.einsum("bkrf,bkfv->bkrv", group_rows(new["linear_query"], kv_heads), state.linear)
 
-    piece_bias = position_bias(bias, positions.query, positions.key, each_row=True)
-    scores = jnp.einsum("bkrf,bksf->bkrs", group_rows(piece["query"], kv_heads), heads_first(key))
-    scale = jnp.full((1, 1, 1), 1 / chunk_size)
-    weights = squared_relu(scores, positions.visible_in_chunk(chunk_size), scale, piece_bias)
-    linear_rows = group_rows(piece["linear_query"], kv_heads)
-    linear_keys, values = heads_first(linear_key), heads_first(value)
-    between = jnp.einsum("bkrf,bksf->bkrs", linear_rows, linear_keys) / chunk_size
-    between = between.reshape(batch, kv_heads, -1, *earlier.shape[1:])
-    between = jnp.where(earlier[:, None, None], between, jnp.zeros((), between.dtype)).reshape(weights.shape)
-    out = jnp.einsum("bkrs,bksv->bkrv", weights + between, values)
-    out = out + jnp.einsum("bkrf,bkfv->bkrv", linear_rows, state.linear)
-
-    completed = zero_unless(positions.in_completed_chunk(chunk_size)[:, None], linear_keys)
-    linear = state.linear + jnp.einsum("bksf,bksv->bkfv", completed, values) / chunk_size
-    current_key, current_linear_key, current_value = (
-        positions.unfinished_chunk(getattr(state, name), piece[name])
-        for name in ("key", "linear_key", "value")
-    )
-    state = MixedChunkState(
-        linear, current_key, current_linear_key, current_value, state.length + positions.new
-    )
-    return state, ungroup_rows(out, length).astype(piece["query"].dtype)
+    added = jnp.einsum("bksf,bksv->bkfv", linear_key, value) / chunk_size
+    linear = state.linear + zero_unless(place.completes, added)
+    length = state.length + place.exists.astype(jnp.int32)
+    kept_key, kept_linear_key, kept_value = map(place.kept, slots)
+    state = MixedChunkState(linear, kept_key, kept_linear_key, kept_value, length)
+    return state, ungroup_rows(out, 1).astype(new["query"].dtype)

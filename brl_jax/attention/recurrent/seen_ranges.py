@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.biases import RotaryBias
+from brl_jax.attention.core.segments import first_tokens
 
 
 class SeenRanges(NamedTuple):
@@ -76,10 +76,4 @@ def score_factors(
 
 def _runs(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Where each token's run of equal numbers begins and ends."""
-    length = segments.shape[1]
-    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
-    changes = segments[:, 1:] != segments[:, :-1]
-    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
-    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
-    first = lax.cummax(jnp.where(begins, places, 0), axis=1)
-    return first, lax.cummin(jnp.where(ends, places + 1, length), axis=1, reverse=True)
+    return first_tokens(segments), segments.shape[1] - first_tokens(segments[:, ::-1])[:, ::-1]

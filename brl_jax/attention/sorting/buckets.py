@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.by_platform import recomputed
+from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, empty_sums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
 
@@ -116,9 +117,7 @@ def ranks(buckets: Int[Array, "B N T"]) -> tuple[Array, Array, Array]:
     length = buckets.shape[2]
     tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, None], buckets.shape)
     homes, order = lax.sort((buckets, tokens), dimension=2, is_stable=True, num_keys=1)
-    begins = jnp.concatenate([jnp.ones_like(homes[:, :, :1], bool), homes[:, :, 1:] != homes[:, :, :-1]], 2)
-    first = lax.associative_scan(jnp.maximum, jnp.where(begins, tokens, 0), axis=2)
-    return order, homes, tokens - first
+    return order, homes, tokens - first_tokens(homes)
 
 
 def unsort(order: Int[Array, "B N T"], x: Int[Array, "B N T"]) -> Int[Array, "B N T"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_dtype, check_lengths, require, zero_padding
+from brl_jax.attention.core.checks import check_dtype, check_lengths, check_qkv, zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.on_mesh import whole_rows
@@ -50,12 +50,7 @@ def sliceformer_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    require(
-        hasattr(value, "shape") and hasattr(value, "dtype"),
-        f"value must be an array, got {type(value).__name__}",
-    )
-    require(value.ndim == 4, f"value must have shape (batch, length, heads, head_dim), got {value.shape}")
-    require(0 not in value.shape, f"value must not be empty, got shape {value.shape}")
+    check_qkv(value, value, value, ("value",) * 3)
     check_dtype("value", value)
     check_implementation(implementation, None, "xla")
     batch, length = value.shape[:2]

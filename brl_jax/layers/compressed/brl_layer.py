@@ -20,7 +20,7 @@ from brl_jax.layers.compressed.compressed_tokens import (
     spread,
 )
 from brl_jax.layers.compressed.packing import PackedBlocks
-from brl_jax.layers.core.modules import dense, maps_wanted, norm, parameter, scale_scores
+from brl_jax.layers.core.modules import maps_wanted, norm, parameter, scale_scores, to_heads
 from brl_jax.layers.core.protocol import CacheOwner, LayerCall, MechanismLayer
 from brl_jax.sharding import constrain, sequence_axis
 
@@ -227,9 +227,8 @@ class BRLAttention(MechanismLayer):
         mechanism, d = self.mechanism, self.dimensions
         length = x.shape[1]
         blocks, count, heads, head_dim = key.shape[1:]
-        axes = ("embed", "heads", "head_dim")
         use_bias = mechanism.phi == "spiky" or d.use_bias
-        query = dense(d, (heads, head_dim), axes, name="propagate_query", use_bias=use_bias)(x)
+        query = to_heads(d, x, "propagate_query", number=heads, size=head_dim, use_bias=use_bias)
         if mechanism.phi == "spiky":
             query = jnp.exp(jnp.minimum(query, _SPIKE_LIMIT))
         query = scale_scores(query, d.head_score_factor)

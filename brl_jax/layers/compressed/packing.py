@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.by_platform import Form, by_platform
+from brl_jax.attention.core.segments import places_in_sequences
 
 
 class PackedBlocks(NamedTuple):
@@ -47,9 +48,7 @@ class PackedBlocks(NamedTuple):
         batch, length = segment_ids.shape
         further = -(-length // block) - 1
         token = jnp.arange(length, dtype=jnp.int32)[None]
-        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-        first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
-        offset = token - jax.lax.cummax(jnp.where(first, token, 0), axis=1)
+        offset = places_in_sequences(segment_ids)
         place = offset % block
         begins = (offset > 0) & (place == 0)
         # Two further blocks start at least `block` tokens apart, so each piece of the row has at most one start.

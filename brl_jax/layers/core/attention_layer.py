@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.fields import Even, Positive
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, sow_weights
+from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights, to_heads
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer, Residual
 
 
@@ -181,9 +181,7 @@ class SoftmaxLayer(AttentionLayer):
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         mechanism: Any = self.mechanism
         if mechanism.output_gate:
-            d, axes = self.dimensions, ("embed", "heads", "head_dim")
-            gate = dense(d, (d.num_heads, d.head_dim), axes, name="gate")(x)
-            attended = attended * jax.nn.sigmoid(gate)
+            attended = attended * jax.nn.sigmoid(to_heads(self.dimensions, x, "gate"))
         return super().output(x, attended)
 
     def attention_options(self, call: LayerCall) -> dict[str, Any]:

@@ -111,6 +111,23 @@ def dense(
     )
 
 
+def to_heads(
+    dimensions: Dimensions,
+    x: Float[Array, "B T D"],
+    name: str,
+    axis: Literal["heads", "kv_heads"] = "heads",
+    *,
+    number: int | None = None,
+    size: int | None = None,
+    **kwargs: Any,
+) -> Float[Array, "B T N H"]:
+    """Returns a linear map of tokens to heads, by default the network's query heads, or with axis="kv_heads" its
+    key/value heads. Call it inside a compact module, which gets the parameter `name`."""
+    number = number or (dimensions.num_heads if axis == "heads" else dimensions.num_kv_heads)
+    shape = (number, size or dimensions.head_dim)
+    return dense(dimensions, shape, ("embed", axis, "head_dim"), name=name, **kwargs)(x)
+
+
 def parameter(
     module: nn.Module,
     name: str,
@@ -185,6 +202,16 @@ class GatedNorm(nn.Module):
         opened = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.sigmoid(gate)
         scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
         return (normed * scale * opened).astype(d.dtype)
+
+
+def gated_output(
+    dimensions: Dimensions, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]
+) -> Float[Array, "B T D"]:
+    """Returns the output projection of `GatedNorm` with a gate from the tokens. Call it inside a compact module, which
+    gets the parameters `gate`, `head_norm` and `out`."""
+    heads, size = attended.shape[2:]
+    gate = to_heads(dimensions, x, "gate", number=heads, size=size)
+    return merge_heads(dimensions, GatedNorm(dimensions, name="head_norm")(attended, gate))
 
 
 #: What stands between the two maps of an ungated feed-forward network.

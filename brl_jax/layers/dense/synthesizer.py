@@ -15,7 +15,7 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.state import write_tokens
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
+from brl_jax.layers.core.modules import merge_heads, parameter, scale_scores, sow_weights, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 Weights = Literal["random", "dense"]
@@ -63,7 +63,7 @@ class SynthesizerAttention(MechanismLayer, config=SynthesizerConfig):
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, length = self.dimensions, x.shape[1]
         self.mechanism.check_length(length)
-        value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
+        value = to_heads(d, x, "value", "kv_heads")
         rows, columns, bias = self._factors(x, call.start)
         attend = functools.partial(
             synthesizer_attention,
@@ -96,8 +96,7 @@ class SynthesizerAttention(MechanismLayer, config=SynthesizerConfig):
             places = start + jnp.arange(x.shape[1], dtype=jnp.int32)
             return jnp.take(rows, places, axis=0, mode="clip"), columns, None
         heads = (d.num_heads, d.head_dim)
-        biased = dataclasses.replace(d, use_bias=True)
-        hidden = jax.nn.relu(dense(biased, heads, ("embed", "heads", "head_dim"), name="hidden")(x))
+        hidden = jax.nn.relu(to_heads(d, x, "hidden", use_bias=True))
         init = nn.initializers.normal(d.head_dim**-0.5)
         shape = (m.max_length, *heads)
         columns = parameter(self, "columns", init, shape, ("position", "heads", "head_dim"))

@@ -134,7 +134,7 @@ class LocalAttention(SoftmaxLayer, config=LocalConfig):
         covered = m.window * len(m.block_mask)
         if m.pattern == "block_mask" and length > covered:
             raise ValueError(f"block_mask must cover the cache's {length} tokens, got rows for {covered}")
-        reach = m.make_pattern(True).lookback
+        reach, _ = m.make_pattern(True).limits
         reach = length if reach is None else min(reach, length)
         return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 

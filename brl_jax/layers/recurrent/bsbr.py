@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
+from brl_jax.layers.core.modules import parameter, project_qkv, scale_scores, to_heads
 from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
@@ -47,15 +47,8 @@ class BSBRAttention(StateLayer, config=BSBRConfig):
             bsbr_attention,
             query,
             key,
-            retrieval_query=scale_scores(
-                dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query")(
-                    x
-                ),
-                d.head_score_factor,
-            ),
-            retrieval_key=dense(
-                d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="retrieval_key"
-            )(x),
+            retrieval_query=scale_scores(to_heads(d, x, "retrieval_query"), d.head_score_factor),
+            retrieval_key=to_heads(d, x, "retrieval_key", "kv_heads"),
             compression=None if m.num_compressed is None else self.compression(m.num_compressed),
             strength=parameter(
                 self, "strength", nn.initializers.constant(1 / m.chunk_size), (d.num_heads,), ("heads",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
 from brl_jax.fields import Count, NonNegative
-from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.modules import dense, gated_output, to_heads
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
@@ -87,8 +87,8 @@ class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
         d = self.dimensions
         keys, values, key_dim, value_dim = self.mechanism.sizes(d)
 
-        def project(name: str, axis: str, heads: int, size: int) -> Array:
-            projected = dense(d, (heads, size), ("embed", axis, "head_dim"), name=name)(x)
+        def project(name: str, axis: Any, heads: int, size: int) -> Array:
+            projected = to_heads(d, x, name, axis, number=heads, size=size)
             return convolve(projected, axis, "head_dim", name=f"{name}_conv")
 
         query, key = (unit(project(name, "kv_heads", keys, key_dim)) for name in ("query", "key"))
@@ -112,10 +112,10 @@ class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         d = self.dimensions
-        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
         epsilon = self.mechanism.norm_epsilon
-        normed = d if epsilon is None else dataclasses.replace(d, norm_epsilon=epsilon)
-        return merge_heads(d, GatedNorm(normed, name="head_norm")(attended, gate))
+        return gated_output(
+            d if epsilon is None else dataclasses.replace(d, norm_epsilon=epsilon), x, attended
+        )
 
 
 def unit(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count, Positive
-from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.modules import dense, gated_output, to_heads
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -49,13 +49,12 @@ class GLA(StateLayer, config=GLAConfig):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
-        keys, kv_heads = (d.num_kv_heads, self.key_dim), ("embed", "kv_heads", "head_dim")
-        query = dense(d, (d.num_heads, self.key_dim), ("embed", "heads", "head_dim"), name="query")(x)
-        key = dense(d, keys, kv_heads, name="key")(x)
-        value = dense(d, (d.num_kv_heads, d.head_dim), kv_heads, name="value")(x)
+        query = to_heads(d, x, "query", size=self.key_dim)
+        key = to_heads(d, x, "key", "kv_heads", size=self.key_dim)
+        value = to_heads(d, x, "value", "kv_heads")
         narrow = dense(d, m.gate_rank, ("embed", "projected"), name="decay_down")(x)
         axes = ("projected", "kv_heads", "head_dim")
-        logits = dense(d, keys, axes, name="decay_up", use_bias=True)(narrow)
+        logits = dense(d, (d.num_kv_heads, self.key_dim), axes, name="decay_up", use_bias=True)(narrow)
         function = functools.partial(
             linear_attention,
             query * jnp.asarray(self.key_dim**-0.5, query.dtype),
@@ -69,6 +68,4 @@ class GLA(StateLayer, config=GLAConfig):
         return StateAttention(function, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        d = self.dimensions
-        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
-        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))
+        return gated_output(self.dimensions, x, attended)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention as a layer: the delta rule on a state in which each row has its own decay."""
+"""Kimi Delta Attention and Gated DeltaNet-2 as layers: delta rules on a state in which each row has its own decay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.recurrent.delta import kimi_delta_rule
+from brl_jax.attention.recurrent.delta import gated_delta_rule_2, kimi_delta_rule
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, to_heads
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
 from brl_jax.layers.recurrent.gated_deltanet import unit
@@ -49,15 +49,11 @@ class KDA(ConvolvedLayer, config=KDAConfig):
     ) -> StateAttention:
         d = self.dimensions
 
-        def project(name: str, axis: str, heads: int) -> Array:
-            projected = dense(d, (heads, d.head_dim), ("embed", axis, "head_dim"), name=name)(x)
-            return convolve(projected, axis, "head_dim", name=f"{name}_conv")
+        def project(name: str, axis: Any) -> Array:
+            return convolve(to_heads(d, x, name, axis), axis, "head_dim", name=f"{name}_conv")
 
-        query, key = (
-            unit(project("query", "heads", d.num_heads)),
-            unit(project("key", "kv_heads", d.num_kv_heads)),
-        )
-        value = project("value", "kv_heads", d.num_kv_heads)
+        query, key = unit(project("query", "heads")), unit(project("key", "kv_heads"))
+        value = project("value", "kv_heads")
         rule = self.rule(x)
         steps = self.low_rank(x, "step", d.num_kv_heads, "kv_heads", use_bias=False)
         function = functools.partial(
@@ -90,3 +86,19 @@ class KDA(ConvolvedLayer, config=KDAConfig):
         inner = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(x)
         axes = ("projected", axis, "head_dim")
         return dense(d, (heads, d.head_dim), axes, name=f"{name}_up", use_bias=use_bias)(inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNet2Config(KDAConfig):
+    """Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791)."""
+
+
+class GatedDeltaNet2(KDA, config=GatedDeltaNet2Config):
+    """`KDA` with `gated_delta_rule_2`: beta gives way to erase = sigmoid(x W_b) for each feature of the keys and
+    write = sigmoid(x W_w) for each feature of the values."""
+
+    def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Any]:
+        d = self.dimensions
+
+        erase, write = (jax.nn.sigmoid(to_heads(d, x, name, "kv_heads")) for name in ("erase", "write"))
+        return functools.partial(gated_delta_rule_2, erase=erase, write=write)

@@ -25,6 +25,7 @@ from brl_jax.layers.core.modules import (
     rotary_options,
     scale_scores,
     sow_weights,
+    to_heads,
 )
 from brl_jax.layers.core.protocol import CacheOwner, Dimensions, LayerCall, Mechanism, MechanismLayer
 
@@ -97,8 +98,7 @@ class LunaAttention(MechanismLayer, config=LunaConfig):
         d, cache = self.dimensions, call.cache
         query, key, value = project_qkv(d, x, None)
         # All rows of the batch have the same packed tokens.
-        axes = ("embed", "kv_heads", "head_dim")
-        packed = dense(d, (d.num_kv_heads, d.head_dim), axes, name="pack_query")(call.carry[:1])[0]
+        packed = to_heads(d, call.carry[:1], "pack_query", "kv_heads")[0]
         packed = scale_scores(packed, d.head_score_factor)
         attend: Any = functools.partial(
             luna_attention,
@@ -128,11 +128,8 @@ class LunaAttention(MechanismLayer, config=LunaConfig):
         def turn(array: Array, positions: Any) -> Array:
             return array if d.rope_theta is None else rotate(array, positions, d.rope_theta)
 
-        def project(array: Array, name: str, axis: str, heads: int) -> Array:
-            return dense(d, (heads, d.head_dim), ("embed", axis, "head_dim"), name=name)(array)
-
         query, key, value = project_qkv(d, x, call.positions)
-        pack_query = turn(project(packed, "pack_query", "heads", d.num_heads), places)
+        pack_query = turn(to_heads(d, packed, "pack_query"), places)
         pack_query = scale_scores(pack_query, d.head_score_factor)
         options: dict[str, Any] = {
             "implementation": d.implementation if d.implementation in ("xla", "cudnn") else None
@@ -140,7 +137,7 @@ class LunaAttention(MechanismLayer, config=LunaConfig):
         read = full_attention(pack_query, key, value, key_value_seq_lengths=call.lengths, **options)
         out_axes = ("heads", "head_dim", "embed")
         read = dense(d, d.d_model, out_axes, name="pack_out", contract=2)(read)
-        unpack_key = turn(project(read, "unpack_key", "kv_heads", d.num_kv_heads), places)
-        unpack_value = project(read, "unpack_value", "kv_heads", d.num_kv_heads)
+        unpack_key = turn(to_heads(d, read, "unpack_key", "kv_heads"), places)
+        unpack_value = to_heads(d, read, "unpack_value", "kv_heads")
         out = full_attention(query, unpack_key, unpack_value, **options)
         return merge_heads(d, out), norm(d, name="packed_norm")(packed + read)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import dense, merge_heads, parameter
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, to_heads
 from brl_jax.layers.core.protocol import Dimensions, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
@@ -113,5 +113,4 @@ class Mamba2(ConvolvedLayer, config=Mamba2Config):
         return merge_heads(d, norm(groups).reshape(gated.shape) * scale.astype(d.dtype)[None, None])
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
-        sizes = (self.num_heads, self.dimensions.head_dim)
-        return dense(self.dimensions, sizes, ("embed", "heads", "head_dim"), name=name)(x)
+        return to_heads(self.dimensions, x, name, number=self.num_heads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.performer import (
     PerformerState,
+    default_features,
     init_performer_state,
     performer_attention,
     performer_projection,
@@ -33,12 +33,6 @@ class PerformerConfig(StateConfig):
     """Seed of the random features, which all heads and layers share, in training and in generation. If the network is
     called with a key "projection" among its rngs, each layer draws other features from that key."""
 
-    def features(self, head_dim: int) -> int:
-        """Returns the number of random features of a head of this size."""
-        if self.num_features is None:
-            return max(1, round(head_dim * math.log(head_dim)))
-        return self.num_features
-
 
 class PerformerAttention(StateLayer, config=PerformerConfig):
     """`performer_attention` on rotated queries and keys."""
@@ -46,13 +40,13 @@ class PerformerAttention(StateLayer, config=PerformerConfig):
     def init_state(self, batch: int, length: int) -> PerformerState:
         d = self.dimensions
         return init_performer_state(
-            batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.features(d.head_dim)
+            batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.num_features
         )
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, positions)
-        num_features = m.features(d.head_dim)
+        num_features = m.num_features or default_features(d.head_dim)
         if self.has_rng("projection"):
             projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
         else:

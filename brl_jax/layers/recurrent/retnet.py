@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, rotary_options
+from brl_jax.layers.core.modules import gated_output, rotary_options, to_heads
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -40,10 +40,8 @@ class RetNet(StateLayer, config=RetNetConfig):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
-        kv_heads = ("embed", "kv_heads", "head_dim")
-        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
-        key = dense(d, (d.num_kv_heads, d.head_dim), kv_heads, name="key")(x)
-        value = dense(d, (d.num_kv_heads, m.expansion * d.head_dim), kv_heads, name="value")(x)
+        query, key = to_heads(d, x, "query"), to_heads(d, x, "key", "kv_heads")
+        value = to_heads(d, x, "value", "kv_heads", size=m.expansion * d.head_dim)
         function = functools.partial(
             linear_attention,
             query,
@@ -58,6 +56,4 @@ class RetNet(StateLayer, config=RetNetConfig):
         return StateAttention(function, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
-        d = self.dimensions
-        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
-        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))
+        return gated_output(self.dimensions, x, attended)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import dense, parameter, scale_scores
+from brl_jax.layers.core.modules import dense, parameter, scale_scores, to_heads
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
 
@@ -58,9 +58,6 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
         change = convolve.previous(x, name="shift") - x
         mixed = {name: x + change * mu.astype(x.dtype)[None, None] for name, mu in zip(_POWERS, mixture)}
 
-        def project(name: str, number: int, axis: str) -> Array:
-            return dense(d, (number, d.head_dim), ("embed", axis, "head_dim"), name=name)(mixed[name])
-
         def of_features(name: str, init: Any, number: int = kv_heads, axis: str = "kv_heads") -> Array:
             x = parameter(self, name, init, (number, d.head_dim), (axis, "head_dim"))
             return x.astype(d.dtype)[None, None]
@@ -71,8 +68,8 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
             axes = ("projected", axis, "head_dim")
             return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=False)(inner(narrow))
 
-        query = project("query", heads, "heads")
-        key, value = (project(name, kv_heads, "kv_heads") for name in ("key", "value"))
+        query = to_heads(d, mixed["query"], "query")
+        key, value = (to_heads(d, mixed[name], name, "kv_heads") for name in ("key", "value"))
         decay = low_rank("decay", kv_heads, "kv_heads", jnp.tanh) + of_features("decay_bias", _decay_biases)
         rate = low_rank("rate", kv_heads, "kv_heads", lambda x: x)
         rate = jax.nn.sigmoid(rate + of_features("rate_bias", nn.initializers.zeros_init()))

@@ -27,7 +27,7 @@ from brl_jax.attention.sorting.native_sparse import (
 )
 from brl_jax.fields import Count
 from brl_jax.layers.core.caches import WindowCache
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
@@ -112,18 +112,13 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        heads = ("embed", "heads", "head_dim")
-        query = dense(d, (d.num_heads, d.head_dim), heads, name="query")(x)
-        query = scale_scores(self._turn(query, call.positions), d.head_score_factor)
-
-        def project(name: str) -> Array:
-            return dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name=name)(x)
-
+        query = scale_scores(self._turn(to_heads(d, x, "query"), call.positions), d.head_score_factor)
+        project = functools.partial(to_heads, d, x, axis="kv_heads")
         tokens, window = (
-            Tokens(self._turn(project(f"{name}key"), call.positions), project(f"{name}value"))
+            Tokens(self._turn(project(name=f"{name}key"), call.positions), project(name=f"{name}value"))
             for name in ("", "window_")
         )
-        raw = Tokens(project("compressed_key"), project("compressed_value"))
+        raw = Tokens(project(name="compressed_key"), project(name="compressed_value"))
         gates = jax.nn.sigmoid(dense(d, (d.num_heads, 3), ("embed", "heads", "gates"), name="gates")(x))
         if call.cache is not None:
             call.check_one_sequence()

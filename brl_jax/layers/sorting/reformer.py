@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.sorting.reformer import (
@@ -15,8 +15,9 @@ from brl_jax.attention.sorting.reformer import (
     reformer_rotations,
 )
 from brl_jax.fields import Count, Even, Seed
-from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
-from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import FunctionStateLayer
+from brl_jax.layers.core.modules import sampled, to_heads
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ReformerConfig(Mechanism):
     rngs, as in training, each layer draws its directions from that key instead."""
 
 
-class ReformerAttention(MechanismLayer, config=ReformerConfig):
+class ReformerAttention(FunctionStateLayer, config=ReformerConfig):
     """Keys have length 1, so muP's factor for wider heads does not apply."""
 
     mechanism: ReformerConfig
@@ -51,31 +52,21 @@ class ReformerAttention(MechanismLayer, config=ReformerConfig):
             num_buckets=m.num_buckets, dtype=d.dtype,
         )  # fmt: skip
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        d = self.dimensions
+        query, value = to_heads(d, x, "query"), to_heads(d, x, "value", "kv_heads")
+        query = query if d.rope_theta is None else rotate(query, positions, d.rope_theta)
+        return query, query, value
+
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+        return reformer_attention(query, value, **options)
+
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
         d, m = self.dimensions, self.mechanism
-        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
-        value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
-        if d.rope_theta is not None:
-            query = rotate(query, call.positions, d.rope_theta)
 
         def draw(key: Any) -> Array:
             return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
 
-        rotations = sampled(self, draw, m.seed, call.deterministic)
-        options: dict[str, Any] = {
-            "chunk_size": m.chunk_size,
-            "is_causal": d.is_causal,
-            "implementation": d.implementation,
-        }
-        if call.cache is not None:
-            out, state = reformer_attention(
-                query, value, rotations, state=call.cache, return_state=True, count=call.count, **options
-            )
-            return merge_heads(d, out), state
-
-        def attend(value: Array) -> Any:
-            lengths = None if d.is_causal else call.lengths
-            return reformer_attention(query, value, rotations, key_value_seq_lengths=lengths, **options)
-
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+        return {"rotations": sampled(self, draw, m.seed, call.deterministic), "chunk_size": m.chunk_size}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from jaxtyping import Array, Float
 
 from brl_jax.attention.sorting.sliceformer import Order, sliceformer_attention
-from brl_jax.layers.core.modules import dense, merge_heads
+from brl_jax.layers.core.modules import merge_heads, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
@@ -34,7 +34,7 @@ class SliceformerAttention(MechanismLayer, config=SliceformerConfig):
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
+        value = to_heads(d, x, "value")
         out = sliceformer_attention(
             value, order=m.order, key_value_seq_lengths=call.lengths, implementation=d.implementation
         )

@@ -22,7 +22,7 @@ from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.mlr_levels import check_ranks, feature_scales, score_scales
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.modules import parameter, to_heads
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.structured import limit_rms, rms_limit
 
@@ -113,8 +113,7 @@ class BilinearLayer(AttentionLayer):
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N F"], Float[Array, "B T K F"], Float[Array, "B T K H"]]:
         d = self.dimensions
-        axes = ("embed", "kv_heads", "head_dim")
-        value = dense(d, (d.num_kv_heads, d.head_dim), axes, name="value")(x)
+        value = to_heads(d, x, "value", "kv_heads")
         query, key = self.features(x.astype(d.dtype))
         if d.rope_theta is not None:
             query, key = (_rotate_pairs(features, positions, d.rope_theta) for features in (query, key))

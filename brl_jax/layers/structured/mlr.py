@@ -16,7 +16,7 @@ from brl_jax.attention.structured.mlr_levels import (
     score_scales,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.attention_layer import FunctionStateLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -75,7 +75,7 @@ class MLRConfig(Mechanism):
         return dataclasses.replace(self, context=length) if free else self
 
 
-class MLRAttention(AttentionLayer, config=MLRConfig):
+class MLRAttention(FunctionStateLayer, config=MLRConfig):
     mechanism: MLRConfig
 
     def init_cache(self, batch: int, length: int) -> MLRState:
@@ -92,17 +92,11 @@ class MLRAttention(AttentionLayer, config=MLRConfig):
             self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
         )
 
-    def options(self, length: int) -> dict[str, Any]:
-        """Returns arguments of the attention functions, for sequences of `length` tokens."""
-        m = self.mechanism
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+        return mlr_attention(query, key, value, **options)
+
+    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+        m, cache = self.mechanism, call.cache
+        length = call.positions.shape[1] if cache is None else cache.value.shape[2]
         levels = m.levels(self.dimensions.head_dim, length)
         return {**levels, "scale": score_scales(m.score_scale, levels["ranks"])}
-
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
-
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MLRState]:
-        options = self.options(call.cache.value.shape[2])
-        options |= {"is_causal": True, "state": call.cache, "return_state": True, "count": call.count}
-        out, state = mlr_attention(query, key, value, **options)
-        return out, state

@@ -103,31 +103,6 @@ def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "pallas_interpret"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gamma": None}, "gamma and contrast_key belong together"),
-        ({"contrast_key": None}, "gamma and contrast_key belong together"),
-        ({"contrast_key": np.ones((1, 8, 1, 4), np.float32)}, "contrast_key must have key's shape"),
-        ({"key": np.ones((1, 32, 2, 4), np.float32), "value": np.ones((1, 32, 2, 4), np.float32)},
-         "the heads of query must be a multiple"),
-        ({"value": np.ones((1, 32, 1, 4), jnp.bfloat16)}, "value must have query's dtype"),
-        ({"score": "sigmoid"}, "score must be"),
-        ({"history_lengths": np.ones(3, np.int32)}, r"history_lengths must be ints of shape \(2,\) or \(1, 2\)"),
-        ({"history_lengths": np.ones(2, np.float32)}, "history_lengths must be ints .*, got float32"),
-        ({"bias": np.ones((1, 4, 17), np.float32)}, r"bias must have shape .* = \(1, 4, 16\), got \(1, 4, 17\)"),
-        ({"bias": np.ones((4, 16), np.float32)}, r"bias must have shape .* got \(4, 16\)"),
-    ],
-)  # fmt: skip
-def test_invalid_calls_are_refused_by_every_implementation(change, message, implementation):
-    query, key = jnp.ones((1, 2, 4, 1, 4)), jnp.ones((1, 32, 1, 4))
-    given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1}
-    given |= {"block_size": 16, "history_size": 16} | change
-    with pytest.raises(ValueError, match=message):
-        compress_blocks(**given, implementation=implementation)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_lengths_are_ints_of_any_kind(dtype):
     """Places in a history may be larger than 8 bits can count."""

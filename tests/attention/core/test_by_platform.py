@@ -148,21 +148,6 @@ def test_export_for_several_platforms(function, shapes, platforms):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_decoder_exports_for_several_platforms():
-    config = brl_jax.DecoderConfig(
-        vocab_size=17, num_layers=2, d_model=64, num_heads=2, mechanism=brl_jax.MECHANISMS["local"](window=32)
-    )
-    model, tokens = brl_jax.DecoderLM(config), jnp.zeros((1, 256), jnp.int32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype)
-    for platforms in (("cpu", "tpu"), ("tpu", "cuda")):
-        exported = export.export(jax.jit(lambda v, t: model.apply(v, t)[0]), platforms=platforms)(
-            variables, tokens
-        )
-        assert exported.platforms == platforms
-        assert "tpu_custom_call" in exported.mlir_module()
-
-
 def test_a_recomputed_loop_keeps_no_results_whatever_an_outer_policy_says():
     x = jnp.arange(1.0, 65.0) / 64
 

@@ -11,7 +11,6 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated
 from brl_jax.attention.recurrent.delta import delta_rule
-from brl_jax.attention.recurrent.linear import linear_attention
 from tests.oracles import attention as oracles
 
 
@@ -51,20 +50,6 @@ def test_it_is_the_matrix_of_the_function_itself():
     assert (weights[1, :, :, 7:] == 0).all()
     assert (np.triu(weights, 1) == 0).all()
     assert (weights[:, :, np.arange(1, 11), np.arange(10)] == 0).all()  # dilated: skips the direct neighbour
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_linear_attention_implies_products_of_features(normalize):
-    """TransNormer eqs. 4 and 6: phi(q_i) . phi(k_j), masked, then divided by its sum."""
-    query, key, value = _inputs(9)
-    attend = functools.partial(
-        linear_attention, query, key, is_causal=True, normalize=normalize, chunk_size=4
-    )
-    phi = [np.where(x > 0, x + 1.0, np.exp(np.minimum(x, 0.0))) for x in np.asarray([query, key], np.float64)]
-    expected = np.tril(np.einsum("btnh,bsnh->bnts", *phi))
-    if normalize:
-        expected /= expected.sum(-1, keepdims=True)
-    np.testing.assert_allclose(implied_weights(attend, value), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_delta_rule_implies_signed_weights():

@@ -267,9 +267,3 @@ def test_no_row_is_gathered(result, name):
     found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"collective-permute"}
     assert max(elements for _, elements in found) <= 4 * 1024 * 32
-
-
-def test_odd_shards_of_causal_attention_are_refused():
-    odd = jnp.zeros((1, 3, 1, 8))
-    with pytest.raises(ValueError, match=r"same even number of tokens per device if is_causal, got 3 and 3"):
-        jax.eval_shape(lambda x: sharded.full_attention(x, x, x, axis_name="x", is_causal=True), odd)

@@ -74,12 +74,6 @@ def test_query_offset_traced_or_not(offset):
         assert not np.asarray(got[0])[:, ~visible.any(-1)].any()
 
 
-def test_offset_matters():
-    arrays = random_qkv(9, 30)
-    results = [run(*arrays, is_causal=True, query_offset=offset)[0] for offset in (17, 18)]
-    assert oracles.relative_error(*results) > 1e-2
-
-
 @pytest.mark.usefixtures("blocks")
 def test_lengths_and_poisoned_padding():
     arrays = random_qkv(30, batch=3)

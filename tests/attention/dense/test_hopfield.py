@@ -21,18 +21,6 @@ def retrieved(query, key, value, visible, steps, scale):
     return oracles.softmax_attention(state, key, value, visible, scale=scale)[0]
 
 
-def test_a_stored_pattern_is_found_from_a_noisy_query():
-    """The network's purpose (the paper's theorem 4): for separated patterns and a high inverse temperature, one update
-    brings a query close to its pattern."""
-    rng = np.random.default_rng(0)
-    key = rng.standard_normal((1, 20, 1, 32))
-    query = key + 0.5 * rng.standard_normal(key.shape)
-    query, key = jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32)
-    found = hopfield_attention(query, key, key, steps=2, scale=1.0)
-    assert oracles.relative_error(found, key) < 1e-2
-    assert oracles.relative_error(query, key) > 0.4
-
-
 def test_blocks_of_queries_change_nothing(monkeypatch):
     """Packed sequences, padding of NaN and an offset: 20 queries at once equal blocks of 8."""
     arrays = random_qkv(20, 30)

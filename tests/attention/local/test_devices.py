@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import brl_jax
-from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, Strided, alibi_slopes
+from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes
 from brl_jax.attention.compressed import sharded as compressed_sharded
 from brl_jax.attention.local import sharded
 from tests.marks import slow_unless
@@ -258,13 +258,3 @@ def test_on_a_tpu_a_short_halo_takes_the_kernel_for_windows(result):
     near, far = result("kernels")
     assert near == ["window_attention_backward", "window_attention_forward"]
     assert "block_attention_forward" in far
-
-
-def test_unbounded_patterns_are_refused():
-    x = np.zeros((1, 4, 1, 8), np.float32)
-    with pytest.raises(ValueError, match=r"pattern must have a bounded reach .* got Strided"):
-        sharded.local_attention(x, x, x, axis_name="sequence", pattern=Strided(2), is_causal=True)
-    with pytest.raises(ValueError, match="key must have query's 3 tokens, got 4"):
-        sharded.local_attention(
-            x[:, :3], x, x, axis_name="sequence", pattern=SlidingWindow(1, 0), is_causal=True
-        )

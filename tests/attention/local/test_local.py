@@ -39,7 +39,7 @@ CASES = [
     if PATTERNS[name][0].causal_ok or not causal
 ]
 # Those that take a traced query_offset.
-BOUNDED = [n for n, (p, _) in PATTERNS.items() if p.lookback is not None and p.lookahead is not None]
+BOUNDED = [n for n, (p, _) in PATTERNS.items() if None not in p.limits]
 TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
 
 
@@ -132,19 +132,6 @@ def test_scale_and_many_heads(schedule):
     arrays = random_qkv(300, batch=3, heads=12, kv_heads=6)
     got = run(*arrays, local_window_size=(200, 0), is_causal=True, scale=0.3)
     assert_close(got, expect(arrays, oracles.pairs(300, 300, oracles.sliding(200, 0)), scale=0.3))
-
-
-def test_window_size_is_exact():
-    """Negative control: one more or one fewer key on either side changes the result."""
-    query, key, value, _ = random_qkv(70)
-
-    def attend(**options):
-        return jax.jit(functools.partial(xla_attention, **options))(query, key, value)
-
-    base = attend(local_window_size=(8, 3))
-    for other in ((9, 3), (7, 3), (8, 4), (8, 2)):
-        assert oracles.relative_error(attend(local_window_size=other), base) > 1e-2, other
-    np.testing.assert_array_equal(base, attend(pattern=SlidingWindow(8, 3)))
 
 
 @pytest.mark.parametrize(
@@ -247,21 +234,6 @@ def test_causal_bitwise(name):
     check_causal(attend, random_qkv(130, batch=1), (1, 64, 100, 129), sees_any)
 
 
-def test_not_causal_window_does_look_ahead():
-    query, key, value, _ = random_qkv(40, batch=1)
-    attend = jax.jit(functools.partial(xla_attention, local_window_size=4))
-    base, changed = attend(query, key, value), attend(query, key, value.at[:, 20].add(1.0))
-    touched = np.abs(np.asarray(changed - base)).max((0, 2, 3)) > 0
-    np.testing.assert_array_equal(np.flatnonzero(touched), np.arange(16, 25))
-
-
-def test_runs_again_to_the_same_bits():
-    arrays = random_qkv(130)
-    first, second = (run(*arrays, local_window_size=(20, 0)) for _ in range(2))
-    for x, y in zip(first, second):
-        np.testing.assert_array_equal(x, y)
-
-
 # --- Cost: no array of size n x n, and memory proportional to n ---
 
 LINEAR = {
@@ -319,13 +291,6 @@ def test_schedule_is_chosen_when_lowering(platform, loops):
     attend = jax.jit(functools.partial(xla_attention, local_window_size=(64, 0)))
     text = attend.trace(*[shape] * 3).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.while" in text) == loops
-
-
-# --- Bad input ---
-
-Q = jnp.zeros((2, 10, 4, 8))
-KV = jnp.zeros((2, 10, 2, 8))
-WINDOW = {"local_window_size": 3}
 
 
 @pytest.mark.parametrize(

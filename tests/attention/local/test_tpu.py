@@ -23,25 +23,12 @@ on_kernels = functools.partial(run, implementation="pallas_interpret")
 # Fast: the window kernel, and the kernel for any pattern with a mask of blocks and with merged parts.
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "block_mask", "global_window")))
 def test_pattern_equals_oracle(name):
-    """Causal where possible; strided and fixed patterns look ahead too in the padded rows below."""
+    """Causal where possible; test_absent.py has padded rows and segments."""
     pattern, sees = PATTERNS[name]
     causal = pattern.causal_ok
     arrays = random_qkv(130, batch=1, heads=2)
     got = on_kernels(*arrays, pattern=pattern, is_causal=causal)
     assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)), 1e-5)
-
-
-@pytest.mark.parametrize(
-    "name",
-    slow_unless(["dilated", "sliding", "block_mask", "fixed", "global_window", "strided"], ("dilated",)),
-)
-def test_offsets(name):
-    """A chunk of queries after a cache whose keys do not start at 0."""
-    pattern, sees = PATTERNS[name]
-    causal = pattern.causal_ok
-    arrays = random_qkv(30, 50, batch=1, heads=2)
-    got = on_kernels(*arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=31)
-    assert_close(got, expect(arrays, oracles.pairs(30, 50, sees, 20 + 31, 31, causal)), 1e-5)
 
 
 @pytest.mark.parametrize("name", slow_unless(["bucketed", "fixed"], ("bucketed",)))
@@ -56,19 +43,6 @@ def test_traced_offset(name):
         assert_close(
             got, expect(arrays, oracles.pairs(150, 170, sees, 20 + key_offset, key_offset, True)), 1e-5
         )
-
-
-@pytest.mark.parametrize("name", slow_unless(["dilated", "strided", "fixed", "global_window"], ("dilated",)))
-def test_padding_and_segments(name):
-    """Padding may hold NaN; packed sequences see only their segment; rows that see nothing give 0."""
-    pattern, sees = PATTERNS[name]
-    arrays = random_qkv(140, batch=2, heads=2, kv_heads=1)
-    ids = np.tile(np.arange(140, dtype=np.int32) // 50, (2, 1))
-    poisoned, lengths, visible = with_padding(arrays, [120, 0], [120, 0])
-    visible = visible & oracles.pairs(140, 140, sees) & (ids[:, None, None] == ids[:, None, :, None])
-    got = on_kernels(*poisoned[:3], arrays[3], pattern=pattern, segment_ids=jnp.asarray(ids), **lengths)
-    assert_close(got, expect(arrays, visible), 1e-5)
-    assert not np.asarray(got[0])[1].any()
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
-"""Attention in the buckets of a hash: special cases, padding, and generation in pieces."""
+"""Attention in the buckets of a hash: generation in pieces, and its random directions."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from brl_jax import full_attention, init_reformer_state, reformer_attention, reformer_rotations
+from brl_jax import init_reformer_state, reformer_attention, reformer_rotations
 from tests.oracles.attention import relative_error
 from tests.support.attention import random_qkv
 
@@ -21,22 +20,6 @@ def rotations_for(query, **sizes):
     return reformer_rotations(
         jax.random.key(0), query.shape[3], **{"num_rounds": 2, "num_buckets": 4} | sizes
     )
-
-
-@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_bucket_is_full_attention_to_others(is_causal):
-    """With directions of 0, all tokens share one bucket in each of three rounds."""
-    query, value = arrays_of(11)
-    rotations = jnp.zeros((3, query.shape[3], 1))
-    key = query / jnp.linalg.norm(query, axis=-1, keepdims=True)
-    mask = np.tri(11, k=-1, dtype=bool) if is_causal else ~np.eye(11, dtype=bool)
-    mask = mask | np.diag(~mask.any(1))
-    values = jnp.repeat(value, 2, axis=2)
-    expected = full_attention(query, key, values, mask=jnp.asarray(mask))
-    call = jax.jit(functools.partial(reformer_attention, chunk_size=11, is_causal=is_causal))
-    assert relative_error(call(query, value, rotations), expected) < 1e-5
-    # Smaller chunks don't reach back far enough.
-    assert relative_error(reformer_attention(query, value, rotations, chunk_size=3), expected) > 1e-2
 
 
 def test_steps_of_which_some_tokens_exist():

@@ -1,4 +1,4 @@
-"""Slicing and sorting: padding, ties, and what it refuses."""
+"""Slicing and sorting: padding and ties."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 from tests.oracles.structured import mlr_attention as oracle
 from tests.support.attention import random_qkv
-from tests.support.meshes import after, check_equal, check_prefix, compared, draw, moved, on_mesh
+from tests.support.meshes import after, check_equal, check_prefix, draw, moved, on_mesh
 
 pytestmark = pytest.mark.xdist_group("devices")
 LENGTH, WIDTH = MANY_TOKENS, 16
@@ -96,7 +96,6 @@ PARTS = {f"features, {name}": lambda o=o: on_mesh(features(o), *featured()) for 
 PARTS |= {f"mlr, {name}": lambda o=o: on_mesh(mlr(o), *random_qkv(32)[:3]) for name, o in MLR.items()}
 PARTS["features after"] = lambda: after(features(FEATURES["causal"]), 500, featured())
 PARTS["mlr after"] = lambda: after(mlr(MLR["causal"]), 21, random_qkv(32)[:3])
-PARTS |= {name: lambda f=f: compared(f, *operands()) for name, f in FUNCTIONS.items()}
 PARTS |= {f"moved {name}": lambda f=f: moved(f, *operands(), length=LENGTH) for name, f in FUNCTIONS.items()}
 
 
@@ -139,12 +138,6 @@ def test_levels_give_the_oracles_numbers_and_gradients(result, name):
 @pytest.mark.parametrize(("case", "place"), [("features after", 500), ("mlr after", 21)])
 def test_later_tokens_change_no_bit(result, case, place):
     check_prefix(*result(case), place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_and_gradients_equal_one_devices(result, name):
-    check_equal(*result(name), 3e-5)
 
 
 @pytest.mark.slow

@@ -133,15 +133,6 @@ def test_every_pair_is_in_one_rectangle(is_causal):
             assert seen.max() == 1
 
 
-def test_bfloat16():
-    arrays = random_qkv(130, dtype=jnp.bfloat16)
-    ranks, sizes = (4, 2, 2), (None, 40, 20)
-    got = run(arrays, ranks=ranks, block_sizes=sizes, is_causal=True)
-    assert got[0].dtype == jnp.bfloat16
-    expected = oracle([x.astype(jnp.float32) for x in arrays], ranks, sizes, causal_pairs(130))
-    assert_close(got, expected, 2e-2)
-
-
 def test_causal_bitwise():
     attend = functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
     check_causal(attend, random_qkv(150), (0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 149))
@@ -205,9 +196,6 @@ def test_flops_of_the_scores(schedule, monkeypatch):
     assert levels < (ratio + 0.1) * flops(full_attention)
     causal = flops(functools.partial(mlr_attention, ranks=ranks, is_causal=True))
     assert causal < 0.55 * levels
-
-
-# --- Bad input ---
 
 
 def test_doubling_block_sizes():

@@ -79,26 +79,6 @@ def test_encoders(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_encoder_decoders(tmp_path, capsys):
-    """A training step of the named networks of figure 5, with a picture."""
-    argv = [*NETWORKS, "--levels", "encoder_decoders", "--mechanisms", "full", "brl-50-10"]
-    result, rows = measured(tmp_path, *argv, "--pictures", str(tmp_path))
-    assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "brl-50-10")}
-    for (length, _), row in rows.items():
-        assert row["note"] == ""
-        assert row["train_ratio"] == pytest.approx(rows[length, "full"]["train_s"] / row["train_s"])
-        assert row["train_bytes"] > row["train_temp_bytes"]
-        assert row["train_steps_per_s"] == pytest.approx(1 / row["train_s"])
-        assert "forward_s" not in row
-    growth = np.log(rows[40, "full"]["train_s"] / rows[24, "full"]["train_s"]) / np.log(40 / 24)
-    assert result["exponents"][0]["train_s"] == pytest.approx(growth)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "encoder-decoders of width 16, training" in printed
-    assert "train time" in printed
-    assert (tmp_path / "encoder_decoders.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_decoders(tmp_path, capsys):
     """Inference and a training step of the networks of tables 6 and 7; the compiler reports the memory."""
     argv = [*NETWORKS, "--levels", "decoders", *TWO, "--pictures", str(tmp_path)]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS, DiagConfig, NormConfig
 from eval.harness.pictures import save
 from eval.speed import training as speed_training
-from eval.speed.__main__ import main as speed_main
 from eval.speed.networks import CONTROL, network, network_names
 from eval.speed.options import SpeedOptions
 from eval.studies.survey import training
@@ -19,7 +19,7 @@ from eval.studies.survey.options import SIZES, SurveyOptions, survey_run, survey
 from eval.studies.survey.speed import kept_speeds
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT
-from train.engine.config_file import differences, to_json
+from train.engine.config_file import differences
 from train.engine.errors import RunError, UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
@@ -264,19 +264,3 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("eval.studies.survey.main.measure_speeds", None)
     main([*argv, "--repeats", "2"])
     assert capsys.readouterr().out == printed
-
-
-@pytest.mark.slow
-def test_speed_of_classifiers(tmp_path, capsys):
-    path = tmp_path / "speed.json"
-    sizes = "--lengths 24 --repeats 1 --heads 2 --head_dim 8 --levels classifiers"
-    speed_main([*sizes.split(), "--mechanisms", "full", "transnormer_t2", "--json", str(path)])
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == {"full", "transnormer_t2"}
-    full, other = rows["full"], rows["transnormer_t2"]
-    for row in (full, other):
-        assert row["train_steps_per_s"] == pytest.approx(1 / row["train_s"])
-        assert row["train_bytes_ratio"] == pytest.approx(row["train_bytes"] / full["train_bytes"])
-        assert row["train_ratio"] == pytest.approx(full["train_s"] / row["train_s"])
-        assert row["train_bytes"] > row["train_temp_bytes"] > row["forward_temp_bytes"]
-    assert "train MiB" in " ".join(capsys.readouterr().out.split())

@@ -10,13 +10,13 @@ import pytest
 
 import eval.tasks.export
 import train.lm
+from brl_jax.configuration import to_json
 from brl_jax.layers import MECHANISMS
 from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.config_file import to_json
 from train.engine.errors import UserError
 from train.tasks.lm import LM
 

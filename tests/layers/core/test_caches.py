@@ -33,12 +33,6 @@ def test_tokens_that_do_not_exist_may_reach_over_the_end():
     np.testing.assert_array_equal(cache[0, :, 0, 0], [0, 0, 1, 0])
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 9), (6, 3)])
-def test_more_tokens_than_a_cache_holds_are_refused(start, length):
-    with pytest.raises(ValueError, match=f"cache: has room for 8 tokens, got {length} after {start};"):
-        write_tokens(jnp.zeros((1, 8, 1, 2)), numbered(0, length), jnp.int32(start))
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_window_slides_by_the_tokens_that_exist(count):
     both, last = slide(numbered(0, 4), numbered(4, 3), jnp.int32(count))

@@ -13,6 +13,7 @@ from brl_jax.layers.core import protocol
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
+from tests.support.generation import in_pieces
 from tests.support.parameters import drawn
 
 
@@ -42,13 +43,9 @@ def test_the_example_works_in_a_network(mean_config):
     changed, _ = jax.jit(stack.apply)(variables, x.at[:, 5].set(3.0))
     np.testing.assert_array_equal(changed[:, :5], expected[:, :5])
     assert np.abs(changed[:, 5:] - expected[:, 5:]).max(axis=(0, 2)).min() > 1e-4
-    step = jax.jit(lambda v, x, cache: stack.apply(v, x, cache=cache))
-    cache, outputs, start = stack.init_cache(2, 9), [], 0
-    for size in (3, 1, 1, 3, 1):
-        y, cache = step(variables, x[:, start : start + size], cache)
-        outputs.append(y)
-        start += size
-    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        in_pieces(stack, variables, x, (3, 1, 1, 3, 1))[0], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_example_ignores_tokens_that_do_not_exist(mean_config):

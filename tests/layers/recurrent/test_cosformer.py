@@ -1,13 +1,13 @@
 """cosFormer's `max_length`, which follows the length of the rows."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brl_jax.layers import CosformerConfig, FullConfig
 from brl_jax.models import EncoderDecoderConfig
 from tests.laws.cases import dimensions
+from tests.support.generation import in_pieces
 from tests.support.parameters import drawn
 
 
@@ -21,12 +21,8 @@ def test_max_length_follows_the_rows_and_the_cache():
     np.testing.assert_array_equal(found, apply[13](variables, x)[0])
     # With a much longer half period the distance hardly matters, which made cosFormer blind to order on short rows.
     assert np.abs(apply[26](variables, x)[0] - found).max() > 1e-2
-    step = jax.jit(lambda x, cache: layer.apply(variables, x, cache=cache))
-    cache, outputs = layer.init_cache(2, 13), []
-    for start, stop in ((0, 6), (6, 7), (7, 13)):
-        y, _, cache = step(x[:, start:stop], cache)
-        outputs.append(y)
-    np.testing.assert_allclose(jnp.concatenate(outputs, 1), found, rtol=1e-4, atol=1e-5)
+    outputs, cache = in_pieces(layer, variables, x, (6, 1, 6))
+    np.testing.assert_allclose(outputs, found, rtol=1e-4, atol=1e-5)
     assert (int(cache.max_length), int(cache.length)) == (13, 13)
     with pytest.raises(ValueError, match=r"max_length=12 of the cosformer mechanism must be at least .* 13"):
         CosformerConfig(max_length=12).layer(d).init_cache(2, 13)

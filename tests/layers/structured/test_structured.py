@@ -8,6 +8,7 @@ import pytest
 
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, Dimensions, GlobalWindowConfig, MLRConfig
 from brl_jax.structured import rms_limit
+from tests.support.generation import in_pieces
 
 
 def dimensions(width=64, heads=4, kv_heads=2, **changes):
@@ -27,17 +28,6 @@ def test_default_ranks():
         assert full_rank == ((width, heads) != (36, 4)), (width, heads, ranks)
 
 
-def test_mlr_cache_is_as_large_as_the_formula_says():
-    """sum_l r_l T / 2^(l-1) numbers for each key head, and the values (arXiv:2509.07963, section 3.4)."""
-    layer = MLRConfig(context=256).layer(dimensions(256, 4, 2))
-    state = layer.init_cache(3, 256)
-    ranks = (32, 8, 8, 8, 4, 4)
-    assert sum(keys.size for keys in state.keys) == 3 * 2 * sum(r * 256 // 2**i for i, r in enumerate(ranks))
-    # Longer sequences only add to the coarsest level.
-    longer = layer.init_cache(3, 1024)
-    assert [k.shape[2] for k in longer.keys] == [1024, *(k.shape[2] for k in state.keys[1:])]
-
-
 def test_sizes_that_grow_with_the_sequence():
     """In generation the length of the cache sets the sizes: a full cache gives the outputs of training."""
     d = dimensions(16, 4, 2)
@@ -45,13 +35,9 @@ def test_sizes_that_grow_with_the_sequence():
     x = jax.random.normal(jax.random.key(0), (2, 12, 16))
     variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
     expected, _, _ = jax.jit(layer.apply)(variables, x)
-    step = jax.jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
-    cache, outputs = layer.init_cache(2, 12), []
+    outputs, cache = in_pieces(layer, variables, x, (7, 1, 1, 1, 1, 1))
     assert [keys.shape[2] for keys in cache.keys] == [12, 6, 3]
-    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
-        y, _, cache = step(variables, x[:, start:stop], cache)
-        outputs.append(y)
-    np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
     fixed = MLRConfig(ranks=(2, 1, 1), context=48).layer(d)
     assert np.abs(jax.jit(fixed.apply)(variables, x)[0] - expected).max() > 1e-4
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import tpu
@@ -24,8 +25,8 @@ def block(x, y=None, **options):
     return tpu.block_unsupported, tpu.block_attention, (x, y, y), options, {}
 
 
-def compress(x, y, **options):
-    traced = {"gamma": jnp.ones(x.shape[2])}
+def compress(x, y, gamma=True, **options):
+    traced = {"gamma": jnp.ones(x.shape[2]) if gamma is True else gamma}
     return tpu.compress_unsupported, tpu.compress, (x, y, y, y), options, traced
 
 
@@ -35,8 +36,8 @@ def compress_blocks(x, y, **options):
     return tpu.compress_blocks_unsupported, tpu.compress_blocks, (x, y, y, y), options, traced
 
 
-def propagate(x, y, **options):
-    return tpu.propagate_unsupported, tpu.propagate, (x, y, y), options, {"strength": jnp.ones(x.shape[2])}
+def propagate(x, y, heads=2, **options):
+    return tpu.propagate_unsupported, tpu.propagate, (x, y, y), options, {"strength": jnp.ones(heads)}
 
 
 LONG, SHORT, MANY = shaped(1, 300, 2, 64), shaped(1, 16, 2, 64), shaped(1, 3, 16, 2, 64)
@@ -93,6 +94,45 @@ def test_names_what_the_call_refuses(case, words):
     with pytest.raises((ValueError, NotImplementedError)) as error:
         jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
     assert str(error.value) == found
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (window(LONG, left=-1), "left must be an int of at least 0, got -1"),
+        (window(LONG, chip="v99"), "chip must be None or one of"),
+        (window(LONG, scale=float("nan")), "scale must be finite"),
+        (window(LONG, blocks=tpu.WindowBlocks(128, 128, 128, 128), left=200), "block must hold a window side"),
+        (window(LONG, key_segment_ids=jnp.zeros((1, 300), jnp.int32)), "belong together"),
+        (window(LONG, key_lengths=jnp.zeros(2, jnp.int32)), r"key_lengths must be ints of shape \(1,\)"),
+        (window(LONG, bias=tpu.Slopes(np.ones(3, np.float32))), r"Slopes must have shape \(2,\), got \(3,\)"),
+        (window(LONG, bias=tpu.DistanceTable(np.ones(2, np.float32), 0)), r"DistanceTable must have shape \(2, dis"),
+        (block(LONG, key_blocks=[[0], [3], [1]]), r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3"),
+        (block(LONG, key_blocks=[[0, 0], [1], [1]]), r"key_blocks\[0\] must name blocks from 0 to 2, each once"),
+        (block(LONG, bias=tpu.Slopes(np.ones(3, np.float32))), r"Slopes must have shape \(2,\), got \(3,\)"),
+        (block(LONG, bias=tpu.DistanceTable(np.ones(2, np.float32), 0)), r"DistanceTable must have shape \(2, dis"),
+        (block(LONG, bias=tpu.DistanceTable(np.ones((2, 1 << 20), np.float32), 0)), r"needs [0-9.]+ MiB of VMEM"),
+        (block(LONG, block_k=100), "block_k must be a positive multiple of 128, got 100"),
+        (compress(SHORT, LONG, score="cosine"), "score must be one of softmax, relu2, laplace, got 'cosine'"),
+        (compress(SHORT, LONG, block=100), "block must be a positive multiple of 128, got 100"),
+        (compress(SHORT, LONG, splits=0), "splits must be at least 1, got 0"),
+        (compress(SHORT, LONG, gamma=None), "contrast_key and gamma belong together"),
+        (compress(SHORT, LONG, gamma=jnp.ones(3)), r"gamma must have shape \(2,\), got \(3,\)"),
+        (compress(SHORT, LONG, bias=jnp.zeros((1, 2, 5, 300))), r"bias must broadcast to \(1, 2, 16, 300\), got shape"),
+        (compress(SHORT, LONG, mask=jnp.ones((16, 300), bool)), r"mask must broadcast to .* got shape \(16, 300\)"),
+        (compress_blocks(MANY, shaped(1, 384, 2, 64), history_size=200, block_size=128),
+         r"must hold .* = 200 \+ 2 \* 128 tokens, got 384"),
+        (compress_blocks(MANY, shaped(1, 96, 2, 64), history_lengths=jnp.ones((3, 1), jnp.int32)),
+         r"history_lengths must have shape \(1, 3\), got \(3, 1\)"),
+        (propagate(LONG, SHORT, score="cosine"), "score must be one of softmax, relu2, laplace, got 'cosine'"),
+        (propagate(LONG, SHORT, block=100), "block must be a positive multiple of 128, got 100"),
+        (propagate(LONG, SHORT, heads=3), r"strength must have shape \(2,\), got \(3,\)"),
+    ],
+)  # fmt: skip
+def test_bad_input(case, words):
+    _, call, arrays, options, traced = case
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
 
 
 def test_lists_too_long_for_scalar_memory(monkeypatch):

@@ -48,9 +48,9 @@ def local(
     query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
     key, value = (random(seed, batch, keys, heads[1], head_dim, dtype=dtype) for seed in (1, 2))
     if isinstance(pattern, (patterns.SlidingWindow, patterns.Dilated)):
+        before, after = pattern.limits
         rectangles = tuple(
-            (i, i + 16, i + offset - pattern.lookback, i + offset + 16 + pattern.lookahead)
-            for i in range(0, length, 16)
+            (i, i + 16, i + offset - before, i + offset + 16 + after) for i in range(0, length, 16)
         )
     else:
         rectangles = ((0, length, 0, keys),)
@@ -387,22 +387,6 @@ def public(pattern, *, is_causal=False, offset=0, **options):
     close(("out", "d_query", "d_key", "d_value"), run(KERNELS), run("xla"), "float32")
 
 
-def public_compress():
-    """`brl_jax.compress` on the kernel and through XLA, with lengths."""
-    query, *keys = (random(i, 2, length, 2, 16, dtype="float32") for i, length in enumerate((12, 60, 60, 60)))
-    gamma = jnp.asarray([0.3, 0.7])
-
-    def run(implementation):
-        call = lambda q, k, c, v, g: brl_jax.compress(  # noqa: E731
-            q, k, c, v, gamma=g, key_value_seq_lengths=jnp.asarray([60, 31]), implementation=implementation
-        )
-        out, pull = jax.vjp(jax.jit(call), query, *keys, gamma)
-        return out, *pull(jnp.ones_like(out))
-
-    names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
-    close(names, run(KERNELS), run("xla"), "float32")
-
-
 def public_compress_blocks(score="softmax", contrast=True, tokens=12, dtype="float32"):
     """`brl_jax.compress_blocks` on the kernel against each block in float64, with lengths, a window of no whole number
     of blocks, and NaN in the keys that no block reads."""
@@ -445,21 +429,6 @@ def public_compress_blocks(score="softmax", contrast=True, tokens=12, dtype="flo
         want[5] += contrast * parts[5]
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
     close(names, (out, *pull(d_out)), want, dtype)
-
-
-def public_propagate():
-    """`brl_jax.propagate` on the kernel and through XLA."""
-    query, key, value = (
-        random(i, 2, length, 2, 16, dtype="float32") for i, length in enumerate((60, 12, 12))
-    )
-    strength = jnp.asarray([0.3, 0.7])
-
-    def run(implementation):
-        call = lambda q, k, v, s: brl_jax.propagate(q, k, v, strength=s, implementation=implementation)  # noqa: E731
-        out, pull = jax.vjp(jax.jit(call), query, key, value, strength)
-        return out, *pull(jnp.ones_like(out))
-
-    close(("out", "d_query", "d_key", "d_value", "d_strength"), run(KERNELS), run("xla"), "float32")
 
 
 SLIDING = patterns.SlidingWindow
@@ -574,12 +543,10 @@ CASES = {
     "public-bigbird": lambda: public(far_patterns.BigBird(8)),
     "public-block-mask": lambda: public(MASK),
     "public-bucketed-at-an-offset": lambda: public(patterns.Bucketed(16), is_causal=True, key_offset=5),
-    "public-compress": public_compress,
     "public-compress-blocks": public_compress_blocks,
     "public-compress-blocks-relu2": lambda: public_compress_blocks("relu2"),
     "public-compress-blocks-one-attention": lambda: public_compress_blocks(contrast=False),
     "public-compress-blocks-many-tokens": lambda: public_compress_blocks(tokens=40, dtype="float16"),
-    "public-propagate": public_propagate,
     "public-sinks": lambda: public(SLIDING(20, 0), sinks=jnp.asarray([0.5, -0.5]), logits_soft_cap=0.8),
     "public-dilated": lambda: public(patterns.Dilated(4, 4, 3)),
 }

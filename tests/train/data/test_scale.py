@@ -201,15 +201,6 @@ def test_a_mixture_has_its_weights_in_every_segment():
     assert held_out.num_bytes() == 60_000
 
 
-def test_a_row_of_a_mixture_reads_on_within_a_segment():
-    counting = Corpus(
-        np.arange(2000, dtype=np.int32), np.ones(2000, np.int64), np.zeros((0, 2), np.int64), "x"
-    )
-    batches = _take(training_batches(Mixture((counting,), (1.0,)), batch=2, length=4, seed=0), SEGMENT_STEPS)
-    for row in batches.swapaxes(0, 1).reshape(2, -1):
-        assert np.all(np.diff(row) == 1)
-
-
 @pytest.mark.slow
 def test_mixtures_of_texts_train_and_hold_out_together(text, tmp_path):
     (tmp_path / "b").mkdir()

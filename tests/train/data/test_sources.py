@@ -15,7 +15,7 @@ import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.data.named_sources import _source_of_rows
+from train.data.named_sources import source_of_rows
 from train.data.sources import naming_file, open_source
 from train.data.tokenizers.named import train_tokenizer
 from train.engine.errors import UserError
@@ -263,7 +263,7 @@ def test_hf_without_validation_holds_out_the_last_rows(tmp_path, offline):
 def test_rows_that_are_held_out(rows, holdout, kept):
     """Rounded to the nearest number, but at least one row is held out and at least one is left."""
     blocks = lambda *bounds: iter([repr(bounds).encode()])  # noqa: E731
-    splits = _source_of_rows("", "--data x", {"train": rows}, blocks, holdout).splits
+    splits = source_of_rows("", "--data x", {"train": rows}, blocks, holdout).splits
     found = {name: b"".join(split.blocks()).decode() for name, split in splits.items()}
     assert found == {"train": f"('train', 0, {kept})", "valid": f"('train', {kept}, {rows})"}
 

@@ -161,7 +161,8 @@ loaded = set(sys.modules)  # a command answers --help within two seconds
 lazy = {"datasets", "matplotlib", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"} & loaded
 assert not lazy, lazy
 others = {name for name in loaded if name.startswith("train.tasks.")}
-others -= {"train.tasks." + name for name in ("lm", "lm_config", "conversion", "task", "decoder_flops")}
+own = ("lm", "lm_config", "conversion", "task", "run_config", "mup", "decoder_flops")
+others -= {"train.tasks." + name for name in own}
 assert not others, others
 stream = TokenStreams(
     Corpus(np.arange(100), np.ones(100, np.int64), np.zeros((0, 2), np.int64), ""), batch=2, length=8

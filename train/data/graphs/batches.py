@@ -43,12 +43,8 @@ class NodeBatches(RepeatedBatches):
     """Endless training batches; each pass has every node at most once, in a new order.
 
     A batch is what `NodeClassifier` takes, with "targets" (B, P) int32 (or (B, P, C) zeros and ones), "weights" (B, P)
-    float32. The remainder of less than a batch, different in each pass, is left out; where there are
+    float32; P is `targets`. The remainder of less than a batch, different in each pass, is left out; where there are
     fewer nodes than a batch has places for, all are in it, and the other places have weight 0.
-
-    Args:
-      source: makes the rows. nodes, labels: of the split. batch: rows of all processes together. targets: P.
-      seed: of the passes' orders and the subgraphs. digest: of the graph. rows: which of the batch's rows to give.
     """
 
     def __init__(

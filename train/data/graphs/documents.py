@@ -33,9 +33,6 @@ def post_files(folder: Path) -> list[Path]:
 def read_posts(folder: Path) -> RawGraph:
     """Posts from lines {"text": ..., "label": 0} of JSON. Their features are TF-IDF weights of the words that more than
     one post in twenty has, without English stop words.
-
-    Raises:
-      UserError: a line is wrong; the error names it.
     """
     from sklearn.feature_extraction.text import CountVectorizer, TfidfTransformer
 
@@ -65,9 +62,6 @@ def read_posts(folder: Path) -> RawGraph:
 def read_nodes(path: Path) -> RawGraph:
     """Nodes of an .npz file with "features" (N, F) and "labels" (N,) integers from 0 on, or with images and their
     labels as "x_train", "y_train", "x_test" and "y_test" (see `describe`).
-
-    Raises:
-      UserError: the file cannot be read, or has other arrays.
     """
     try:
         check_regular(path)
@@ -102,9 +96,6 @@ def describe(images: np.ndarray) -> np.ndarray:
     An image is divided into 4 x 4 cells. In each, the lengths of the brightness's gradients are summed by their
     direction, of eight between 0 and 180 degrees, a gradient between two directions in proportion. The numbers of an
     image are scaled to the mean 1, so that contrast does not count, and their square roots taken.
-
-    Raises:
-      ValueError: images of another shape, or of fewer than 4 x 4 pixels.
     """
     if (
         images.ndim not in (3, 4)

@@ -113,9 +113,6 @@ def split_nodes(raw: RawGraph, split_seed: int) -> dict[str, tuple[np.ndarray, n
     """The nodes and labels of each split. Where the files say which nodes are for the test, a fifth of the others is
     for validation, as in the Heterogeneous Graph Benchmark; else a quarter of all is for each of the two, as in
     NodeFormer (arXiv:2306.08385).
-
-    Raises:
-      UserError: a split has no nodes.
     """
     order = np.random.default_rng([11, split_seed]).permutation(len(raw.nodes))
     if raw.is_test is None:

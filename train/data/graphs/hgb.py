@@ -32,11 +32,7 @@ def is_hgb(folder: Path) -> bool:
 
 
 def hgb_files(folder: Path) -> list[Path]:
-    """The files of a graph, including info.dat if it exists.
-
-    Raises:
-      UserError: one is missing.
-    """
+    """The files of a graph, including info.dat if it exists."""
     return [packed_or_not(folder / name) for name in _FILES] + [
         path for path in (folder / "info.dat", folder / "info.dat.gz") if path.is_file()
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from train.data.files import file_stats
 from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
+from train.data.splits import digest
 from train.engine.errors import UserError
 from train.engine.fields import Free, Needed
 from train.engine.storage import check_local, user_cache, writing
@@ -56,11 +56,7 @@ class GraphDataConfig(Checked):
 
 
 def load_graph(config: GraphDataConfig) -> Graph:
-    """The graph of a configuration.
-
-    Raises:
-      UserError: the files cannot be read, a line is wrong, or scikit-learn is missing.
-    """
+    """The graph of a configuration."""
     try:
         import sklearn  # noqa: F401
     except ModuleNotFoundError as error:
@@ -76,8 +72,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
     files = hgb_files(source) if is_linked else post_files(source) or [source]
     if source.is_dir() and files == [source]:
         raise UserError(f"--data_dir: expected node.dat or train.jsonl in {source}, or an .npz file")
-    asked = [_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest]
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    key = digest(_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest)[:16]
     folder = user_cache() / "graphs" if config.cache_dir is None else Path(config.cache_dir).expanduser()
     path = folder / f"{key}.npz"
     if not path.is_file():

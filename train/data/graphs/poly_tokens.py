@@ -44,9 +44,6 @@ class PolyTokens:
 
     Attributes:
       kinds: the kind of each token. length: tokens of a list.
-
-    Args:
-      metapath_length, neighbours, clusters: see `train.data.graphs.load.GraphDataConfig`.
     """
 
     def __init__(self, graph: Graph, *, metapath_length: int, neighbours: int, clusters: int):

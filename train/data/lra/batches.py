@@ -59,16 +59,7 @@ class TrainBatches(RepeatedBatches):
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
     or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones}; T is the batch's bucket.
     The remainder of a bucket fills a batch of the next longer one, and a remainder of less than a batch, different in
-    each pass, is left out. One of several processes gives some of each batch's rows. The state is the number of
-    batches given so far, whichever rows they have; restoring it reads nothing.
-
-    Args:
-      examples: the split; at least `batch`. batch: rows of all processes together. buckets: lengths to pad to, the
-      longest at least the longest sequence. seed: of the passes' orders. rows: which of them to give;
-      all by default.
-
-    Raises:
-      UserError: too few examples, or one longer than the buckets.
+    each pass, is left out.
     """
 
     def __init__(
@@ -112,12 +103,7 @@ class TrainBatches(RepeatedBatches):
 class EvalBatches(HeldOutBatches):
     """One pass over a split, by length: every example once; the padding of the last batch of a bucket has weight 0.
 
-    Batches look like `TrainBatches`'. Iterating again starts from the beginning.
-
-    Args:
-      examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only
-      (0: all). rows: which of them to give;
-      all by default.
+    Batches look like `TrainBatches`'. With `limit` there are only the first examples.
     """
 
     def __init__(

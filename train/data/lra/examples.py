@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -37,19 +38,15 @@ class Chunk(NamedTuple):
     labels: Int[np.ndarray, " n"]
 
 
-def chunk_of(sequences: list[bytes], labels: list[int], parts: int) -> Chunk:
-    """A chunk of sequences given as bytes, `parts` of them an example; an empty one becomes a blank."""
-    sequences = [sequence or b" " for sequence in sequences]
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(-1, parts)
-    return Chunk(np.frombuffer(b"".join(sequences), np.uint8), lengths, np.array(labels, np.int64))
-
-
 def in_chunks(read: Callable[..., Iterator[tuple[Any, ...]]], *args: Any) -> Iterator[Chunk]:
-    """What read(*args) yields, the sequences and the label of each example, in chunks."""
+    """What read(*args) yields, the sequences and the label of each example, in chunks; an empty sequence becomes a
+    blank."""
     rows = read(*args)
     while some := list(itertools.islice(rows, _EXAMPLES)):
-        sequences = [sequence for *sequences, _ in some for sequence in sequences]
-        yield chunk_of(sequences, [row[-1] for row in some], parts=len(some[0]) - 1)
+        sequences = [sequence or b" " for *sequences, _ in some for sequence in sequences]
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(len(some), -1)
+        labels = np.array([row[-1] for row in some], np.int64)
+        yield Chunk(np.frombuffer(b"".join(sequences), np.uint8), lengths, labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +76,16 @@ class Examples:
     truncated: int
     digest: str
 
-    def __post_init__(self):
-        starts = np.concatenate([[0], np.cumsum(self.lengths.reshape(-1), dtype=np.int64)])
-        object.__setattr__(self, "_starts", starts)
+    @functools.cached_property
+    def _starts(self) -> Int[np.ndarray, " ends"]:
+        return np.concatenate([[0], np.cumsum(self.lengths.reshape(-1), dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> list[UInt8[np.ndarray, " length"]]:
         """The P sequences of example `index`."""
-        parts = self.lengths.shape[1]
-        starts: Any = self._starts  # type: ignore[attr-defined]
+        parts, starts = self.lengths.shape[1], self._starts
         return [self.tokens[starts[i] : starts[i + 1]] for i in range(index * parts, (index + 1) * parts)]
 
 
@@ -118,9 +114,6 @@ def open_examples(
     Args:
       length: tokens kept of a sequence, the first ones; limit: examples kept, the first ones (0: all).
       num_classes: labels must be below.
-
-    Raises:
-      UserError: see the sources; a label outside the classes; nothing there. OSError: the folder cannot be written.
     """
     examples = _read(folder, split)
     if examples is None:

@@ -37,11 +37,7 @@ def _grey(images: np.ndarray, where: str) -> np.ndarray:
 
 
 def open_tfds_source() -> Source:
-    """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation.
-
-    Raises:
-      UserError: it cannot be had.
-    """
+    """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation."""
     sources = open_tfds("tfds:cifar10", "cifar10")
 
     def read(split: str) -> Iterator[Chunk]:

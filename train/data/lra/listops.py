@@ -86,11 +86,7 @@ class _Level(NamedTuple):
 
 
 def generate_trees(rng: np.random.Generator, count: int, spec: ListOpsSpec) -> Trees:
-    """`count` expressions of the specification.
-
-    Raises:
-      UserError: it gives (almost) none.
-    """
+    """`count` expressions of the specification."""
     batches: list[Trees] = []
     found, fruitless = 0, 0
     while found < count:
@@ -243,9 +239,6 @@ def write_release(
 ) -> None:
     """Writes basic_{train,val,test}.tsv as the Long Range Arena's release has them; the folder is whole or does not
     exist.
-
-    Raises:
-      UserError: the folder exists, cannot be written, or see `generate_trees`.
     """
     with writing_folder(out) as folder:
         for split, chunks in generated(spec, seed, sizes, processes).items():
@@ -293,9 +286,6 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
 def open_files(folder: Path) -> Source | None:
     """The release's basic_{train,val,test}.tsv (or .tsv.gz), in the folder or its listops-1000; None if there are
     none.
-
-    Raises:
-      UserError: some of the three are missing; while reading, a line that is not as the release's (with its number).
     """
     for place in (folder, folder / "listops-1000"):
         paths = {split: place / name for split, name in _SPLIT_FILES.items()}

@@ -280,9 +280,6 @@ def write_release(
     or not there.
 
     The splits are written one after the other without marks, as in the release; `open_files` splits them again.
-
-    Raises:
-      UserError: the folder exists or cannot be written.
     """
     with writing_folder(out) as folder:
         batch = 0
@@ -315,11 +312,7 @@ def _parse(line: bytes) -> tuple[str, int]:
 
 
 def read_image(path: Path, resolution: int) -> bytes | None:
-    """The grey pixels of an image file, row after row; None for an empty file; the release has some.
-
-    Raises:
-      UserError: it is missing, no whole image, or of another size.
-    """
+    """The grey pixels of an image file, row after row; None for an empty file; the release has some."""
     try:
         content = path.read_bytes()
         if not content:
@@ -343,9 +336,6 @@ def open_files(folder: Path, resolution: int, dashes: int = HARD) -> Source | No
 
     Of ten images in the order of the metadata the ninth is for validation and the tenth for testing (80/10/10, as in
     the release). None if there are no such files.
-
-    Raises:
-      UserError: while reading, damaged metadata (with the line's number) or images.
     """
     level = LEVELS[dashes]
     for place in (folder / f"pathfinder{resolution}" / level, folder / level, folder):

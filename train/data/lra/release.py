@@ -47,11 +47,7 @@ class ReleaseOptions(Checked):
 
 
 def write_release(options: ReleaseOptions) -> None:
-    """Writes the files, and prints a JSON object: how many examples, and how many a minute.
-
-    Raises:
-      UserError: an option is out of range, or the folder exists.
-    """
+    """Writes the files, and prints a JSON object: how many examples, and how many a minute."""
     if not options.out:
         raise UserError("--out: expected the name of a new folder, got none")
     values = {name: value for name, value in vars(options).items() if name != "out"}

@@ -27,12 +27,6 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
     """AAN's .tsv files in a folder or its tsv_data; else pairs of passages from the books that books.tsv lists there.
 
     None if there are neither.
-
-    Args:
-      seed, sizes: of the pairs of passages, which are drawn.
-
-    Raises:
-      UserError: some of the files are missing; while reading, a damaged one, or a line that is not a pair (its number).
     """
     for place in (folder, folder / "tsv_data"):
         paths = {split: place / name for split, name in _AAN_FILES.items()}

@@ -140,11 +140,7 @@ def sizes(config: LraDataConfig) -> dict[str, int]:
 
 
 def open_source(config: LraDataConfig) -> Source:
-    """Where a task's examples come from.
-
-    Raises:
-      UserError: the task's files are missing.
-    """
+    """Where a task's examples come from."""
     if config.data_dir is None:
         match config.task:
             case "listops":
@@ -187,11 +183,7 @@ def open_source(config: LraDataConfig) -> Source:
 def load(
     config: LraDataConfig, workdir: str | os.PathLike[str], splits: Sequence[str]
 ) -> tuple[Source, dict[str, Examples]]:
-    """The examples of a run, made if they do not exist yet, and their source.
-
-    Raises:
-      UserError: see the sources; the folder cannot be written.
-    """
+    """The examples of a run, made if they do not exist yet, and their source."""
     source = open_source(config)
     cache = cache_folder(config.cache_dir, epath.Path(workdir))
     opened = {}

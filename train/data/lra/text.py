@@ -19,11 +19,7 @@ _CLASSES = ("neg", "pos")
 
 
 def open_tfds_source() -> Source:
-    """IMDB reviews of TensorFlow Datasets; every tenth training review is for validation.
-
-    Raises:
-      UserError: it cannot be had.
-    """
+    """IMDB reviews of TensorFlow Datasets; every tenth training review is for validation."""
     sources = open_tfds("tfds:imdb_reviews", "imdb_reviews")
 
     def read(split: str) -> Iterator[tuple[bytes, int]]:
@@ -42,9 +38,6 @@ def open_files(folder: Path) -> Source | None:
     """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
     or its aclImdb; every tenth training review is for validation, of aclImdb's every tenth of each class. None if
     there are none.
-
-    Raises:
-      UserError: one of the two splits is missing; while reading, a damaged file or line (with its number).
     """
     for ending in (".jsonl", ".jsonl.gz"):
         paths = {name: folder / (name + ending) for name in ("train", "test")}

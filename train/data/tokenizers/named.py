@@ -7,7 +7,6 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -15,7 +14,7 @@ from jaxtyping import Int
 
 from brl_jax.fields import MOST
 from brl_jax.json_files import read_json
-from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
+from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, decode_piece
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
 from train.data.tokenizers.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.engine.errors import UserError
@@ -49,78 +48,33 @@ class BytesTokenizer(Tokenizer):
             yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA, piece)
 
 
-class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding, by the tokenizers library.
+def _train_bpe(spec: str, size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
+    """Up to `size` byte pairs: Sennrich et al. 2016 (arXiv:1508.07909, algorithm 1) on bytes instead of characters, as
+    in GPT-2, so that every text can be encoded and decoding restores it exactly.
 
-    Sennrich et al. 2016 (arXiv:1508.07909, algorithm 1) on bytes instead of characters, as in GPT-2. Every text can be
-    encoded, and decoding restores it exactly.
-    """
-
-    def __init__(self, spec: str, model: Any):
-        self.spec = spec
-        self._model = model
-        # In the byte-level alphabet each byte is one character.
-        tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
-        self.token_bytes = np.array([len(t) for t in tokens], np.int64)
-
-    @classmethod
-    def train(cls, size: int, pieces: Iterable[bytes]) -> BPETokenizer:
-        """Learns up to `size` tokens from the text."""
-        import tokenizers
-
-        model = tokenizers.Tokenizer(tokenizers.models.BPE())
-        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        model.decoder = tokenizers.decoders.ByteLevel()
-        model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
-        return cls(f"bpe:{size}", model)
-
-    def encode(self, text: str) -> Int[np.ndarray, " length"]:
-        check_utf8(text)
-        return np.array(self._model.encode(text).ids, np.int32)
-
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
-        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-    def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
-        for batch in piece_batches(pieces):
-            encodings = self._model.encode_batch_fast([decode_piece(piece) for piece in batch])
-            for piece, encoding in zip(batch, encodings, strict=True):
-                ids = np.array(encoding.ids, self.dtype)
-                yield Encoded(ids, NO_EXTRA, piece)
-
-    def _payload(self) -> dict[str, str]:
-        return {"tokenizer.json": self._model.to_str()}
-
-
-def _train_uncased(size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
-    """Up to `size` byte pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case,
-    its accents and the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of
-    a sentence and inside it, in running text and in text whose marks stand between blanks.
-
-    The pieces are byte pairs and not WordPiece's because the library's trainer of those gives another vocabulary each
-    time, and has no token for a character that it has not seen.
+    "bpe-uncased" has pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case, its accents and
+    the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of a sentence and
+    inside it, in running text and in text whose marks stand between blanks. The pieces are byte pairs and not
+    WordPiece's because the library's trainer of those gives another vocabulary each time, and has no token for a
+    character that it has not seen.
     """
     import tokenizers
 
-    words = tokenizers.pre_tokenizers.BertPreTokenizer()
-    # A blank in front of every word distinguishes its start from a piece inside.
-    bytes_of_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.normalizer = tokenizers.normalizers.BertNormalizer()
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, bytes_of_words])
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    model.pre_tokenizer = byte_level(add_prefix_space=False)
+    if spec.startswith(_UNCASED):
+        model.normalizer = tokenizers.normalizers.BertNormalizer()
+        # A blank in front of every word distinguishes its start from a piece inside.
+        bytes_of_words = byte_level(add_prefix_space=True, use_regex=False)
+        words = tokenizers.pre_tokenizers.BertPreTokenizer()
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, bytes_of_words])
     model.decoder = tokenizers.decoders.ByteLevel()
-    model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
-    return PretrainedTokenizer(f"{_UNCASED}:{size}", {"tokenizer.json": model.to_str()})
-
-
-def _bpe_trainer(size: int) -> Any:
-    import tokenizers
-
-    return tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=byte_level.alphabet(), show_progress=False
     )
+    model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), trainer)
+    return PretrainedTokenizer(spec, {"tokenizer.json": model.to_str()})
 
 
 def _head(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
@@ -148,8 +102,7 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
             raise UserError(
                 f"--tokenizer: {kind}:SIZE needs a whole number from 257 to {_LARGEST}, got {spec!r}"
             )
-        learn = BPETokenizer.train if kind == "bpe" else _train_uncased
-        return lambda pieces: learn(int(rest), pieces())
+        return lambda pieces: _train_bpe(f"{kind}:{int(rest)}", int(rest), pieces())
     if kind in ("words", "chars"):
         learner, least = (WordsTokenizer, 3) if kind == "words" else (CharactersTokenizer, 2)
         match = re.fullmatch(r"(max=)?(\d+)", rest) if colon else None
@@ -169,26 +122,12 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
 
 
 def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokenizer:
-    """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
-
-    Args:
-      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, the same with chars, or one that
-      exists
-        already (`train.data.tokenizers.published`).
-      pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
-
-    Raises:
-      UserError: an unknown or ill-formed spec, or text that is not UTF-8.
-    """
+    """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces."""
     return _parse(spec)(pieces)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Reads what `Tokenizer.save` wrote.
-
-    Raises:
-      UserError: no tokenizer there, or one that cannot be read.
-    """
+    """Reads what `Tokenizer.save` wrote."""
     folder = epath.Path(directory)
     fields = {"tokenizer": str, "digest": str, "vocab_size": int}
     try:
@@ -211,13 +150,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def _read(spec: str, folder: epath.Path) -> Tokenizer:
     if spec == "bytes":
         return BytesTokenizer()
-    if spec.startswith("bpe:"):
-        import tokenizers
-
-        return BPETokenizer(
-            spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
-        )
-    if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
+    if is_pretrained(spec) or spec.startswith("bpe"):
         return PretrainedTokenizer.load(spec, folder)
     if spec.startswith("chars"):
         return CharactersTokenizer(spec, read_json(folder / "characters.json", list[str]))

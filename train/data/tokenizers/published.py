@@ -110,11 +110,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def open(cls, spec: str) -> PretrainedTokenizer:
-        """Reads the tokenizer that `spec` names: a path, or hf:NAME.
-
-        Raises:
-          UserError: it does not exist, cannot be read, or a package is not installed.
-        """
+        """Reads the tokenizer that `spec` names: a path, or hf:NAME."""
         name = spec.removeprefix(_PLAIN)
         if name != spec and name.endswith(".model"):
             raise UserError(

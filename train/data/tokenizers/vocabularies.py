@@ -27,21 +27,18 @@ def _frequent(texts: Iterable[Iterable[str]], marks: list[str], min_count: int) 
     return [*marks, *sorted(kept, key=lambda each: (-counts[each], each))]
 
 
-class _Vocabulary(Tokenizer):
-    """A tokenizer whose tokens are those of the training text."""
-
-    def _refuse(self, found: Iterable[str], kind: str) -> None:
-        """Raises UserError if some words or characters of a text are not in the vocabulary."""
-        unknown = list(dict.fromkeys(found))
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            raise UserError(
-                f"text has {len(unknown)} {kind} outside the vocabulary of {self.vocab_size}: {shown}; "
-                f"expected {kind} of the training text"
-            )
+def _refuse(found: Iterable[str], kind: str, size: int) -> None:
+    """Raises UserError if some words or characters of a text are not in the vocabulary."""
+    unknown = list(dict.fromkeys(found))
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        raise UserError(
+            f"text has {len(unknown)} {kind} outside the vocabulary of {size}: {shown}; "
+            f"expected {kind} of the training text"
+        )
 
 
-class CharactersTokenizer(_Vocabulary):
+class CharactersTokenizer(Tokenizer):
     """The characters of the training text, and U+FFFD for all others (as in arXiv:2509.07963, section 5.1)."""
 
     def __init__(self, spec: str, characters: Sequence[str]):
@@ -69,7 +66,7 @@ class CharactersTokenizer(_Vocabulary):
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         ids, known = self._find(text)
-        self._refuse((text[i] for i in np.flatnonzero(~known)), "characters")
+        _refuse((text[i] for i in np.flatnonzero(~known)), "characters", self.vocab_size)
         return ids
 
     def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
@@ -91,7 +88,7 @@ class CharactersTokenizer(_Vocabulary):
         return {"characters.json": json.dumps(self._characters) + "\n"}
 
 
-class WordsTokenizer(_Vocabulary):
+class WordsTokenizer(Tokenizer):
     """Words between blanks, `<eos>` at the end of each line, `<unk>` for words outside the vocabulary.
 
     As in WikiText (Merity et al. 2016, arXiv:1609.07843). A run of blanks counts as one blank. token_bytes counts a
@@ -120,7 +117,7 @@ class WordsTokenizer(_Vocabulary):
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         words = _words(text)
-        self._refuse((word for word in words if word not in self._ids), "words")
+        _refuse((word for word in words if word not in self._ids), "words", self.vocab_size)
         return np.array([self._ids[w] for w in words], np.int32)
 
     def encode_example(self, text: str) -> Int[np.ndarray, " length"]:

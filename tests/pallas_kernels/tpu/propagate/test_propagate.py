@@ -1,8 +1,5 @@
 """The propagation kernels, interpreted on a CPU, against a float64 reference."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,19 +76,3 @@ def test_matches_reference_in_bfloat16():
 @pytest.mark.slow
 def test_poisoned_memory_and_any_order(hostile):
     check((1, 300, 2, 128), 9, "softmax", jnp.float32, 1e-5, block=128, interpret=hostile)
-
-
-@pytest.mark.parametrize(
-    ("keys", "options", "words"),
-    [
-        (16, {"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
-        (16, {"block": 100}, "block must be a positive multiple of 128, got 100"),
-        (16, {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)}, r"strength must have shape \(2,\), got \(3,\)"),
-    ],
-)  # fmt: skip
-def test_bad_input(keys, options, words):
-    q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (300, keys))
-    strength = options.pop("strength", jnp.ones((2,)))
-    f = functools.partial(propagate, **options)
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(lambda q, k, v, s: f(q, k, v, strength=s), q, k, k, strength)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_attention
 from pallas_kernels.tpu.core.chips import resolve_chip
@@ -265,43 +264,6 @@ def test_composes(biased):
 def test_poisoned_memory_and_any_order(kind, case, hostile):
     numbers = table(case[1], 61) if kind == "table" else None
     check(case, kind, numbers=numbers, first=-20, batch=2, interpret=hostile)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("right_side", "error", "words"),
-    [(64, jax.errors.JaxRuntimeError, "Revisited block"), (0, AssertionError, None)],
-)
-def test_order_is_declared_where_it_matters(right_side, error, words, monkeypatch):
-    """The check above can fail: it catches a backward pass that declares its sweep order-free."""
-    right = pltpu.CompilerParams
-    monkeypatch.setattr(
-        pltpu, "CompilerParams", lambda **kw: right(**kw | {"dimension_semantics": ("parallel",) * 4})
-    )
-    try:
-        with pytest.raises(error, match=words):
-            check((700, 1, 1, 128, 127, right_side), interpret=pltpu.InterpretParams(random_seed=1))
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"left": -1}, "left must be an int of at least 0, got -1"),
-        ({"chip": "v99"}, "chip must be None or one of"),
-        ({"scale": float("nan")}, "scale must be finite"),
-        ({"blocks": WindowBlocks(128, 128, 128, 128), "left": 200}, "block must hold a window side"),
-        ({"key_segment_ids": jnp.zeros((1, 20000), jnp.int32)}, "belong together"),
-        ({"key_lengths": jnp.zeros((2,), jnp.int32)}, r"key_lengths must be ints of shape \(1,\)"),
-        ({"bias": Slopes(np.ones(2, np.float32))}, r"Slopes must have shape \(1,\), got \(2,\)"),
-        ({"bias": DistanceTable(np.ones(1, np.float32), 0)}, r"DistanceTable must have shape \(1, distances\)"),
-    ],
-)  # fmt: skip
-def test_bad_input(change, words):
-    q = jax.ShapeDtypeStruct((1, 20000, 1, 64), jnp.float32)
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(functools.partial(window_attention, **{"left": 20, "right": 0} | change), q, q, q)
 
 
 def test_without_a_mesh_the_chip_is_the_process_own(monkeypatch):

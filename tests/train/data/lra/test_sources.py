@@ -83,6 +83,15 @@ def test_colours_become_grey(tmp_path):
         ({"x_train": np.zeros((4, 32, 32))}, r"got float64 \(32, 32\)"),
         ({"y_train": np.array([0, 1, 10, 2])}, "train: expected labels of 0 to 9, got 10"),
         ({"y_train": np.array([0, 1, 2])}, "4 images and 3 labels; expected the same number"),
+        (
+            {"y_train": np.array(["cat", "dog"] * 2)},
+            "expected a whole number as the label .*, got an array of <U3",
+        ),
+        (
+            {"y_train": np.linspace(0, 1, 4)},
+            "expected a whole number as the label .*, got an array of float64",
+        ),
+        ({"y_train": np.zeros((4, 10), int)}, r"and shape \(4, 10\)"),
     ],
 )
 def test_bad_arrays(tmp_path, changes, message):
