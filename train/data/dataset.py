@@ -122,12 +122,7 @@ def load(
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
     cache, shared = cache_folder(config.cache_dir, run), _shared_folder(config.cache_dir, run)
-    asked = {
-        "data": config.data,
-        "tokenizer": config.tokenizer,
-        "holdout": config.holdout,
-        "documents": config.documents,
-    }
+    asked = {name: getattr(config, name) for name in ("data", "tokenizer", "holdout", "documents")}
     manifest = _read_manifest(run)
     tokenizer = given
     if manifest is not None:
