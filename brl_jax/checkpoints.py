@@ -17,6 +17,11 @@ from brl_jax.json_files import read_json
 _META = {"config": dict, "score": float | None}
 
 
+def absolute(folder: Any) -> Any:
+    """The absolute path of a folder; Orbax would take gs://... for a name in the working directory."""
+    return folder if "://" in os.fspath(folder) else folder.resolve()
+
+
 def steps_in(folder: Any) -> list[int]:
     """The steps of the checkpoints in a folder, ascending, including damaged ones. Raises OSError."""
     if not folder.exists():
@@ -76,10 +81,8 @@ def read_arrays(folder: Any, step: int, like: Mapping[str, Any]) -> dict[str, An
 
     silence_abandoned_tasks()
     args = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-    # Orbax would take gs://... for a name in the working directory.
-    where = folder if "://" in os.fspath(folder) else folder.resolve()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = checkpointer.restore(where / str(step), args=ocp.args.Composite(**args))
+        items = checkpointer.restore(absolute(folder) / str(step), args=ocp.args.Composite(**args))
     return {name: items[name] for name in like}
 
 

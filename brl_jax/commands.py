@@ -35,17 +35,24 @@ def _run(program: str, package: str) -> int:
         file.stem for file in folder.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()
     )
     names += sorted(file.parent.name for file in folder.glob("*/__main__.py"))
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(f"usage: {program} NAME [OPTIONS]; the same as python -m {package}.NAME [OPTIONS]")
         print(f"NAME is one of {', '.join(names)}; {program} NAME --help lists the options of each")
+        print(f'completion: eval "$({program} --completion bash)" in ~/.bashrc, or zsh in ~/.zshrc')
         return 0
-    if name not in names:
+    if name == "--completion":
+        if rest not in (["bash"], ["zsh"]):
+            return _refuse(program, f"--completion: expected bash or zsh, got {' '.join(rest) or 'nothing'}")
+        module, words = "train.cli.completion", [*rest, *names]
+    elif name in names:
+        module, words = f"{package}.{name}", rest
+    else:
         return _refuse(program, f"NAME: expected one of {', '.join(names)}, got {name!r}")
     sys.path.insert(0, str(_ROOT))
-    del sys.argv[1]
+    sys.argv[1:] = words
     try:
-        runpy.run_module(f"{package}.{name}", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     except ModuleNotFoundError as error:
         return _refuse(program, f"the module {error.name} is missing: pip install -e '.[train]' in {_ROOT}")
     return 0

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -123,6 +124,26 @@ def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             start()
         assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["brl-train", "--completion", "fish"])
+    assert commands.train() == 2
+    assert "--completion: expected bash or zsh, got fish" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["brl-train", "--completion", "bash"])
+    monkeypatch.delitem(sys.modules, "train.cli.completion", raising=False)
+    assert commands.train() == 0
+    script = capsys.readouterr().out
+    for words, completed in (
+        (["brl-train", "reg"], "regression"),
+        (["brl-train", "lm", "--learning_r"], "--learning_rate"),
+        (["brl-train", "forecast", "enc"], "encoder"),
+        (["brl-train", "lm", "--mechanism", "delt"], "deltanet"),
+    ):
+        typed = (
+            f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}\n_brl_train\necho ${{COMPREPLY[@]}}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [completed]
     monkeypatch.setattr(sys, "argv", ["brl-train", "lm"])
     # As installed from a wheel.
     monkeypatch.setattr(commands, "_ROOT", tmp_path)

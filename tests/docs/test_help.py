@@ -1,5 +1,6 @@
 """help() of every public attention function begins with a screen of summary, shapes and example."""
 
+import ast
 import inspect
 import itertools
 import pydoc
@@ -76,26 +77,37 @@ def test_the_first_screen():
         assert f"{name}(" in "\n".join(screen[shapes[0] :]), f"{name}: no example"
 
 
+def _scope(name, before):
+    """What an example may use, with shapes as `before` says."""
+    sizes = SIZES | OWN_SIZES.get(name, {})
+    given = dict(zip(inspect.signature(FUNCTIONS[name]).parameters, _shapes(before, sizes)))
+    weights = [(1, 64, 4, 8), (8, 8, 4, 8)]
+    return {
+        **{key: getattr(brl_jax, key) for key in brl_jax.__all__},
+        **{key: jnp.ones(shape, jnp.float32) for key, shape in (NAMES | given).items()},
+        **NUMBERS,
+        "jax": jax,
+        "query_weights": [jnp.ones(shape) for shape in weights],
+        "key_weights": [jnp.ones((*shape[:2], 2, shape[3])) for shape in weights],
+    }
+
+
+def test_examples_use_the_names_of_their_arguments():
+    for name, function in FUNCTIONS.items():
+        before, _, example = _example(function)
+        names = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Name)]
+        made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        assert {node.id for node in names} <= made | set(_scope(name, before)), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_example_runs_and_has_the_shape_it_says(name):
-    function = FUNCTIONS[name]
-    before, after, example = _example(function)
-    sizes = SIZES | OWN_SIZES.get(name, {})
-    given = dict(zip(inspect.signature(function).parameters, _shapes(before, sizes)))
-    weights = [(1, 64, 4, 8), (8, 8, 4, 8)]
+    before, after, example = _example(FUNCTIONS[name])
 
     def run():
-        arrays = {key: jnp.ones(shape, jnp.float32) for key, shape in (NAMES | given).items()}
-        scope = {
-            **{key: getattr(brl_jax, key) for key in brl_jax.__all__},
-            **arrays,
-            **NUMBERS,
-            "jax": jax,
-            "query_weights": [jnp.ones(shape) for shape in weights],
-            "key_weights": [jnp.ones((*shape[:2], 2, shape[3])) for shape in weights],
-        }
+        scope = _scope(name, before)
         exec(example, scope)
         return scope["out"]
 
-    assert jax.eval_shape(run).shape == next(_shapes(after, sizes))
+    assert jax.eval_shape(run).shape == next(_shapes(after, SIZES | OWN_SIZES.get(name, {})))

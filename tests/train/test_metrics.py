@@ -7,7 +7,7 @@ import struct
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from train.engine import metrics, tensorboard_log
+from train.engine import metrics, trackers
 
 
 def test_making_of_many_pieces_says_how_far_it_is(monkeypatch, capsys):
@@ -58,7 +58,7 @@ def test_events_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
     (path,) = tmp_path.glob("events.out.tfevents.*")
     log.write({"step": 1, "loss": 0.5})
     before = path.stat().st_size
-    monkeypatch.setattr(tensorboard_log, "_SECONDS_BETWEEN_FLUSHES", -1.0)
+    monkeypatch.setattr(trackers, "_SECONDS_BETWEEN_FLUSHES", -1.0)
     log.write({"step": 2, "loss": 0.5})
     after = path.stat().st_size
     log.close()
@@ -68,7 +68,7 @@ def test_events_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeypatch, tensorboard):
     """A file size limit simulates the full disk. It kills one of tensorboardX's threads, whose caller would hang."""
-    monkeypatch.setattr(tensorboard_log, "_SECONDS_BETWEEN_FLUSHES", -1.0)
+    monkeypatch.setattr(trackers, "_SECONDS_BETWEEN_FLUSHES", -1.0)
     log, written = metrics.MetricsLog(tmp_path, last_step=0, tensorboard=tensorboard), []
 
     def write_until_it_is_full():

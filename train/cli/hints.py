@@ -57,12 +57,8 @@ _ANSWERS = {
 
 
 def hint_for(name: str, options: Collection[str], decided: Collection[str], config: Any) -> str:
-    """What to tell the user of an unknown option.
-
-    Args:
-      name: the option, without its dashes. options: those that the command has. decided: the options of other commands
-        that the preset, its data or a pretrained run sets here. config: the configuration that the options set.
-    """
+    """What to tell the user of an unknown option: `name` has no dashes, and `decided` are the options of other commands
+    that the preset, its data or a pretrained run sets here."""
     if name in decided or f"{name}.name" in decided:
         return "the preset, its data or the pretrained run sets it"
     if name in _ANSWERS:

@@ -55,12 +55,7 @@ def beginning(config: RunConfig, *, parameters: str, mesh: Mesh, data: str, toke
 
 
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
-    """The line after training.
-
-    Args:
-      step: its last step. seconds: how long this process trained. measured: the last evaluation
-        (`train.engine.evaluation.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
-    """
+    """The line after training. A text's last evaluation has bits per byte, and the perplexity is shown too."""
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:
         values = {"perplexity": perplexity(measured["val_loss"]), **values}

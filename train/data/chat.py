@@ -21,10 +21,6 @@ class ChatTemplate:
         template = ChatTemplate(source, {"eos_token": "<|im_end|>"})
         text = "".join(text for text, is_answer in template.parts(messages))
 
-    Args:
-      source: the template.
-      tokens: the names of special tokens, as the template's variables.
-
     Raises:
       UserError: jinja2 is not installed, or the template is not one.
     """

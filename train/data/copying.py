@@ -19,7 +19,7 @@ from brl_jax.json_files import parse_json
 from train.data.files import numbered_lines, packed_or_not, parsed, shown
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples, examples_of
-from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -145,22 +145,22 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
     check_tokenizer(config.tokenizer)
     paths = {split: packed_or_not(Path(config.data_dir).expanduser() / f"{split}.jsonl") for split in splits}
     run = epath.Path(workdir)
-    if (run / "tokenizer_config.json").exists():
+    is_new = not (run / CONFIG).exists()
+    if not is_new:
         tokenizer = load_tokenizer(run)
         if tokenizer.spec != config.tokenizer:
             raise UserError(
                 f"--tokenizer: the run in {run} was started with {tokenizer.spec!r}, got {config.tokenizer!r}; "
                 "expected the same, or another --workdir"
             )
-        return TextPairs(
-            tokenizer, {split: _examples(config, path, split, tokenizer) for split, path in paths.items()}
-        )
-    if "train" not in splits:
+    elif "train" in splits:
+        texts = [text for _, line in _lines(paths["train"]) for text in line]
+        tokenizer = train_tokenizer(config.tokenizer, lambda: (f"{text}\n".encode() for text in texts))
+    else:
         raise UserError(f"--workdir: no tokenizer in {run}; expected the folder of a run")
-    texts = [text for _, line in _lines(paths["train"]) for text in line]
-    tokenizer = train_tokenizer(config.tokenizer, lambda: (f"{text}\n".encode() for text in texts))
     found = {split: _examples(config, path, split, tokenizer) for split, path in paths.items()}
-    tokenizer.save(run)
+    if is_new:
+        tokenizer.save(run)
     return TextPairs(tokenizer, found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -23,7 +22,7 @@ from train.data.mixture import MixedStreams, Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Source
+from train.data.splits import SPLITS, Source, digest
 from train.data.streams import TokenStreams
 from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
@@ -104,9 +103,7 @@ def load(
     another text than the run's, to evaluate on it, if "train" is not among the splits.
 
     Args:
-      config: text and tokenizer.
-      workdir: the run's folder, local or remote (gs://...). Tokens that are kept in a remote folder are read from a
-      copy in ~/.cache/brl-jax.
+      workdir: the run's folder. Tokens that are kept in a remote folder are read from a copy in ~/.cache/brl-jax.
       splits: some of train, valid and test; test is left out where the text has none.
       is_part: whether the text is one of a mixture's, for some of which `holdout` may have no effect.
       given: the tokenizer of a new run, where it is not made for its text.
@@ -125,12 +122,7 @@ def load(
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
     cache, shared = cache_folder(config.cache_dir, run), _shared_folder(config.cache_dir, run)
-    asked = {
-        "data": config.data,
-        "tokenizer": config.tokenizer,
-        "holdout": config.holdout,
-        "documents": config.documents,
-    }
+    asked = {name: getattr(config, name) for name in ("data", "tokenizer", "holdout", "documents")}
     manifest = _read_manifest(run)
     tokenizer = given
     if manifest is not None:
@@ -343,7 +335,7 @@ def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[st
 
 
 def _key(*parts: str) -> str:
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+    return digest(_FORMAT, *parts)[:16]
 
 
 def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:

@@ -13,6 +13,7 @@ import numpy as np
 
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches, chosen_rows
+from train.data.streams import text_identity
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -127,16 +128,9 @@ class MixedStreams(RepeatedBatches):
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))
-        identity = {
-            "batch": batch,
-            "length": length,
-            "seed": seed,
-            "tokens": len(mixture.tokens),
-            "digest": hashlib.sha256(digests.encode()).hexdigest(),
-        }
-        if segments:
-            identity["documents"] = len(mixture.starts)
-        super().__init__(make, steps, identity)
+        digest = hashlib.sha256(digests.encode()).hexdigest()
+        sizes = {"batch": batch, "length": length, "seed": seed}
+        super().__init__(make, steps, text_identity(mixture, digest, segments, **sizes))
 
 
 def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:

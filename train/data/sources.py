@@ -142,8 +142,7 @@ def open_source(
     """Opens the text that `spec` names.
 
     Args:
-      spec: stdlib, text:GLOB[,GLOB...], jsonl:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or
-        hf:FOLDER) or hf-stream:NAME[:CONFIG].
+      spec: the kinds of `_EXPECTED` but tokens and mix.
       holdout: share in (0, 1) of the text that becomes the valid split if the source has none.
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.

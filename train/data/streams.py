@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -11,6 +12,12 @@ from train.data.corpus import Corpus
 from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
+
+
+def text_identity(text: Any, digest: str, segments: bool, **sizes: int) -> dict[str, Any]:
+    """What batches of a corpus or a mixture depend on."""
+    documents = {"documents": len(text.starts)} if segments else {}
+    return {**sizes, "tokens": len(text.tokens), "digest": digest, **documents}
 
 
 class TokenStreams(RepeatedBatches):
@@ -61,16 +68,8 @@ class TokenStreams(RepeatedBatches):
                 batch = batch.with_arrays(weights=corpus.weights_at(at[:, 1:]))
             return batch
 
-        identity = {
-            "batch": batch,
-            "length": length,
-            "seed": seed,
-            "tokens": size,
-            "digest": corpus.digest,
-        }
-        if segments:
-            identity["documents"] = len(corpus.starts)
-        super().__init__(make, steps, identity)
+        sizes = {"batch": batch, "length": length, "seed": seed}
+        super().__init__(make, steps, text_identity(corpus, corpus.digest, segments, **sizes))
 
 
 class EvalStream(HeldOutText):

@@ -70,15 +70,8 @@ def write_shards(options: TokenizeOptions) -> None:
     check_writable("--out", folder)
     source = open_source(options.data, options.holdout, options.documents)
     check_holdout(options, source)
-    asked = {
-        "data": options.data,
-        "tokenizer": options.tokenizer,
-        "holdout": options.holdout,
-        "documents": options.documents,
-        "record": options.record,
-        "shard_megabytes": options.shard_megabytes,
-        "fingerprint": source.fingerprint,
-    }
+    names = ("data", "tokenizer", "holdout", "documents", "record", "shard_megabytes")
+    asked = {name: getattr(options, name) for name in names} | {"fingerprint": source.fingerprint}
     _check_same(folder, asked)
     with leaving_no_empty(folder), naming_file(source):
         _write(options, folder, source, asked)

@@ -23,6 +23,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from brl_jax.checkpoints import (
+    absolute,
     candidates,
     read_arrays,
     read_meta,
@@ -34,7 +35,7 @@ from brl_jax.sharding import parameter_shardings
 from train.engine.errors import RunError, UserError, is_memory_shortage, one_line, reason
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
-from train.engine.storage import absolute, as_os_errors, is_remote, move, write_whole
+from train.engine.storage import as_os_errors, is_remote, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
 _REMOVAL_SECONDS = 5.0

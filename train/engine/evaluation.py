@@ -26,7 +26,6 @@ def evaluate(
 
     Args:
       eval_step: jitted `make_eval_step(objective)`.
-      params: the parameters.
       held_out: batches, all with the same number of rows.
       interrupted: called before each batch; if it returns True, the evaluation stops and returns None.
       place: puts a batch on the devices.

@@ -68,8 +68,6 @@ def train(
     """Trains until `loop.steps`, from the newest intact checkpoint in the run's folder.
 
     Args:
-      objective: what is trained.
-      loop, optimizer_config: the settings.
       config: the whole configuration as JSON; saved in config.json and in each checkpoint.
       differences: takes a checkpoint's configuration and returns what differs from this one's and must not, in words.
       stream: the training batches; closed at the end.
@@ -415,12 +413,8 @@ def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
 
 
 def outlook(step: int, steps: int, before: int | None, warmup: int) -> list[str]:
-    """The lines about a run that begins at `step` and ends at `steps`.
-
-    Args:
-      before: the steps of its last command; None for a new run.
-      warmup: the steps of the learning rate's warm-up.
-    """
+    """The lines about a run that begins at `step` and ends at `steps`. `before` are the steps of its last command; None
+    for a new run."""
     if step == steps:
         return [f"nothing is left to train: the run is at step {step}, and --steps is {steps}"]
     lines = []

@@ -31,8 +31,7 @@ from brl_jax.json_files import parse_json
 from train.engine.errors import UserError, reason
 from train.engine.hosts import is_lead
 from train.engine.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
-from train.engine.tensorboard_log import TensorboardLog
-from train.engine.wandb_log import WandbLog
+from train.engine.trackers import TensorboardLog, WandbLog
 
 T = TypeVar("T")
 
@@ -112,9 +111,7 @@ class MetricsLog:
     process writes. In object storage the files are copies of local files (`storage.Mirror`).
 
     Args:
-      workdir: the run's folder.
       last_step: the last step whose line stays; -1 starts an empty file.
-      tensorboard: whether to write event files.
       wandb_config: sends the metrics to Weights & Biases, with this configuration.
     """
 
@@ -126,13 +123,14 @@ class MetricsLog:
         tensorboard: bool,
         wandb_config: Mapping[str, Any] | None = None,
     ):
-        self._file = self._events = self._mirror = self._wandb = None
+        self._file = self._mirror = None
+        self._trackers: list[TensorboardLog | WandbLog] = []
         if not is_lead():
             return
         folder = Path(workdir)
         if wandb_config is not None:
             where = user_cache() if is_remote(workdir) else folder
-            self._wandb = WandbLog(os.fspath(workdir), where, wandb_config)
+            self._trackers.append(WandbLog(os.fspath(workdir), where, wandb_config))
         written = [epath.Path(workdir) / "metrics.jsonl"]
         if is_remote(workdir):
             self._mirror = Mirror(epath.Path(workdir), log)
@@ -151,36 +149,30 @@ class MetricsLog:
         write_whole(epath.Path(path), "".join(f"{line}\n" for line, _ in lines))
         # Unbuffered and in append mode, each line is one write. The next start drops a line that a crash cut off.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._events = TensorboardLog(folder, last_step) if tensorboard else None
+        if tensorboard:
+            self._trackers.append(TensorboardLog(folder, last_step))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError if it cannot be written."""
         if self._file is None:
             return
         _write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
-        if self._wandb is not None:
-            self._wandb.write(line)
-        if self._events is not None:
-            self._events.write(line)
+        for tracker in self._trackers:
+            tracker.write(line)
 
     def sync(self) -> bool:
         """Copies the files to object storage, if the run is there. Returns whether it has all of them."""
         if self._mirror is None:
             return True
-        if self._events is not None:
-            self._events.flush()
+        for tracker in self._trackers:
+            tracker.flush()
         return self._mirror.sync()
 
     def close(self) -> None:
         """Closes the files, and copies them to object storage."""
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
-        if self._wandb is not None:
-            self._wandb.close()
-        if self._mirror is not None:
-            self._mirror.close()
+        for each in (self._file, *self._trackers, self._mirror):
+            if each is not None:
+                each.close()
 
 
 def _write_all(file: BinaryIO, content: bytes) -> None:

@@ -7,7 +7,6 @@ The caller jits the step, with its own shardings.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -95,10 +94,8 @@ class Objective:
         """All parameters, from the two parts of `split`."""
         if self.trained is None:
             return trained
-        parts = (traverse_util.flatten_dict(part) for part in (trained, frozen))
-        return traverse_util.unflatten_dict(
-            dict(itertools.chain.from_iterable(part.items() for part in parts))
-        )
+        flat = traverse_util.flatten_dict
+        return traverse_util.unflatten_dict(flat(trained) | flat(frozen))
 
     def sums(
         self, params: Any, memory: Any, batch: Arrays, key: Array | None

@@ -25,7 +25,8 @@ P = TypeVar("P", Path, epath.Path)
 
 # Orbax writes checkpoints there, and etils reads and writes files. Its support of s3:// is incomplete.
 SCHEMES = ("gs",)
-_ANSWER_SECONDS = 10
+# From the search for credentials to the first answer of a store.
+_ANSWER_SECONDS = 20
 # How often files that grow are copied to object storage, which takes at most one write of an object a second.
 _SECONDS_BETWEEN_COPIES = 30.0
 
@@ -91,19 +92,17 @@ def wait_for_answer(address: str) -> None:
     """Raises TimeoutError for a store that does not answer soon; its client would try for more than a minute."""
     import fsspec
 
-    try:
-        with as_os_errors():
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the next request says what the store refuses
             files, path = fsspec.core.url_to_fs(address)
-            files.exists(path, timeout=_ANSWER_SECONDS)
-    except fsspec.exceptions.FSTimeoutError:
-        raise TimeoutError(f"no answer within {_ANSWER_SECONDS} seconds") from None
-    except OSError:  # the next request says what the store refuses
-        pass
+            files.exists(path)
+        answered.set()
 
-
-def absolute(path: epath.Path) -> epath.Path:
-    """The absolute path; epath.Path.resolve would take gs://... for a name in the working directory."""
-    return path if is_remote(path) else path.resolve()
+    threading.Thread(target=ask, daemon=True).start()
+    if not answered.wait(_ANSWER_SECONDS):
+        raise TimeoutError(f"no answer within {_ANSWER_SECONDS} seconds")
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
@@ -186,9 +185,7 @@ class Mirror:
     copied as soon as it answers; the run goes on.
 
     Args:
-      remote: the remote folder.
       log: called with a line when the store begins to fail, and when it answers again.
-      seconds: the time between two copies in the background.
     """
 
     def __init__(

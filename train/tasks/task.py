@@ -134,19 +134,11 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def training_batches(self, config: C, data: D, **options: Any) -> Stream:
-        """Endless training batches.
-
-        Args:
-          options: batch, the rows of all processes together; seed; and rows, the indices of those to give.
-        """
+        """Endless training batches; options: batch, seed and rows (`train.data.repeated`)."""
 
     @abc.abstractmethod
     def held_out_batches(self, config: C, data: D, split: str, **options: Any) -> HeldOut:
-        """One pass over the valid or test split.
-
-        Args:
-          options: batch and rows, as for `training_batches`.
-        """
+        """One pass over the valid or test split; options: batch and rows."""
 
     def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
         """The training batches; those rows that belong to this process."""

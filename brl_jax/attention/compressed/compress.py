@@ -107,10 +107,10 @@ def compress(
         compressed tokens' indices 0..M-1 and the keys' 0..S-1.
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
       key_value_seq_lengths: (B,), how many of the S keys exist; later ones are padding.
-      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis that shards histories in equal
-        parts. S counts this device's keys; query and result are the same on all devices, which merge their softmaxes
-        (one pmax and two psums). Lengths and the positions for a `PositionBias` refer to whole histories; an array bias
-        or mask covers this device's keys.
+      axis_name: inside `jax.shard_map`, the mesh axis that shards histories in equal parts. S counts this device's
+        keys; query and result are the same on all devices, which merge their softmaxes (one pmax and two psums).
+        Lengths and the positions for a `PositionBias` refer to whole histories; an array bias or mask covers this
+        device's keys.
       implementation: None picks by platform when the call is lowered; "xla" works everywhere; "pallas" is a TPU kernel,
         "triton" a GPU kernel, and "pallas_interpret" and "triton_interpret" interpret them.
 
@@ -253,6 +253,9 @@ def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: str | None)
         outs, log_sums = kept
         _, pull = jax.vjp(lambda outs, gamma: difference(outs, gamma, query.dtype), outs, gamma)
         d_outs, d_gamma = pull(d_out)
+        if axis_name is not None and axis_name not in jax.typeof(key).manual_axis_type.varying:
+            # Without shard_map's check_vma, each device gets a part of the gradient of the shared result.
+            d_outs = jax.lax.psum(d_outs, axis_name)
         d = xla.backward(vary_like(x, x), outs, log_sums, d_outs, piece, scale, score)
         d_query, d_bias = shared((d.query, d.bias))
         d_key, d_contrast_key = (*d.keys, None)[:2]

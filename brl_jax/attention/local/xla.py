@@ -251,9 +251,10 @@ def _backward(
                 part, one, arranged, num_keys, (q_t, do_a, do_t, lse_a, delta_a)
             )
         if arranged.bias is not None:
-            if arranged.bias.shape[4] > 1:
+            # The arranged bias has one key or query too if no more of them are in reach.
+            if bias.shape[3] > 1:
                 d_bias = part.keys.restore(d_bias, 4, num_keys)
-            if arranged.bias.shape[3] > 1:
+            if bias.shape[2] > 1:
                 d_bias = rows.restore(d_bias, 3, num_queries)
             d_bias = d_bias.reshape(bias.shape)
         dk, dv = (part.keys.restore(y, 3, num_keys) for y in (dk, dv))

@@ -28,7 +28,9 @@ def linformer_attention(
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
-        out = linformer_attention(query, key, value, key_projection=e, value_projection=f)
+        out = linformer_attention(
+            query, key, value, key_projection=key_projection, value_projection=value_projection
+        )
 
       out = softmax(scale q (E K)^T) F V
 

@@ -115,8 +115,7 @@ def bsbr_attention(
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, N, R), (B, T, K, R) -> (B, T, N, V)::
 
-        retrieval = {"retrieval_query": r, "retrieval_key": h}
-        out = bsbr_attention(query, key, value, **retrieval, strength=1 / 64, is_causal=True)
+        out = bsbr_attention(query, key, value, retrieval_query, retrieval_key, is_causal=True)
 
       out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c'
       p_c = softmax(r_c h_c'^T / sqrt(R)),  F_c' = K_c'^T V_c'

@@ -231,7 +231,7 @@ def gated_delta_rule_2(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """The delta rule on a decaying state, with one gate for what a token erases and one for what it writes.
 
-    (B, T, N, H), (B, T, K, H), (B, T, K, V), gates of the keys', values' and keys' shapes -> (B, T, N, V)::
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K, H), (B, T, K, V), (B, T, K, H) -> (B, T, N, V)::
 
         out = gated_delta_rule_2(query, key, value, erase=erase, write=write, log_decay=log_decay)
 
@@ -283,7 +283,9 @@ def rwkv7_attention(
 
     (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K, H) x 3 -> (B, T, N, V)::
 
-        out = rwkv7_attention(query, key, value, removal_key=r, learning_rate=rate, log_decay=log_decay)
+        out = rwkv7_attention(
+            query, key, value, removal_key=removal_key, learning_rate=learning_rate, log_decay=log_decay
+        )
 
       S_t = diag(exp(log_decay_t)) S_(t-1) - (rate_t * r_t) (S_(t-1)^T r_t)^T + k_t v_t^T,  out_t = S_t^T q_t
 

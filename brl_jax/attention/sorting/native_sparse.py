@@ -124,7 +124,7 @@ def compression_blocks(
 
     (B, T, K, H) -> (B, C, L, K, H)::
 
-        compressed_key = compression_blocks(key).mean(axis=2)
+        out = compression_blocks(x)  # out.mean(axis=2) is the simplest compressed key or value of each block
 
     Args:
       x: keys or values.

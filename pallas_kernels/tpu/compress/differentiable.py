@@ -42,6 +42,9 @@ def _forward(bounds, query, keys, value, bias, known, call: CompressCall):
 def _backward(call: CompressCall, residuals, grads):
     bounds, query, keys, value, bias, out, statistics = residuals
     grad, _ = grads
+    if call.axis_name is not None and call.axis_name not in jax.typeof(query).manual_axis_type.varying:
+        # Without shard_map's check_vma, each device gets a part of the gradient of the shared result.
+        grad = jax.lax.psum(grad, call.axis_name)
     batch, sets, _, lanes = out.shape
     packed, tiles = call.layout.packed, lanes // call.layout.width
     # The softmax's derivative needs each row's sum of weight times change, which is the output times its gradient.

@@ -184,6 +184,16 @@ def test_array_bias(schedule, name, shape):
     assert np.linalg.norm(got_bias - summed) < 1e-4 * max(np.linalg.norm(summed), 1.0)
 
 
+@BOTH
+def test_array_bias_with_few_keys_in_reach(schedule):
+    """Of 50 keys, the only query reaches one."""
+    arrays = random_qkv(1, 50)
+    bias = jnp.asarray(np.random.default_rng(3).standard_normal((1, 4, 1, 50)), jnp.float32)
+    *got, got_bias = run(*arrays, local_window_size=(30, 0), bias=bias, by=("bias",))
+    assert_close(got, expect(arrays, oracles.pairs(1, 50, oracles.sliding(30, 0)), bias=bias))
+    assert np.abs(got_bias).max() < 1e-6  # the weight of a single key is 1
+
+
 @pytest.mark.parametrize("name", ["sliding", "big_bird"])
 @BOTH
 def test_lengths_and_poisoned_padding(schedule, name):

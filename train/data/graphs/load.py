@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,15 @@ from train.data.files import file_stats
 from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
+from train.data.splits import SPLITS, digest
 from train.engine.errors import UserError
 from train.engine.fields import Free, Needed
 from train.engine.storage import check_local, user_cache, writing
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
 _FORMAT = 3
+# The fields of a graph that JSON can represent.
+_PLAIN = ("name", "types", "counts", "target", "num_classes", "digest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +74,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
     files = hgb_files(source) if is_linked else post_files(source) or [source]
     if source.is_dir() and files == [source]:
         raise UserError(f"--data_dir: expected node.dat or train.jsonl in {source}, or an .npz file")
-    asked = [_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest]
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    key = digest(_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest)[:16]
     folder = user_cache() / "graphs" if config.cache_dir is None else Path(config.cache_dir).expanduser()
     path = folder / f"{key}.npz"
     if not path.is_file():
@@ -108,15 +109,8 @@ def _make(config: GraphDataConfig, source: Path, is_linked: bool) -> Graph:
 
 
 def _save(graph: Graph, path: Path) -> None:
-    about = {
-        "name": graph.name,
-        "types": graph.types,
-        "counts": graph.counts,
-        "target": graph.target,
-        "num_classes": graph.num_classes,
-        "digest": graph.digest,
-        "relations": [relation[:3] for relation in graph.relations],
-    }
+    about = {name: getattr(graph, name) for name in _PLAIN}
+    about["relations"] = [relation[:3] for relation in graph.relations]
     arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
     arrays |= {f"features_{i}": array for i, array in enumerate(graph.features)}
     for i, relation in enumerate(graph.relations):
@@ -138,17 +132,10 @@ def _read(path: Path) -> Graph:
                 (np.ones(len(indices), np.float32), indices, indptr), shape=(counts[receiver], counts[sender])
             )
             relations.append(Relation(name, receiver, sender, matrix))
+        plain = {name: about[name] for name in _PLAIN} | {"types": tuple(about["types"]), "counts": counts}
         return Graph(
-            name=about["name"],
-            types=tuple(about["types"]),
-            counts=counts,
+            **plain,
             features=tuple(file[f"features_{i}"] for i in range(len(counts))),
             relations=tuple(relations),
-            target=about["target"],
-            splits={
-                split: (file[f"{split}_nodes"], file[f"{split}_labels"])
-                for split in ("train", "valid", "test")
-            },
-            num_classes=about["num_classes"],
-            digest=about["digest"],
+            splits={split: (file[f"{split}_nodes"], file[f"{split}_labels"]) for split in SPLITS},
         )

@@ -101,14 +101,9 @@ def generate_trees(rng: np.random.Generator, count: int, spec: ListOpsSpec) -> T
         if levels is not None:
             batches.append(_write_out(rng, levels))
             found += size
-    lengths = np.concatenate([b.lengths for b in batches])[:count]
-    total = int(lengths.sum())
-    return Trees(
-        np.concatenate([b.tokens for b in batches])[:total],
-        np.concatenate([b.arities for b in batches])[:total],
-        lengths,
-        np.concatenate([b.labels for b in batches])[:count],
-    )
+    tokens, arities, lengths, labels = map(np.concatenate, zip(*batches))
+    total = int(lengths[:count].sum())
+    return Trees(tokens[:total], arities[:total], lengths[:count], labels[:count])
 
 
 def _draw_levels(rng: np.random.Generator, spec: ListOpsSpec) -> list[_Level]:

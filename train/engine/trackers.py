@@ -1,12 +1,16 @@
-"""The metrics of a run as TensorBoard events: what `--tensorboard` writes."""
+"""Where else the metrics of a run go: TensorBoard events (`--tensorboard`), Weights & Biases (`--log wandb`)."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from train.engine.errors import UserError
 
 _SECONDS_BETWEEN_FLUSHES = 30.0
 
@@ -51,3 +55,37 @@ class TensorboardLog:
         """Closes the file. If the disk is full, events are lost; metrics.jsonl has their numbers."""
         with contextlib.suppress(OSError):
             self._events.close()
+
+
+class WandbLog:
+    """One run of the project "brl-jax" (or WANDB_PROJECT); a run that is resumed goes on there."""
+
+    def __init__(self, workdir: str, folder: Path, config: Mapping[str, Any]):
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise UserError("--log wandb: needs wandb: pip install -e '.[wandb]'") from error
+        identity = hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest()[:16]
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "brl-jax"),
+                name=Path(workdir).name,
+                id=identity,
+                resume="allow",
+                dir=str(folder),
+                config=dict(config),
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(f"--log wandb: {error}; WANDB_MODE=offline needs no account") from error
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Adds the metrics of a step."""
+        self._run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
+
+    def flush(self) -> None:
+        """The client sends metrics by itself."""
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._run.finish()
