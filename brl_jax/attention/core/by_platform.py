@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -142,8 +143,35 @@ def platform_jaxpr(equation: Any, platform: str) -> Any:
     if equation.primitive not in rules:
         return None
     run = functools.partial(rules[equation.primitive], platform, **equation.params)
+    types = [x.aval for x in equation.invars]
+    mesh = types[0].sharding.mesh
     with traced_for(platform):
-        return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
+        if not mesh.manual_axes:
+            return jax.make_jaxpr(run)(*types)
+        return _traced_on_devices(run, types, mesh)
+
+
+def _traced_on_devices(run: Callable[..., list], types: Sequence[Any], mesh: Any) -> Any:
+    """The operations of `run` as one of the devices of a `jax.shard_map` calls it."""
+    axes, sizes = mesh.manual_axes, dict(zip(mesh.axis_names, mesh.axis_sizes))
+    varying = [tuple(axis for axis in axes if axis in x.manual_axis_type.varying) for x in types]
+    # A device's own array is the part of a larger one, whose first axis has an entry for each device.
+    entire = [
+        jax.ShapeDtypeStruct((math.prod(sizes[axis] for axis in own), *x.shape), x.dtype)
+        for own, x in zip(varying, types)
+    ]
+    outside = mesh.update_axis_types(dict.fromkeys(axes, jax.sharding.AxisType.Auto))
+    mapped = jax.shard_map(
+        lambda *parts: [x[None] for x in run(*(x[0] for x in parts))],
+        mesh=outside,
+        in_specs=tuple(jax.P(own or None) for own in varying),
+        out_specs=jax.P(axes),
+        axis_names=set(axes),
+        check_vma=any(varying),
+    )
+    with jax.sharding.use_abstract_mesh(outside):
+        (equation,) = jax.make_jaxpr(mapped)(*entire).eqns
+    return equation.params["jaxpr"]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from brl_jax.attention.core.by_platform import (
     recomputed,
     traced_for,
 )
+from train.engine.flops import matrix_flops
 
 
 def squares(traced):
@@ -119,6 +120,33 @@ def test_the_operations_of_a_call_can_be_counted():
     assert "3.0" not in str(platform_jaxpr(equation, "cpu"))
     (other,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
     assert platform_jaxpr(other, "cpu") is None
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_operations_of_a_call_on_a_mesh_can_be_counted(check_vma):
+    """Also those of a kernel without a gradient of its own, and of a form that sums over devices."""
+    mesh = jax.sharding.AbstractMesh((4,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens, history = jnp.ones((1, 8, 2, 64)), jnp.ones((1, 512, 2, 64))
+
+    def both(query, key, value, axis_name=None):
+        read = brl_jax.compress(query, key, None, value, gamma=None, axis_name=axis_name)
+        return brl_jax.propagate(key, read, read, strength=0.5)
+
+    def on_mesh(*arrays):
+        divided, whole = jax.P(None, "device"), jax.P()
+        mapped = jax.shard_map(
+            functools.partial(both, axis_name="device"),
+            in_specs=(whole, divided, divided), out_specs=divided, check_vma=check_vma,
+        )  # fmt: skip
+        return mapped(*arrays)
+
+    def flops(function):
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.make_jaxpr(jax.grad(lambda *x: function(*x).sum(), (0, 1, 2)))
+            return [matrix_flops(traced(tokens, history, history), kind) for kind in ("cpu", "tpu")]
+
+    # Shorter arrays are padded more, and a form that sums over devices recomputes less.
+    np.testing.assert_allclose(flops(on_mesh), flops(both), rtol=0.15)
 
 
 QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
