@@ -7,6 +7,7 @@ behind the current chunk, so that the chunks of the result are the chunks of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.state import write_places
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import scan_chunks
 from brl_jax.attention.recurrent.rows import zero_unless
 
-# Up to this many new tokens are read one by one.
+# Up to this many new tokens are read one by one, except on a GPU.
 _FEW = 8
 
 
@@ -30,10 +32,16 @@ def read_new(
     inputs: dict[str, Array],
     segments: Int[Array, "B T"] | None,
 ) -> tuple[Any, Float[Array, "B T N V"]]:
-    """The state and the outputs after new tokens: `token` reads a few of them one by one, `prompt` many at once."""
-    if inputs["query"].shape[1] <= _FEW:
-        return scan_chunks(token, state, inputs, segments, chunk_size=1)
-    return prompt(vary_like(state, jax.tree.leaves(inputs)), inputs, segments)
+    """The state and the outputs after new tokens: `token` reads a few of them one by one, `prompt` many at once. A GPU,
+    which would wait for the kernel launches of each token, reads all but a single one at once."""
+    one_by_one = functools.partial(scan_chunks, token, chunk_size=1)
+    length = inputs["query"].shape[1]
+    if length == 1:
+        return one_by_one(state, inputs, segments)
+    state = vary_like(state, jax.tree.leaves(inputs))
+    if length > _FEW:
+        return prompt(state, inputs, segments)
+    return branches(state, inputs, segments, cuda=prompt, rocm=prompt, default=one_by_one)
 
 
 class ChunkToken(NamedTuple):
