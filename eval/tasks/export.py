@@ -29,6 +29,7 @@ from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import Run, open_run
 from train.cli.options import parse_options
+from train.data.tokenizers.published import PretrainedTokenizer
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.tasks.every import TASKS
@@ -102,10 +103,14 @@ def _write_huggingface(run: Run, options: ExportOptions, shared: dict[str, Any])
 def _copy_tokenizer(workdir: str, folder: str) -> str:
     """Copies the run's tokenizer into the folder, and says so to transformers if it can read it; returns the folder."""
     for name in TOKENIZER_FILES:
-        source, copy = epath.Path(workdir) / name, Path(folder) / name
-        if not source.exists():
-            continue
-        copy.write_bytes(source.read_bytes())
-        if name == "tokenizer_config.json" and (Path(folder) / "tokenizer.json").exists():
-            copy.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **read_json(copy)}))
+        source = epath.Path(workdir) / name
+        if source.exists():
+            (Path(folder) / name).write_bytes(source.read_bytes())
+    if (Path(folder) / "tokenizer.json").exists():
+        path = Path(folder) / "tokenizer_config.json"
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **read_json(path)}
+        path.write_text(json.dumps(config))
+        # The digest covers what transformers reads.
+        config["digest"] = PretrainedTokenizer.load(config["tokenizer"], epath.Path(folder)).digest
+        path.write_text(json.dumps(config))
     return folder
