@@ -226,7 +226,7 @@ class _Function:
 
     @property
     def floating(self) -> list[int]:
-        """The places of the results that have gradients, those of floating point."""
+        """The places of the floating-point results, which alone have gradients."""
         return [i for i, x in enumerate(self.results) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def run(self, platform: str, *leaves: Any) -> list:
@@ -240,7 +240,7 @@ class _Function:
         return jax.tree.leaves((results, kept))
 
     def gradient(self, platform: str, leaves: Any, outs: Any, d_results: Any, moving: tuple) -> list:
-        """The gradients of the leaves at the places `moving`, from those of the floating-point results."""
+        """The gradients of the leaves at the places `moving`, given the floating-point results' gradients."""
         still = [np.zeros(x.shape, jax.dtypes.float0) for x in self.results]
         d_results = replaced(still, self.floating, d_results)
         with self._context.again():

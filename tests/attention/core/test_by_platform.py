@@ -124,7 +124,7 @@ def test_the_operations_of_a_call_can_be_counted():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_operations_of_a_call_on_a_mesh_can_be_counted(check_vma):
-    """Also those of a kernel without a gradient of its own, and of a form that sums over devices."""
+    """One call is a kernel whose `run` is differentiated, the other a form that sums over devices."""
     mesh = jax.sharding.AbstractMesh((4,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
     tokens, history = jnp.ones((1, 8, 2, 64)), jnp.ones((1, 512, 2, 64))
 
