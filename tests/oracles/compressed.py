@@ -78,8 +78,8 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
                 np.arange(length),
             )
         q = project(ct, c["compress_query"])
-        k1, v = project(source, c["compress_key"]), project(source, c["compress_value"])
-        k2 = project(source, c["compress_contrast_key"]) if m.gamma != 0.0 else None
+        k1, v, *contrast = np.moveaxis(project(source, c["compress_source"]), 1, 0)
+        k2 = contrast[0] if contrast else None
         if m.compress_positions == "rope":
             q, k1 = rotary(q, query_places), rotary(k1, key_places)
             k2 = None if k2 is None else rotary(k2, key_places)
@@ -109,7 +109,7 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
     zq = project(u, p["propagate_query"])
     if m.phi == "spiky":
         zq = np.exp(np.where(np.real(zq) < 10, zq, 10.0))
-    zk, zv = project(evolved, c["propagate_key"]), project(evolved, c["propagate_value"])
+    zk, zv = np.moveaxis(project(evolved, c["propagate_source"]), 1, 0)
     places = np.full(count, -1)
     if not d.is_causal:
         places = np.array([(2 * j + 1) * length // (2 * count) for j in range(count)])

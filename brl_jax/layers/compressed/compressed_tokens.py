@@ -83,9 +83,9 @@ class CompressedStream(nn.Module):
             carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
             evolved = (1.0 - mechanism.beta) * evolved + mechanism.beta * carried
         evolved = constrain(jax.nn.relu(evolved) if equations else evolved, COMPRESSED)
-        shape = (d.num_heads, d.d_model // d.num_heads)
-        key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
-        value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
+        shape = (2, d.num_heads, d.d_model // d.num_heads)
+        axes = ("compressed_embed", None, "heads", "head_dim")
+        key, value = jnp.moveaxis(dense(d, shape, axes, name="propagate_source")(evolved), -3, 0)
         if not equations:
             tokens = constrain(tokens + evolved, COMPRESSED)
             normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
@@ -101,13 +101,12 @@ class CompressedStream(nn.Module):
         axes = ("compressed_embed", "heads", "head_dim")
         query = scale_scores(dense(d, shape, axes, name="compress_query")(tokens), d.head_score_factor)
         gamma: Any = None if mechanism.gamma == 0.0 else mechanism.gamma
-        of_source = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
-        project = {
-            name: dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")
-            for name in of_source
-        }
-        read = {name: function(source) for name, function in project.items()}
-        before = {} if earlier is None else {name: function(earlier) for name, function in project.items()}
+        names = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
+        project = dense(d, (len(names), *shape), ("embed", None, "heads", "head_dim"), name="compress_source")
+        read, before = (
+            {} if part is None else dict(zip(names, jnp.moveaxis(project(part), -3, 0)))
+            for part in (source, earlier)
+        )
         if mechanism.gamma is None:
             g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
             gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])
