@@ -51,7 +51,7 @@ class SpeedOptions(Checked):
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None
-    """Folder to draw five pictures of the layers in, and one of each level of whole networks."""
+    """Folder to draw a picture of each level in."""
 
     def __post_init__(self):
         if not self.lengths:

@@ -231,7 +231,6 @@ OTHERS = {
     "eval.speed --references flash": "--references must be out of",
     "eval.speed --mechanisms locall": "--mechanisms must be out of full, local.*, got locall",
     "eval.speed --mechanisms brl --levels functions": "mechanisms of the level functions must be out of",
-    "eval.speed --levels functions --pictures p": "pictures are of layers, encoders, .*: levels must have one of",
     "eval.speed --lenghts 3": "did you mean --lengths",
     "eval.speed --generation --window 8 --lengths 12": "lengths must be multiples of window=8, got",
     "eval.speed --generation --lengths 256 --layers 6": "num_layers must be a multiple of 4",
