@@ -1,13 +1,9 @@
 """Checks every kernel on this machine's GPU against float64, and times it: python -m eval.gpu_check.
 
-Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first,
-and `--json` keeps all that was found so far, and what each kernel of a timed call took. Nothing runs after
-`--minutes`. Processes, one for each core but two, compile at the same time; while one of them times a program, the
-others are stopped.
-
-It needs the library with its GPU packages (`pip install '.[gpu]'`), no data and no test package. PyTorch and
-flash-linear-attention are timed alongside where they are installed. `--interpret` runs the same checks in Triton's
-interpreter, without a GPU, at small sizes.
+Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first.
+Processes, one for each core but two, compile at the same time; while one of them times a program, the others are
+stopped. It needs the library with its GPU packages, no data and no test package. `--interpret` runs the same checks in
+Triton's interpreter, without a GPU, at small sizes.
 
 The exit status is 1 if a result or a gradient is wrong or a program fails, and 2 if the kernels cannot run here.
 """

@@ -1,16 +1,9 @@
 """What the GPU kernels cost, by the compiler's own counts and without a GPU: python -m eval.gpu_costs.
 
-Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
-backward pass, for an A100, an H100 and a B200. For each program the table shows how many kernels it launches, the ratio
-of the bytes that these read and write to the least possible (every argument and result once), and the registers,
-spilled bytes and shared memory of our own kernels. A second table has the launches and the temporary memory, at two
-lengths, of the mechanisms that compute all chunks at once and of BRL's layers. A third has the matrix products that XLA
-tunes in a training step of a two-layer decoder, and the processor's seconds before that step, the assembler's included.
-Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but no driver and no device.
-
-The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
-or exceeds the limits in `MOST` or `TEMPORARY`, or if a mechanism exceeds the limits in `eval.chips.gpu_mechanisms`, or
-BRL's training step the limit in `eval.chips.gpu_training`.
+Compiles operations, mechanisms and training steps for an A100, an H100 and a B200, and prints a table of each
+(docs/gpu.md). Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), but no driver and no device. The
+exit status is 1 if a kernel spills or does not compile, or if a program exceeds one of the limits in `MOST`,
+`TEMPORARY`, `MOST_PRODUCTS` and `eval.chips.gpu_mechanisms`.
 """
 
 from __future__ import annotations

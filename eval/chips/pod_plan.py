@@ -1,10 +1,8 @@
 """What a training step takes on a TPU pod, planned without one: python -m eval.pod_plan PRESET --topology v5e:16x16.
 
 Compiles the real step of the preset's task ahead of time for every chip of the topology, which takes the package libtpu
-and no TPU. All options of the task's command work, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`;
-`--context` is another name for `--length`. Prints the memory that a chip needs and has, the matrix products, the bytes
-that each kind of communication brings to a chip, and the shortest time that these allow for the step. The exit status
-is 1 if the step does not fit. `--json` prints one object instead.
+and no TPU. All options of the task's command work; `--context` is another name for `--length`. The exit status is 1 if
+the step does not fit.
 """
 
 from __future__ import annotations
@@ -132,10 +130,6 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
     Args:
       config: of a `plan_class`, from `task.sized`.
       begin: called with the name of each stage when it begins.
-
-    Raises:
-      UserError: the mesh doesn't divide the arrays that it shards.
-      RunError: the program does not compile or does not fit the chip's memory; says how much it takes.
     """
     from jax.experimental import topologies
 

@@ -1,12 +1,10 @@
 """Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile.
 
-Each program has a kernel forward and backward in bfloat16, for each requested chip, length, head dimension and window
-(or number of compressed tokens). It is compiled as users compile it, and a second time with all temporary memory in HBM
-to measure that memory: otherwise the compiler places arrays that fit in on-chip memory, which it does not count, and
-the rest grows in jumps. The table gives the temporary memory, and its growth from the longest length to twice that
-length: a factor of 2 if memory is a constant plus a share of each token. Between shorter lengths it may jump, because
-the compiler keeps different arrays alive. The command names every program that does not compile or whose memory grows
-faster than the length at that doubling, and then exits with status 1.
+Each program has a kernel forward and backward in bfloat16. It is compiled as users compile it, and a second time with
+all temporary memory in HBM to measure that memory: otherwise the compiler places arrays that fit in on-chip memory,
+which it does not count, and the rest grows in jumps. The growth from the longest length to twice that length is a
+factor of 2 if memory is a constant plus a share of each token. The exit status is 1 if a program does not compile or
+its memory grows faster.
 """
 
 from __future__ import annotations

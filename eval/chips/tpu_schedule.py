@@ -2,25 +2,15 @@
 
 The package libtpu compiles for real TPU chips on a CPU host and writes the final instruction bundles of every kernel
 to files (a bundle takes about one cycle). The cost of a kernel is the number of bundles in one grid step times the
-number of grid steps. The table compares
-
-- sliding-window attention and, with --full, full causal attention with JAX's splash attention at its best block sizes;
-- compress and propagate with the same functions in jax.numpy, whose cost is the bundles in one pass of each
-  instruction's outer loop times the passes (`iteration_bounds`), counting deeper loops once;
-- linear attention, the gated delta rule, and both with decay by feature (GLA, KDA), with their walk over chunks
-  through XLA, whose loop counts once for each chunk. Here the instructions around the kernels count as well.
-
-Only issue slots are counted. A kernel that waits for memory is slower than its cost suggests, so the bytes that the
-block specs fetch and write are counted as well, except in kernels whose block specs read scalars.
+number of grid steps; of XLA's instructions, the bundles in one pass of the outer loop times the passes
+(`iteration_bounds`), counting deeper loops once. Only issue slots are counted, so the bytes that the block specs fetch
+and write are counted as well, except in kernels whose block specs read scalars.
 
 Each row also has lower bounds in cycles: `least`, what the matrix units need for the products of visible pairs; `in
-tiles`, what they need for the products that the kernel performs, with masked parts of tiles and an unfilled depth of
-the units (the exchange of weights is not counted); and `memory`, what the memory needs for the bytes that the kernel
-moves. `of bound` is the cost over the larger one of `least` and `memory`. A schedule may promise less than `in tiles`,
-because the compiler may issue products faster than the units take them: then `in tiles` is what counts.
-
-For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
-steps over the other pairs as well.
+tiles`, what they need for the products that the kernel performs; and `memory`. A schedule may promise less than `in
+tiles`, because the compiler may issue products faster than the units take them: then `in tiles` is what counts. For
+splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass steps
+over the other pairs as well. docs/measured.md has the tables.
 """
 
 from __future__ import annotations
@@ -586,11 +576,7 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path, first: int) 
 
 
 def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
-    """The costs of all cases for one chip. A form of XLA or another library that makes libtpu abort has none.
-
-    Raises:
-      RunError: one of our forms does not compile.
-    """
+    """The costs of all cases for one chip. A form of XLA or another library that makes libtpu abort has none."""
     todo, done = list(cases(options)), 0
     while done < len(todo):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:

@@ -172,9 +172,6 @@ def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str) -> Ru
       config: the configuration; its folder, and whether it writes TensorBoard events, are decided here.
       curves: where the metrics are drawn.
       label: the run's name in the picture, and its folder's.
-
-    Raises:
-      UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     workdir = str(curves.folder / label.replace("/", "-"))
     loop = dataclasses.replace(config.loop, workdir=workdir, tensorboard=False)

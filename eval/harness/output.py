@@ -106,11 +106,7 @@ class Study(Generic[O]):
     draw: Callable[[list[Any]], Figure] | None = None
 
     def main(self, argv: Sequence[str]) -> None:
-        """Prints the results and draws the picture; see --help.
-
-        Raises:
-          UserError: the options don't fit, or the picture cannot be written; this comes before any work.
-        """
+        """Prints the results and draws the picture; see --help."""
         options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
         path = picture_path(getattr(options, "picture", None))
         known = []

@@ -1,11 +1,8 @@
 """Times attention side by side: python -m eval.speed.
 
 Every candidate is checked before it is timed: functions against a float64 reference on a sample of rows, layers for
-finite results and for decoding that gives what the forward pass gives. A wrong result gets no number.
-
-The tables show the fastest round and how many times as fast it is as the base (PyTorch's full causal attention for
-functions, or this package's if PyTorch is not installed; a layer of full attention for layers). Ctrl-C or SIGTERM
-prints, writes and draws what was measured so far.
+finite results and for decoding that gives what the forward pass gives. The tables show the fastest round and how many
+times as fast it is as the base. Ctrl-C or SIGTERM prints, writes and draws what was measured so far.
 
 With --generation the command times a whole network that generates (`eval.speed.generation`), and with --tracing what
 calls cost before they run (`eval.speed.tracing`).

@@ -1,16 +1,12 @@
 """Generation with a cache: python -m eval.speed --generation.
 
-Compares TLinFormer with the plain decoder of the same parameters.
-
-For each length N of the text so far:
+Compares TLinFormer with the plain decoder of the same parameters. For each length N of the text so far:
   first token  from nothing to the first logits: TLinFormer computes the first block's keys and values and then its
                first miss; the plain decoder reads the text in pieces of 2048 tokens;
   miss         the step with which a window fills: the context and the later blocks' history are recomputed;
   hit          a step inside a window (the plain decoder has no other kind);
   cache        its bytes, for N tokens and one window more.
 Both caches are preallocated and written in place. Their contents do not affect the time, so they are not computed.
-Lines are fitted through the misses and through the hits. --plain in_place concatenated reread also times the plain
-decoder's step as the paper's authors did (`eval.speed.plain_decoders`).
 """
 
 from __future__ import annotations
@@ -206,11 +202,7 @@ class _CarriedCache:
 
 
 def _at(cache: Any, **places: int) -> Any:
-    """A cache with the arrays of these names filled with these numbers.
-
-    Raises:
-      KeyError: the cache lacks one of these arrays.
-    """
+    """A cache with the arrays of these names filled with these numbers."""
     found = {
         jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(cache)
     }

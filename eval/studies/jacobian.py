@@ -5,13 +5,9 @@ x_p the p-th row that enters the first layer (token and position) and y_i the i-
 
     s(i, p) = |d y_i / d x_p|_F / sqrt(D),
 
-which is 1 for an output that is its own input. `probes` random directions of y_i estimate the Frobenius norm, with one
-backward pass each: E |v^T J|^2 = |J|_F^2 for a vector v of unit normal numbers. The command prints the root mean square
-over positions i and sequences, by the distance |i - p|. Proposition 2.2: sliding windows alone pass nothing on beyond
-`reach`, so that s is exactly 0 there; proposition 2.7: compressed tokens connect every pair that their histories cover.
-
-Prints a JSON object for each run: `sensitivity` for each range of distances, `reach` of the windows without
-compressed tokens, and `farthest`, the greatest distance with a sensitivity other than 0.
+which is 1 for an output that is its own input. Random directions of y_i estimate the Frobenius norm, with one backward
+pass each: E |v^T J|^2 = |J|_F^2 for a vector v of unit normal numbers. The command prints the root mean square over
+positions i and sequences, by the distance |i - p|.
 """
 
 from __future__ import annotations
@@ -60,9 +56,6 @@ def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple
 
     Args:
       batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
-
-    Raises:
-      UserError: the network does not call one stack once.
     """
     seen: list[tuple[Array, Array]] = []
 
@@ -137,11 +130,7 @@ def by_distance(
 
 
 def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
-    """The JSON object of one run.
-
-    Raises:
-      UserError: the run does not exist, or its network has more than one stack of layers.
-    """
+    """The JSON object of one run."""
     run = open_run(list(TASKS.values()), workdir, options.checkpoint)
     objective = run.task.objective(run.model, run.config)
     batch = first_rows(run, options.split, options.sequences)

@@ -1,9 +1,8 @@
 """What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE.
 
-Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p, the
-root mean square over channels, relative to the largest of its row. White is exactly 0: no change of input p can reach
-output i. Mechanisms are drawn in their causal form if they have one, the others as in an encoder. Derivatives show what
-a layer can see before training, in the same way for every mechanism; a trained network may look at less.
+Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p.
+White is exactly 0: no change of input p can reach output i. Derivatives show what a layer can see before training; a
+trained network may look at less.
 """
 
 from __future__ import annotations

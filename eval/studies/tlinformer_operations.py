@@ -6,15 +6,10 @@ layers, with N tokens so far, the windows W_og and W_oh, and the width D:
     miss  D [N (2 W_oh + W_og) + H (W_oh^2 + W_og^2 + W_og W_oh) + W_og^2 - W_og W_oh]
     hit   D [N - W_og + (H + 1) W_oh + (H + 2) W_og^2]
 
-Both count the D multiplications of the score of a query and a key. They leave out the same number for reading the
-values, and the projections and feed-forward networks of the rows. This command counts the multiplications of all matrix
-products in the traced program (`eval.studies.operations`), and runs nothing: for the first token of a window ("first"),
-for a token in its middle ("hit"), and for all its tokens one by one ("miss", the first and W_og - 1 others), which is
-what equation 4 counts.
-
-Prints a JSON object for each number of tokens, and then one with a straight line through each count: its slope in
-multiplications for each token of history, and R^2. "pairs" is the slope of attention's pairs alone by the equations,
-with the values, over all blocks, without the last block's restore, which nothing reads.
+This command counts the multiplications of all matrix products in the traced program (`eval.studies.operations`): for
+the first token of a window ("first"), for a token in its middle ("hit"), and for all its tokens one by one ("miss"),
+which is what equation 4 counts. Then it fits a straight line through each count over the tokens of history. "pairs" is
+the slope of attention's pairs alone by the equations, with the values, over all blocks.
 """
 
 from __future__ import annotations
@@ -125,11 +120,7 @@ def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
 
 
 def measure(options: OperationsOptions) -> Iterator[Measured]:
-    """The counts at each number of tokens, then the lines through them.
-
-    Raises:
-      UserError: the options of the network don't fit.
-    """
+    """The counts at each number of tokens, then the lines through them."""
     try:
         options.model()
     except ValueError as error:

@@ -2,16 +2,9 @@
 
 The held-out text is read twice, with the memory carried from row to row and with an empty memory at the start of each
 row. The losses of the single targets are averaged over all of them, by the position in the block, and by the distance
-from the token that predicts a target to the target's last occurrence before it (with --ngram N, to the last occurrence
-of the N tokens that end with it):
-
-    within reach    what layers of the window see without compressed tokens
-    history         from there to the farthest token that BRL's compressed tokens of one layer read
-    beyond          farther back in the text
-    new             no occurrence since the start of the stream
-
-Several runs are measured by the same boundaries: the shortest reach, the longest history and the shortest block among
-them, unless options set them. Prints a table as markdown, or with --json True a JSON object for each run.
+from the token that predicts a target to the target's last occurrence before it: within reach of the layers' windows, in
+the history that BRL's compressed tokens of one layer read, beyond, or new. Several runs are measured by the same
+boundaries: the shortest reach, the longest history and the shortest block among them, unless options set them.
 """
 
 from __future__ import annotations
@@ -196,11 +189,7 @@ def summarise(read: dict[str, np.ndarray], length: int, borders: Boundaries, ngr
 
 
 def measure(options: ContextOptions) -> list[dict[str, Any]]:
-    """The JSON object of each run.
-
-    Raises:
-      UserError: a run or checkpoint does not exist, or its text cannot be read.
-    """
+    """The JSON object of each run."""
     runs = [reading(open_run([LM], workdir, options.checkpoint), options.data) for workdir in options.workdir]
     own = [boundaries(run.config.model, run.config.loop.length) for run in runs]
     borders = common_boundaries(own, options)

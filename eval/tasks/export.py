@@ -1,11 +1,9 @@
 """Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
 
 If an architecture of Hugging Face's transformers computes the same function (docs/huggingface.md), a language model is
-written in its layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under this library's
-parameter names, with the run's config.json; those of train.graph are refused. Either folder has the run's tokenizer,
-and `brl_jax.loading.load_export(DIR)` reads it.
-
-The last line of stdout is one JSON object: layout, step, parameters.
+written in its layout. Other networks are written under this library's parameter names, with the run's config.json;
+those of train.graph are refused. Either folder has the run's tokenizer, and `brl_jax.loading.load_export(DIR)` reads
+it.
 """
 
 from __future__ import annotations

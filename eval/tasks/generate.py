@@ -1,15 +1,9 @@
 """Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
 --tokens N.
 
-Several --prompt are continued together. Each prompt is printed with its continuation. If the model's mechanism is
-linear, the cost of a token does not grow with the text before it.
-
-With --draft DIR a smaller run drafts tokens, and one call of the model reads several of them (speculative decoding):
-with --temperature 0 the tokens stay the same. A line on stderr says how many tokens a call gave.
-
-With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
-optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place.
-`eval.tasks.generate_batch` describes the files.
+With --draft DIR a smaller run drafts tokens, and one call of the model reads several of them (speculative decoding).
+With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file (`eval.tasks.generate_batch`), which
+decode --slots at a time: when one ends, the next one takes its place.
 """
 
 from __future__ import annotations

@@ -53,11 +53,7 @@ class Sampling(NamedTuple):
 
 
 def read_lines(path: Path, max_tokens: int) -> list[Line]:
-    """The lines of a file of prompts without blank ones.
-
-    Raises:
-      UserError: the file cannot be read or has no prompt, or a line is not a prompt; names file and line.
-    """
+    """The lines of a file of prompts without blank ones."""
     try:
         rows = regular_file("--batch", str(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,11 +85,7 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
 
 
 def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:
-    """The prompts' tokens.
-
-    Raises:
-      UserError: a prompt has no token, or text that the tokenizer lacks; names file and line.
-    """
+    """The prompts' tokens."""
     encoded = []
     for line in lines:
         where = f"--batch: {path}:{line.number + 1}"
@@ -132,9 +124,6 @@ def generate_file(
       max_tokens: for lines without their own.
       slots: lines that decode at the same time.
       run: names the parameters. An unfinished output is continued if run, prompts and sampling are the same.
-
-    Raises:
-      UserError: a line is not a prompt, or `out` exists or cannot be written.
     """
     lines = read_lines(batch, max_tokens)
     encoded = encode_lines(batch, lines, tokenizer)

@@ -1,12 +1,8 @@
 """Writes the table of all mechanisms and README's picture from what was measured: python -m eval.overview.
 
-The table stands in docs/mechanisms.md, and seven of its rows in README.md. What a mechanism can do comes from
-`brl_jax.MECHANISMS`. Its figures come from the pages that they were published on, so that no number is kept twice.
-The picture shows docs/data/cost.json, which `eval.speed` measured on a CPU, and the H200's table in docs/measured.md.
-
-With --lower True the command first lowers a layer of each mechanism for a TPU and for an NVIDIA GPU, neither of which
-has to be there, and notes in docs/data/kernels.json what launches kernels (the extra gpu; minutes). Without it, that
-file says so.
+What a mechanism can do comes from `brl_jax.MECHANISMS`, and its figures from the pages that they were published on, so
+that no number is kept twice. What launches kernels on a TPU and an NVIDIA GPU stands in docs/data/kernels.json;
+--lower True finds it out again (the extra gpu; minutes).
 """
 
 from __future__ import annotations
@@ -42,11 +38,7 @@ class OverviewOptions(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the tables and the picture; see the module's text and --help.
-
-    Raises:
-      UserError: the folder is no checkout, or a page lacks a table that the command reads.
-    """
+    """Writes the tables and the picture; see the module's text and --help."""
     options = parse_options(
         OverviewOptions(),
         argv,

@@ -1,13 +1,8 @@
 """Every mechanism on small tasks of the Long Range Arena: python -m eval.survey --folder DIR [OPTIONS].
 
-Trains the same network with each listed mechanism that has a bidirectional form, on listops, text and image with
-several seeds, and measures it on the test split (`eval.lra`). Then it times the training steps of all mechanisms in
-turn. Prints a table as markdown: accuracy, parameters, steps a second and memory; --picture draws accuracy against
-speed, with memory as the area of a bubble (the survey of Tay et al. 2020, arXiv:2011.04006, figure 3).
-
-The same command again trains only the runs that are missing or whose configuration has changed; Ctrl-C and SIGTERM save
-the current run. The first seed of all mechanisms comes first. In the network `no_mixing`, a control, no token sees
-another: a task on which it is as good as the others does not compare mechanisms.
+Trains the same network with each listed mechanism that has a bidirectional form, measures it on the test split
+(`eval.lra`), and times the training steps of all mechanisms in turn (docs/lra.md; Tay et al. 2020, arXiv:2011.04006,
+figure 3). The same command again trains only the runs that are missing or whose configuration has changed.
 """
 
 from __future__ import annotations
@@ -27,12 +22,7 @@ from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:
-    """Trains, measures and prints the table; see the module's text and --help.
-
-    Raises:
-      UserError: the options don't fit, or data cannot be read.
-      RunError: the loss of some runs was not finite; the table is printed without them.
-    """
+    """Trains, measures and prints the table; see the module's text and --help."""
     options = parse_options(
         SurveyOptions(),
         argv,

@@ -37,11 +37,7 @@ def kept_speeds(folder: str, task: str, runs: Sequence[SurveyRun]) -> dict[str, 
 
 def measure_speeds(folder: str, task: str, runs: Sequence[SurveyRun], repeats: int) -> None:
     """Measures the training steps of these runs of a task, which differ only in their network, and keeps the result in
-    the survey's folder once all are measured.
-
-    Raises:
-      KeyboardInterrupt: Ctrl-C, or SIGTERM; nothing is kept.
-    """
+    the survey's folder once all are measured."""
     cases = [Case(run.name, 1, functools.partial(classifier, run.config, inference=False)) for run in runs]
     length = runs[0].config.data.padded_lengths[-1]
     rows: list[dict] = []

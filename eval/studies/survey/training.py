@@ -36,13 +36,7 @@ def finished(run: SurveyRun) -> dict[str, Any] | None:
 
 
 def train_all(runs: Sequence[SurveyRun]) -> None:
-    """Trains and measures the runs that are not finished; Ctrl-C and SIGTERM save the one that runs.
-
-    Raises:
-      UserError: a task's data cannot be read, or a mechanism's options don't fit.
-      RunError: the loss of some runs was not finite; the others are trained.
-      Stopped: a signal came.
-    """
+    """Trains and measures the runs that are not finished; Ctrl-C and SIGTERM save the one that runs."""
     missing = [run for run in runs if finished(run) is None]
     log(f"survey: {len(runs) - len(missing)} of {len(runs)} runs are finished")
     for task, data in {run.task: run.config.data for run in missing}.items():
