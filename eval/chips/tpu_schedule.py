@@ -312,31 +312,11 @@ def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool
     return _passes(_flat(attend, full), arguments, backward)
 
 
-def _linear(query, key, value, numbers, log_decay=None):
-    options: dict[str, Any] = {"is_causal": True, "normalize": False, "feature_map": "identity"}
-    options["log_decay"] = log_decay
-    return linear_attention(query, key, value, implementation="xla", chunk_size=_CHUNK, **options)
-
-
-def _gated_delta(query, key, value, numbers):
-    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
-    return gated_delta_rule(query, key, value, beta=numbers, log_decay=-numbers, **options)
-
-
-def _gla(query, key, value, numbers):
-    return _linear(query, key, value, numbers, log_decay=-numbers)
-
-
-def _kda(query, key, value, numbers):
-    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
-    return kimi_delta_rule(query, key, value, beta=numbers[..., 0], log_decay=-numbers, **options)
-
-
 _RECURRENCES: dict[str, Callable] = {
-    "linear": _linear,
-    "gated delta": _gated_delta,
-    "gla": _gla,
-    "kda": _kda,
+    "linear": linear_attention,
+    "gated delta": gated_delta_rule,
+    "gla": linear_attention,
+    "kda": kimi_delta_rule,
 }
 #: Tokens of a chunk of the walk through XLA: the default of the public functions.
 _CHUNK = 64
@@ -349,16 +329,18 @@ def _recurrence(
     by_feature = name in ("gla", "kda")
     numbers = jax.ShapeDtypeStruct(full if by_feature else full[:3], jnp.float32, sharding=shape.sharding)
     state = jnp.zeros((1, options.heads, options.head_dim, options.head_dim))
+    more: dict[str, Any] = {"normalize_keys": False}
+    if _RECURRENCES[name] is linear_attention:
+        more = {"is_causal": True, "normalize": False, "feature_map": "identity"}
 
     def attend(query, key, value, numbers):
-        if not pallas:
-            return _RECURRENCES[name](query, key, value, numbers)
-        walked = Walked(query, key, value, state)
-        if name != "linear":
-            walked = walked._replace(log_decay=-numbers)
+        gates = {} if name == "linear" else {"log_decay": -numbers}
         if name in ("gated delta", "kda"):
-            walked = walked._replace(beta=numbers[..., 0] if by_feature else numbers)
-        return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
+            gates["beta"] = numbers[..., 0] if by_feature else numbers
+        if pallas:
+            walked = Walked(query, key, value, state, **gates)
+            return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
+        return _RECURRENCES[name](query, key, value, implementation="xla", chunk_size=_CHUNK, **gates, **more)
 
     return _passes(_flat(attend, full, full, full), (shape, shape, shape, numbers), backward)
 

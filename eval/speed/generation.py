@@ -30,8 +30,9 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import TLinFormerOptions
 from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
-from eval.speed import generation_pictures, report
+from eval.speed import report
 from eval.speed.measure import Candidate, Case, Program, check_memory, measure
+from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
 from train.cli.options import parse_options
 from train.engine.errors import UserError
@@ -72,7 +73,7 @@ class GenerationOptions(TLinFormerOptions):
     json: str | None = None
     """File to write the rows and lines to, as one JSON object."""
     pictures: str | None = None
-    """Folder to draw the pictures in, as panels of one file."""
+    """Folder to draw generation.png in."""
 
     def __post_init__(self):
         if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
@@ -125,13 +126,13 @@ def run(argv: Sequence[str]) -> None:
                 f"R^2 {line['r_squared']:.4f}, over n = {line['from']}..{line['to']}",
                 highlight=False,
             )
-        for text in report.note_lines([{"level": "generation", **row} for row in rows]):
+        rows = [{"level": "generation", **row} for row in rows]
+        for text in report.note_lines(rows):
             console.print(text, highlight=False, soft_wrap=True)
         if path is not None:
             report.write_json(path, rows, options, lines=fitted)
-        if options.pictures is not None and rows:
-            path = generation_pictures.draw(rows, Path(options.pictures))
-            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+        for picture in draw(rows, 1, Path(options.pictures)) if options.pictures is not None else ():
+            console.print(f"drew {picture}", highlight=False, soft_wrap=True)
 
 
 def _parameters(options: GenerationOptions) -> Any:
@@ -203,13 +204,6 @@ class _CarriedCache:
 
 def _at(cache: Any, **places: int) -> Any:
     """A cache with the arrays of these names filled with these numbers."""
-    found = {
-        jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(cache)
-    }
-    if not found >= set(places):
-        raise KeyError(
-            f"the cache has no {', '.join(sorted(set(places) - found))}, only {', '.join(sorted(found))}"
-        )
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path[-1:], simple=True)

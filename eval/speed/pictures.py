@@ -17,9 +17,13 @@ _PANELS = {
     "forward_s": ("inference", 1, "seconds"),
     "forward_backward_s": ("forward and backward pass", 1, "seconds"),
     "step_s": ("a decoding step", 1, "seconds"),
+    "first_token_s": ("first token", 1, "seconds"),
+    "miss_s": ("next token, on a miss", 1, "seconds"),
+    "hit_s": ("next token, on a hit", 1, "seconds"),
     "train_s": ("a training step", 1, "seconds"),
     "forward_backward_temp_bytes": ("temporary memory", 2**20, "MiB"),
     "train_bytes": ("its memory", 2**20, "MiB"),
+    "cache_bytes": ("cache", 2**20, "MiB"),
 }
 
 

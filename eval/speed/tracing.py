@@ -24,9 +24,7 @@ import brl_jax as bj
 from brl_jax.fields import Checked, Count, Length, Width
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.output import json_path
 from eval.harness.table import Table
-from eval.speed import report
 from train.cli.options import parse_options
 
 #: What the ratios are to.
@@ -50,8 +48,6 @@ class TracingOptions(Checked):
     """Rounds; the fastest counts."""
     functions: tuple[str, ...] = ()
     """Rows to measure besides the first; all if empty."""
-    json: str | None = None
-    """File to write the rows to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +76,10 @@ def run(argv: Sequence[str]) -> None:
     """Prints the table; see the module's text and --help."""
     about = "What calls cost before they run: seconds to trace and to lower, calls and operations."
     options = parse_options(TracingOptions(), argv, prog="python -m eval.speed --tracing", about=about)
-    path = json_path(options.json)
     table = Table("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations")
     bases: dict[bool, Row] = {}
-    measured = []
     for row in rows(options):
         base = bases.setdefault(row.gradient, row)
-        measured.append(dataclasses.asdict(row))
         table.add(
             row.name + (", gradient" if row.gradient else ""),
             f"{row.trace:.3f}",
@@ -97,8 +90,6 @@ def run(argv: Sequence[str]) -> None:
             row.operations,
         )
     table.show()
-    if path is not None:
-        report.write_json(path, measured, options)
 
 
 def library_calls(function: Callable[[], Any]) -> int:

@@ -36,6 +36,9 @@ from train.engine.errors import UserError
 from train.engine.step import Objective
 from train.tasks.every import TASKS
 
+# Random directions of each output.
+_PROBES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class JacobianOptions(StudyOptions):
@@ -45,8 +48,6 @@ class JacobianOptions(StudyOptions):
     """Sequences to read, the first of the split."""
     positions: Count = 16
     """Outputs of each sequence to measure, spaced evenly up to the last token."""
-    probes: Count = 4
-    """Random directions of each output."""
     seed: Seed = 0
     """Seed of the random directions."""
 
@@ -142,9 +143,7 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
         lengths = batch["lengths"].reshape(-1) + extra
     places = spaced_places(lengths, options.positions)
     squares = jax.jit(
-        lambda params, batch, places, key: sensitivities(
-            objective, params, batch, places, options.probes, key
-        )
+        lambda params, batch, places, key: sensitivities(objective, params, batch, places, _PROBES, key)
     )(run.params, batch, jnp.asarray(places), jax.random.key(options.seed))
     ranges, farthest = by_distance(np.asarray(squares), places, lengths)
     return {

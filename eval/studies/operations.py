@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from brl_jax.attention.core.by_platform import platform_jaxpr
 
@@ -43,17 +44,6 @@ def _known(value: Any) -> Any:
     return None if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
 
 
-def _used(jaxpr: Any) -> list[Any]:
-    """The equations of a jaxpr that its outputs depend on."""
-    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
-    used = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or needed.intersection(equation.outvars):
-            used.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
-    return used[::-1]
-
-
 class _Count:
     def __init__(self, total: float) -> None:
         self.total = total
@@ -66,7 +56,8 @@ class _Count:
         def read(atom: Any) -> Any:
             return _known(np.asarray(atom.val)) if isinstance(atom, core.Literal) else known[atom]
 
-        for equation in _used(jaxpr):
+        used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+        for equation in used.eqns:
             out = self._equation(equation, [read(atom) for atom in equation.invars])
             known.update(zip(equation.outvars, out))
         self.results = [read(atom) for atom in jaxpr.outvars]

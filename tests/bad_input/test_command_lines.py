@@ -237,7 +237,6 @@ OTHERS = {
     "eval.locality --length 1": "length must be at least 2, got 1",
     "eval.locality --picture locality.pdf": "--picture: expected a .png file",
     "eval.gradient_std --workdir /nowhere": "--workdir",
-    "eval.gpu_costs --json /nowhere/x.json": "--json: expected a file in a folder that can be written to",
     "eval.gpu_costs --targets t4": "--targets must be out of",
     "eval.gpu_costs --operations full": "--operations must be out of",
     "eval.gpu_costs --mechanisms full": "--mechanisms must be out of",

@@ -11,19 +11,32 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from etils import epath
 
 from brl_jax.fields import Checked
+from brl_jax.layers import MECHANISMS
+from brl_jax.models.stack import Stack
 from eval.harness.pictures import save
+from eval.speed.layers import default_config
+from eval.speed.options import SpeedOptions
 from eval.studies.overview import pages
-from eval.studies.overview.kernels import lowered_kernels
 from eval.studies.overview.picture import draw
 from eval.studies.overview.table import full_table, short_table, with_links
 from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
+_LENGTH = 2048
+#: What a program of a platform contains where a kernel is launched, and who made the kernel.
+_CALLS = {
+    "tpu": {"tpu_custom_call": "Pallas"},
+    "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"},
+}
 _MARKS = ("<!-- python -m eval.overview writes what follows -->", "<!-- up to here -->")
 
 
@@ -49,11 +62,30 @@ def main(argv: Sequence[str]) -> None:
     if not (root / "docs" / "mechanisms.md").exists():
         raise UserError(f"--root: expected a checkout with docs/mechanisms.md, got {root}")
     if options.lower:
-        text = json.dumps(lowered_kernels(), indent=1, sort_keys=True) + "\n"
+        launched = {
+            platform: {name: makers for name in MECHANISMS if (makers := kernel_makers(name, platform))}
+            for platform in _CALLS
+        }
+        text = json.dumps(launched, indent=1, sort_keys=True) + "\n"
         write_whole(epath.Path(root / "docs" / "data" / "kernels.json"), text)
     for page, text in written(root).items():
         write_whole(epath.Path(page), text)
     save(draw(pages.cost(root), pages.gpu_times(root)), root / "docs" / "cost.png")
+
+
+def kernel_makers(name: str, platform: str) -> list[str]:
+    """Who made the kernels of a mechanism's layer in bfloat16; nobody if XLA computes all of it."""
+    config = default_config(name, _LENGTH)
+    dimensions = SpeedOptions(dtype="bfloat16").dimensions(is_causal=config.causal)
+    stack = Stack((config,) * config.group, dimensions)
+    x = jax.ShapeDtypeStruct((1, _LENGTH, dimensions.d_model), jnp.bfloat16)
+    variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
+
+    def forward(variables: Any, x: Any) -> Any:
+        return stack.apply(variables, x)[0]
+
+    text = jax.jit(forward).trace(variables, x).lower(lowering_platforms=(platform,)).as_text()
+    return [maker for call, maker in _CALLS[platform].items() if call in text]
 
 
 def written(root: Path) -> dict[Path, str]:
