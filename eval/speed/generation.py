@@ -24,10 +24,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.fields import Count, Length, Positive, Width
+from brl_jax.fields import Checked, Count, Length, Natural, Positive, Width
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import TLinFormerOptions
 from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
 from eval.speed import report
@@ -45,39 +44,25 @@ _PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOptions(TLinFormerOptions):
-    """The network and the lengths. The defaults are small; arXiv:2508.20407 has --heads 12 --head_dim 36."""
+class NetworkOptions(Checked):
+    """A TLinFormer (arXiv:2508.20407, which has --heads 12 --head_dim 36) and the plain decoder of its parameters."""
 
-    lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
-    """Tokens of the text so far, multiples of the window."""
+    window: Count = 256
+    """Tokens that share one state of the history (W_og)."""
+    context: Count = 256
+    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
+    hidden: Natural = 2
+    """Layers of a block between its first and its last (H)."""
     heads: Width = 4
     """Heads of query, key and value."""
     head_dim: Width = 32
     """Size of a head; the width is heads * head_dim."""
     layers: Count = 8
-    """Layers in all, of both networks."""
+    """Layers in all."""
     vocabulary: Count = 50257
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation and the cache."""
-    plain: tuple[Plain, ...] = ("in_place",)
-    """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
-    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
-    --plain."""
-    repeats: Count = 3
-    """Rounds; the fastest counts."""
-    patience: Positive = 30.0
-    """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
-    limit: Positive = 300.0
-    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
-    json: str | None = None
-    """File to write the rows and lines to, as one JSON object."""
-    pictures: str | None = None
-    """Folder to draw generation.png in."""
-
-    def __post_init__(self):
-        if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
-            raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 
     def model(self, name: str) -> DecoderLM:
         """The network of a row, with the feed-forward width of TLinFormer (arXiv:2508.20407)."""
@@ -97,6 +82,32 @@ class GenerationOptions(TLinFormerOptions):
                 mechanism=mechanism if name == TLINFORMER else FullConfig(),
             )
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions(NetworkOptions):
+    """The networks and the lengths."""
+
+    lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
+    """Tokens of the text so far, multiples of the window."""
+    plain: tuple[Plain, ...] = ("in_place",)
+    """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
+    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
+    --plain."""
+    repeats: Count = 3
+    """Rounds; the fastest counts."""
+    patience: Positive = 30.0
+    """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
+    limit: Positive = 300.0
+    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
+    json: str | None = None
+    """File to write the rows and lines to, as one JSON object."""
+    pictures: str | None = None
+    """Folder to draw generation.png in."""
+
+    def __post_init__(self):
+        if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
+            raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -54,10 +54,7 @@ class JacobianOptions(StudyOptions):
 
 def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
     """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
-
-    Args:
-      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
-    """
+    `moved` (B, T, D) is added to the stack's input."""
     seen: list[tuple[Array, Array]] = []
 
     def intercept(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:

@@ -55,12 +55,7 @@ class LocalityOptions(StudyOptions):
 def locally_accumulated_score(
     weights: Float[Array, "*B N N"], ratios: Sequence[float]
 ) -> Float[Array, "*B N R"]:
-    """l(i, r, N) of the module's docstring for each position i and ratio r; a row of zeros gives 0.
-
-    Args:
-      weights: (..., N, N), the matrix by which values become outputs.
-      ratios: R sizes of the neighbourhood as shares of N, 0 to 1.
-    """
+    """l(i, r, N) of the module's text for each position i and ratio r; a row of zeros gives 0."""
     length = weights.shape[-1]
     share = jnp.abs(weights.astype(jnp.float32))
     total = share.sum(-1, keepdims=True)

@@ -105,13 +105,7 @@ def small(name: str) -> Mechanism:
 
 def dependence(mechanism: Mechanism, length: int, *, is_causal: bool) -> Float[Array, "T T"]:
     """How far input p moves output i of one layer, or of one group of layers that belong together: the root mean square
-    of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal.
-
-    Args:
-      mechanism: of the layer, whose parameters are random.
-      length: tokens.
-      is_causal: whether the layer is a decoder's.
-    """
+    of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal."""
     dims = Dimensions(
         d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=16, is_causal=is_causal, ffn="relu"
     )

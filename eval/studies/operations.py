@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from brl_jax.attention.core.by_platform import platform_jaxpr
 
@@ -25,13 +24,8 @@ class Unknown(Exception):
 def products(function: Any, *arguments: Any) -> float:
     """Multiplications in the matrix products of function(*arguments).
 
-    Args:
-      function: traced, not run.
-      arguments: pytrees of arrays and `jax.ShapeDtypeStruct`. The values of arrays with at most 4096 entries count as
-        known, all others as unknown.
-
-    Raises:
-      Unknown: see there.
+    Arguments are pytrees of arrays and `jax.ShapeDtypeStruct`. The values of arrays with at most 4096 entries count as
+    known, all others as unknown.
     """
     traced = jax.make_jaxpr(function)(*arguments)
     values = [_known(leaf) for leaf in jax.tree.leaves(arguments)]
@@ -42,6 +36,17 @@ def _known(value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct) or np.size(value) > _FOLLOWED:
         return None
     return None if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
+
+
+def _used(jaxpr: Any) -> list[Any]:
+    """The equations of a jaxpr that its outputs depend on."""
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+    used = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or needed.intersection(equation.outvars):
+            used.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
+    return used[::-1]
 
 
 class _Count:
@@ -56,8 +61,7 @@ class _Count:
         def read(atom: Any) -> Any:
             return _known(np.asarray(atom.val)) if isinstance(atom, core.Literal) else known[atom]
 
-        used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-        for equation in used.eqns:
+        for equation in _used(jaxpr):
             out = self._equation(equation, [read(atom) for atom in equation.invars])
             known.update(zip(equation.outvars, out))
         self.results = [read(atom) for atom in jaxpr.outvars]

@@ -54,14 +54,9 @@ class RegularizerOptions(StudyOptions):
 def reconstructed_score(
     propagated: Float[Array, "BC N t M"], compressed: Float[Array, "B C N M R"], *, block: int, length: int
 ) -> Float[Array, "B N T T"]:
-    """The RRS of the module's text. A decoder's block c reads the R tokens before c * block.
-
-    Args:
-      propagated: the weights by which the t tokens of each block read its compressed tokens.
-      compressed: the weights by which these read their histories.
-      block: tokens of a block.
-      length: T; what compressed tokens read before token 0 is left out.
-    """
+    """The RRS of the module's text, from the weights by which the t tokens of each block read its compressed tokens and
+    by which these read their histories. A decoder's block c reads the R tokens before c * block; what is before token 0
+    is left out."""
     batch, blocks, _, _, history = compressed.shape
     propagated = rearrange(propagated, "(b c) n t m -> b c n t m", b=batch)
     scores = jnp.einsum("bcntm,bcnmr->bcntr", propagated, compressed)

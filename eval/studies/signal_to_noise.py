@@ -53,11 +53,7 @@ def relevant_tokens(
     targets: Int[np.ndarray, "B P"],
 ) -> Bool[np.ndarray, "B T"]:
     """Which tokens belong to a record that is asked for: the key that the question names, and the answer that follows.
-    Rows of "copy" have no questions; there the symbols are relevant.
-
-    Args:
-      kind, tokens, places, targets: as `train.data.recall.draw_rows` takes and returns them.
-    """
+    Rows of "copy" have no questions; there the symbols are relevant."""
     asked = np.take_along_axis(tokens, places, axis=1)
     first = places.min(axis=1)[:, None]
     if kind == "copy":

@@ -53,11 +53,8 @@ def training_flops(config: RegressionConfig, model: Regressor) -> float:
 
 
 def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
-    """For each evaluation while training: the steps and the seconds so far, and the held-out error.
-
-    Args:
-      pairs: the pairs of a batch; with the rate in metrics.jsonl they give the seconds.
-    """
+    """For each evaluation while training: the steps and the seconds so far, by the pairs of a batch and the rate in
+    metrics.jsonl, and the held-out error."""
     lines = read_metrics(workdir)
     if not any("val_loss" in line for line in lines):
         raise UserError(f"--workdir: {workdir}/metrics.jsonl has no evaluation")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
         train_all(runs)
     except RunError as error:
         failure = error
-    speeds = {}
+    speeds: dict[str, dict[str, Any]] = {}
     for task in options.tasks:
         timed = [survey_run(options, task, name, options.seeds[0]) for name in options.mechanisms]
         rows = kept_speeds(timed)

@@ -38,7 +38,7 @@ def test_finished_runs_are_preferred():
 
 def test_equations_4_and_5_of_tlinformer():
     options = tlinformer_operations.OperationsOptions(
-        lengths=(4, 6), window=2, context=3, hidden=1, num_layers=6, d_model=10, num_heads=1
+        lengths=(4, 6), window=2, context=3, hidden=1, layers=6, heads=1, head_dim=10
     )
     # Two blocks. miss: 8 (6 + 2) + (9 + 4 + 6) + 4 - 6 = 81; hit: 8 - 2 + 2 * 3 + 3 * 4 = 24.
     assert tlinformer_operations.paper_cost("miss", 8, options) == 2 * 10 * 81
