@@ -464,7 +464,6 @@ def summary(report: Report, todo: Sequence[dict], done: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the checks; see the module's text and --help."""
     options = parse(argv)
     report = Report(options.json)
     needed = ("triton",) if options.interpret else ("triton", "jax_triton")

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import array_bytes, computations, trips
 from eval.chips.ptxas import find_assembler
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
-from train.cli.options import parse_options
 from train.engine.errors import RunError, UserError
 
 
@@ -374,21 +373,26 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[tuple[lis
 
 def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
     """A row of the second table for each mechanism and pass, and its problems."""
+    short, long = gpu_mechanisms.LENGTHS
     for name in options.mechanisms:
         programs = (
             both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
-            for length in gpu_mechanisms.LENGTHS
+            for length in (short, long)
         )
-        for both in zip(*programs):
-            compiled = [_compile(function, arguments, target) for _, function, arguments in both]
-            short, long = compiled
-            counts = launches(short.as_text())[0], launches(long.as_text())[0]
-            memory = [each.memory_analysis().temp_size_in_bytes for each in compiled]
-            temporary = memory[0], memory[1]
-            passes = both[0][0]
-            cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
-            found = gpu_mechanisms.problems(name, passes, counts, temporary)
-            yield [target, name, passes, *cells], [f"{target}: {problem}" for problem in found]
+        for (passes, *of_short), (_, *of_long) in zip(*programs):
+            compiled = [_compile(*of_short, target), _compile(*of_long, target)]
+            few, many = (launches(each.as_text())[0] for each in compiled)
+            less, more = (each.memory_analysis().temp_size_in_bytes for each in compiled)
+            found, most = [], gpu_mechanisms.MOST[passes]
+            if many > most:
+                found.append(f"{many} launches for {long} tokens, more than {most}")
+            if many > gpu_mechanisms.GROWTH * few:
+                found.append(f"{few} launches for {short} tokens grow to {many} for {long}")
+            if more > 1.1 * long / short * less:
+                found.append(f"{less} bytes of temporary memory for {short} tokens grow to {more} for {long}")
+            cells = [str(few), str(many), f"{less / 2**20:.0f}", f"{more / 2**20:.0f}"]
+            where = f"{target}: {name}, {passes}"
+            yield [target, name, passes, *cells], [f"{where}: {problem}" for problem in found]
 
 
 def network_gradient(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -433,10 +437,8 @@ def measure_training(options: CostOptions, target: str) -> Iterator[tuple[list[s
         yield cells, [found] if products > most else []
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the tables; see the module's text and --help."""
-    about = "Compiles the GPU kernels and prints their costs."
-    options = parse_options(CostOptions(), argv, prog="python -m eval.gpu_costs", about=about)
+@command(CostOptions(), "eval.gpu_costs", "Compiles the GPU kernels and prints their costs.")
+def main(options: CostOptions) -> None:
     for name in ("triton", "jax_triton", "jax_plugins"):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"{name} is missing: pip install -e '.[gpu]'")

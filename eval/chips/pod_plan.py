@@ -281,7 +281,6 @@ def _first_screen(topology: str, presets: Mapping[str, Any], default: str, name:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the plan; see the module's text and --help."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--topology", default="v5e:16x16")
     parser.add_argument("--json", action="store_true")

@@ -25,10 +25,9 @@ from rich.console import Console
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.cli.options import parse_options
 from train.engine.errors import RunError, one_line
 
 #: Keeps every temporary array in HBM; each kind of chip uses the option for its own memories.
@@ -154,14 +153,8 @@ def growth(longest: int | None, doubled: int | None) -> tuple[str, bool]:
     return f"{doubled / longest:.2f}", doubled > _DOUBLED * longest
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the docstring of the module and --help."""
-    options = parse_options(
-        CompileOptions(),
-        argv,
-        prog="python -m eval.tpu_compile",
-        about="Every TPU kernel compiled for every chip, without a TPU.",
-    )
+@command(CompileOptions(), "eval.tpu_compile", "Every TPU kernel compiled for every chip, without a TPU.")
+def main(options: CompileOptions) -> None:
     prepare_compiler()
     console, failures = Console(width=160), []
     lengths = sorted(set(options.lengths))

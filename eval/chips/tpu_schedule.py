@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,10 +51,9 @@ from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
 from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.cli.options import parse_options
 from train.engine.errors import RunError
 
 #: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
@@ -596,14 +595,12 @@ def _run_from(
                 yield json.loads(text)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the docstring of the module and --help."""
-    options = parse_options(
-        ScheduleOptions(),
-        argv,
-        prog="python -m eval.tpu_schedule",
-        about="Instruction schedules of the TPU kernels, compiled without a TPU.",
-    )
+@command(
+    ScheduleOptions(),
+    "eval.tpu_schedule",
+    "Instruction schedules of the TPU kernels, compiled without a TPU.",
+)
+def main(options: ScheduleOptions) -> None:
     prepare_compiler()
     table = Table(
         "chip", "work", "ours", "bundles x steps", "MiB read", "least", "in tiles", "memory", "of bound", "other",

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 from brl_jax.fields import Checked
+from train.cli.options import parse_options
+
+O = TypeVar("O")  # noqa: E741
+
+
+def command(
+    options: O, name: str, about: str
+) -> Callable[[Callable[[O], None]], Callable[[Sequence[str]], None]]:
+    """Makes a function of options the main function of `python -m NAME`, which --help says is about this."""
+
+    def decorate(run: Callable[[O], None]) -> Callable[[Sequence[str]], None]:
+        return lambda argv: run(parse_options(options, argv, prog=f"python -m {name}", about=about))
+
+    return decorate
 
 
 def check_names(options: Any, **known: Iterable[str]) -> None:

@@ -29,7 +29,6 @@ from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the tables; see the module's text and --help."""
     if "--generation" in argv:
         return generation.run([argument for argument in argv if argument != "--generation"])
     if "--tracing" in argv:

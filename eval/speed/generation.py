@@ -27,13 +27,13 @@ from rich.progress import Progress
 from brl_jax.fields import Checked, Count, Length, Natural, Positive, Width
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
+from eval.harness.options import command
 from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
 from eval.speed import report
 from eval.speed.measure import Candidate, Case, Program, check_memory, measure
 from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
@@ -110,10 +110,12 @@ class GenerationOptions(NetworkOptions):
             raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 
 
-def run(argv: Sequence[str]) -> None:
-    """Prints the table and the lines; see the module's text and --generation --help."""
-    about = "Times generation with a cache: TLinFormer and a plain decoder."
-    options = parse_options(GenerationOptions(), argv, prog="python -m eval.speed --generation", about=about)
+@command(
+    GenerationOptions(),
+    "eval.speed --generation",
+    "Times generation with a cache: TLinFormer, a plain decoder.",
+)
+def run(options: GenerationOptions) -> None:
     path = json_path(options.json)
     if options.pictures is not None:
         make_folder(Path(options.pictures))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -24,8 +24,8 @@ import brl_jax as bj
 from brl_jax.fields import Checked, Count, Length, Width
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
+from eval.harness.options import command
 from eval.harness.table import Table
-from train.cli.options import parse_options
 
 #: What the ratios are to.
 BASE = "jax.nn.dot_product_attention"
@@ -72,10 +72,12 @@ def rows(options: TracingOptions) -> Iterator[Row]:
             yield _measure(name, True, _gradient(function, len(arrays)), arrays, options.repeats)
 
 
-def run(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
-    about = "What calls cost before they run: seconds to trace and to lower, calls and operations."
-    options = parse_options(TracingOptions(), argv, prog="python -m eval.speed --tracing", about=about)
+@command(
+    TracingOptions(),
+    "eval.speed --tracing",
+    "What calls cost before they run: seconds to trace and to lower, calls and operations.",
+)
+def run(options: TracingOptions) -> None:
     table = Table("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations")
     bases: dict[bool, Row] = {}
     for row in rows(options):

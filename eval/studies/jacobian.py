@@ -30,7 +30,7 @@ from eval.harness.options import StudyOptions
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels, plain_log_axis
 from eval.harness.runs import first_rows, open_run, run_labels
-from eval.tasks.reach import window_reach
+from eval.tasks.context import window_reach
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.step import Objective

@@ -24,9 +24,9 @@ from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
+from eval.harness.options import command
 from eval.harness.output import picture_path
 from eval.harness.pictures import panels, save
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 # Settings at which 64 tokens show each pattern.
@@ -147,11 +147,8 @@ def draw(names: Sequence[str], length: int) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Draws the maps of a family; see the module's docstring and --help."""
-    options = parse_options(
-        MapsOptions(), argv, prog="python -m eval.maps", about="What each mechanism of a family sees."
-    )
+@command(MapsOptions(), "eval.maps", "What each mechanism of a family sees.")
+def main(options: MapsOptions) -> None:
     path = picture_path(options.picture)
     if path is None:
         raise UserError("--picture: expected the file to draw in")

@@ -21,17 +21,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.fields import Count, Natural
-from brl_jax.layers import BRLConfig
+from brl_jax.layers import BRLConfig, LocalConfig, Mechanism
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import StudyOptions
+from eval.harness.options import StudyOptions, command
 from eval.harness.output import picture_path
 from eval.harness.pictures import line_styles, panels, plain_log_axis, save, shared_legend
 from eval.harness.runs import Run, open_run, run_labels
 from eval.harness.table import Table
 from eval.tasks.lm import reading
-from eval.tasks.reach import window_reach
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.data.corpus import Corpus
 from train.engine.errors import UserError
@@ -74,6 +74,22 @@ class Boundaries(NamedTuple):
     reach: int
     history: int
     block: int
+
+
+def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool = True) -> int:
+    """The distance in tokens beyond which layers of sliding windows pass nothing on (BRL-Attention, OpenReview
+    Vpyg3fqXbl, proposition 2.2), without what BRL's compressed tokens add; `length` - 1 if a layer has no window."""
+
+    def of_layer(mechanism: Mechanism) -> int:
+        if isinstance(mechanism, SideBySideConfig):
+            return max(map(of_layer, mechanism.both.values()))
+        local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
+        if not isinstance(local, LocalConfig) or local.pattern != "sliding":
+            return length - 1
+        window = SlidingWindow.of_width(local.window, is_causal)
+        return max(window.left, window.right)
+
+    return min(sum(map(of_layer, mechanisms)), length - 1)
 
 
 def boundaries(config: DecoderConfig, length: int) -> Boundaries:
@@ -289,11 +305,8 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table or the JSON objects, and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        ContextOptions(), argv, prog="python -m eval.context", about="Where a language model's context pays."
-    )
+@command(ContextOptions(), "eval.context", "Where a language model's context pays.")
+def main(options: ContextOptions) -> None:
     picture = picture_path(options.picture)
     results = measure(options)
     print("\n".join(map(json.dumps, results)) if options.json else markdown(results))

@@ -8,6 +8,7 @@ lines are in a new file OUT.*.part; the same command finds it after a stop and g
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import tempfile
@@ -190,7 +191,7 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
     A new file gets a name that nobody can have taken. Files of other calls, links and other people's files stay as they
     are.
     """
-    for part in sorted(out.parent.glob(f"{_escaped(out.name)}.*.part")):
+    for part in sorted(out.parent.glob(f"{glob.escape(out.name)}.*.part")):
         done = _unfinished(part, call)
         if done is not None:
             return part, done
@@ -202,10 +203,6 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
     with os.fdopen(number, "w", encoding="utf-8") as file:
         _append(file, call)
     return Path(name), {}
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]] | None:

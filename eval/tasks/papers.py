@@ -135,7 +135,6 @@ def costs(table: PaperTable, tflops: float) -> Table:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a table of a paper; see the module."""
     rest = list(argv)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     about = "The papers' tables next to runs."

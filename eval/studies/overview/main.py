@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from etils import epath
 from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
 from brl_jax.models.stack import Stack
+from eval.harness.options import command
 from eval.harness.pictures import save
 from eval.speed.layers import default_config
 from eval.speed.options import SpeedOptions
 from eval.studies.overview import pages
 from eval.studies.overview.picture import draw
 from eval.studies.overview.table import full_table, short_table, with_links
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
@@ -50,14 +49,8 @@ class OverviewOptions(Checked):
     """Lower a layer of each mechanism again, to see which launch kernels."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the tables and the picture; see the module's text and --help."""
-    options = parse_options(
-        OverviewOptions(),
-        argv,
-        prog="python -m eval.overview",
-        about="Writes docs/mechanisms.md and README's table.",
-    )
+@command(OverviewOptions(), "eval.overview", "Writes docs/mechanisms.md and README's table.")
+def main(options: OverviewOptions) -> None:
     root = Path(options.root)
     if not (root / "docs" / "mechanisms.md").exists():
         raise UserError(f"--root: expected a checkout with docs/mechanisms.md, got {root}")

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from brl_jax.json_files import read_json
+from eval.harness.options import command
 from eval.harness.output import picture_path
 from eval.harness.pictures import save
 from eval.harness.runs import unfinished
@@ -28,7 +29,6 @@ from eval.studies.survey.options import SurveyOptions, SurveyRun, survey_run, su
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT, measure_run
 from train.cli.main import keep_programs, run_task
-from train.cli.options import parse_options
 from train.data.lra.tasks import open_source
 from train.engine.config_file import flatten, read_values
 from train.engine.errors import RunError, UserError
@@ -40,10 +40,12 @@ from train.tasks.lra import LRA
 _PLACES = ("loop.workdir", "data.cache_dir")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Trains, measures and prints the table; see the module's text and --help."""
-    about = "Compares all bidirectional mechanisms on small tasks of the Long Range Arena."
-    options = parse_options(SurveyOptions(), argv, prog="python -m eval.survey", about=about)
+@command(
+    SurveyOptions(),
+    "eval.survey",
+    "Compares all bidirectional mechanisms on small tasks of the Long Range Arena.",
+)
+def main(options: SurveyOptions) -> None:
     picture = picture_path(options.picture)
     runs = survey_runs(options)
     failure = None
