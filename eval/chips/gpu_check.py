@@ -1,6 +1,7 @@
 """Checks every kernel on this machine's GPU against float64, and times it: python -m eval.gpu_check.
 
-Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first.
+Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first;
+`--json` keeps them, and what each kernel of a timed call took.
 Processes, one for each core but two, compile at the same time; while one of them times a program, the others are
 stopped. It needs the library with its GPU packages, no data and no test package. `--interpret` runs the same checks in
 Triton's interpreter, without a GPU, at small sizes.
@@ -39,7 +40,7 @@ KERNELS = {
 RECURRENT = (
     "linear", "delta", "gated_delta", "scalar_decay", "gla", "kda", "norm", "retention", "linear_packed",
 )  # fmt: skip
-OTHERS = ("full", "diag", "flow", "hopfield", "bsbr", "flash", "mlr")
+OTHERS = ("full", "diag", "bsbr", "flash")
 NAMES = (*KERNELS, *RECURRENT, *OTHERS, "training", "copy", "matmul", "flex", "fla")
 _GRADIENTS = ("query_gradient", "key_gradient")
 _DELTA = ("chunks", "maps", "states"), ("gradient_maps", "state_gradient", "pair_gradient", "gradient")
@@ -87,7 +88,7 @@ TIMED: tuple[tuple[str, dict, tuple[str, ...]], ...] = (
     ("linear_packed", {}, ("default",)),
     ("linear", {"heads": 16, "head_dim": 64}, ("default",)),
     ("delta", {"heads": 16, "head_dim": 64}, ("default",)),
-    *((name, {}, ("default",)) for name in ("diag", "bsbr", "flash", "flow", "mlr")),
+    *((name, {}, ("default",)) for name in ("diag", "bsbr", "flash")),
     ("compress_blocks", {"few": 64}, ("default",)),
     ("native_sparse", _GROUPED, ("default",)),
     *(

@@ -6,6 +6,7 @@ GPU nor Python's lock is shared while a clock runs. A kernel that destroys its C
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -16,8 +17,10 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -145,6 +148,28 @@ def seconds_a_call(run: Callable[..., Any], sets: list[tuple]) -> float:
     return statistics.median(times)
 
 
+def kernel_microseconds(run: Callable[..., Any], sets: list[tuple]) -> dict[str, float]:
+    """The time that a call spends in each kernel, by the profiler; the longest first, empty where it records none."""
+    import jax
+
+    calls = 8
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for n in range(calls):
+                out = run(*sets[n % len(sets)])
+            jax.block_until_ready(out)
+        times: collections.Counter[str] = collections.Counter()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+                    if line.name.startswith("Stream"):
+                        for event in line.events:
+                            times[event.name] += event.duration_ns / 1e3 / calls
+    return {name: round(time, 1) for name, time in times.most_common()}
+
+
 def device_sets(make: Callable[[int], tuple], size: int) -> list[tuple]:
     """Inputs on the device, in so many sets that they do not fit into its caches together."""
     import jax
@@ -222,6 +247,8 @@ def speed(task: dict, worker: Worker) -> Iterator[dict]:
     moved = _bytes(first) + _bytes(run.out_info)
     took = worker.turn(lambda: seconds_a_call(run, sets))
     facts |= {"ms": took * 1e3, "tb_s": moved / took / 1e12}
+    if "Triton" in facts["by"]:
+        facts["kernels_us"] = worker.turn(lambda: kernel_microseconds(run, sets))
     if operation.products is not None:
         facts["tflop_s"] = operation.products(size) * (3.5 if with_backward else 1.0) / took / 1e12
     yield facts

@@ -89,6 +89,10 @@ def test_errors_by_hand():
     assert gpu_worker.relative_error(exact * np.nan, exact) == np.inf
 
 
+def test_a_cpu_has_no_kernels_to_time():
+    assert gpu_worker.kernel_microseconds(jax.jit(jax.numpy.negative), [(jax.numpy.ones(3),)]) == {}
+
+
 def test_tilings_around_one():
     tile = local.LocalTile(128, 64, 8, 2)
     found = gpu_worker.neighbours(tile)
