@@ -103,14 +103,16 @@ _CHECKED = {"n": 200, "heads": 4, "kv_heads": 2, "head_dim": 64, "few": 20, "win
 _SMALL = _CHECKED | {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Its complaints are UserErrors."""
+
     def error(self, message: str) -> Any:
         raise UserError(message)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; UserError for one that does not fit."""
-    parser = _Parser(prog="python -m eval.gpu_check", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m eval.gpu_check", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--minutes", type=float, default=None, help="a hard end; 4, and 5 with --interpret")
     add("--json", type=Path, help="file for everything that was found; it grows line by line")

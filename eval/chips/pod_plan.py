@@ -7,7 +7,6 @@ the step does not fit.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from brl_jax.sharding import row_shards
+from eval.chips.gpu_check import Parser
 from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, known_topologies, prepare_compiler
@@ -281,7 +281,7 @@ def _first_screen(topology: str, presets: Mapping[str, Any], default: str, name:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--topology", default="v5e:16x16")
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
