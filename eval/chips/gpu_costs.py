@@ -379,8 +379,9 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
             both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
             for length in (short, long)
         )
-        for (passes, *of_short), (_, *of_long) in zip(*programs):
-            compiled = [_compile(*of_short, target), _compile(*of_long, target)]
+        for both in zip(*programs):
+            passes = both[0][0]
+            compiled = [_compile(function, arguments, target) for _, function, arguments in both]
             few, many = (launches(each.as_text())[0] for each in compiled)
             less, more = (each.memory_analysis().temp_size_in_bytes for each in compiled)
             found, most = [], gpu_mechanisms.MOST[passes]
