@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
             for level, rows in measured.items():
                 for length in options.lengths:
                     cases = LEVELS[level].cases(options, length)
-                    measure(cases, length, rows, progress, label=level, **report.limits(options))
+                    measure(cases, length, rows, progress, label=level, **options.limits)
     finally:
         _report(measured, options, console, path, pictures)
     wrong = [

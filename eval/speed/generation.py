@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.fields import Checked, Count, Length, Natural, Positive, Width
+from brl_jax.fields import Checked, Count, Length, Natural, Width
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import command
@@ -32,6 +32,7 @@ from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
 from eval.speed import report
 from eval.speed.measure import Candidate, Case, Program, check_memory, measure
+from eval.speed.options import MeasureOptions
 from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
 from train.engine.errors import UserError
@@ -85,7 +86,7 @@ class NetworkOptions(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOptions(NetworkOptions):
+class GenerationOptions(NetworkOptions, MeasureOptions):
     """The networks and the lengths."""
 
     lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
@@ -94,16 +95,6 @@ class GenerationOptions(NetworkOptions):
     """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
     longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
     --plain."""
-    repeats: Count = 3
-    """Rounds; the fastest counts."""
-    patience: Positive = 30.0
-    """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
-    limit: Positive = 300.0
-    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
-    json: str | None = None
-    """File to write the rows and lines to, as one JSON object."""
-    pictures: str | None = None
-    """Folder to draw generation.png in."""
 
     def __post_init__(self):
         if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
@@ -111,7 +102,7 @@ class GenerationOptions(NetworkOptions):
 
 
 @command(
-    GenerationOptions(),
+    GenerationOptions(repeats=3, patience=30.0, limit=300.0),
     "eval.speed --generation",
     "Times generation with a cache: TLinFormer, a plain decoder.",
 )
@@ -129,7 +120,7 @@ def run(options: GenerationOptions) -> None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in options.lengths:
                 cases = _cases(options, params, length)
-                measure(cases, length, rows, progress, label="generation", **report.limits(options))
+                measure(cases, length, rows, progress, label="generation", **options.limits)
     finally:
         console.print(_table(rows, options).for_terminal())
         fitted = lines(rows)
