@@ -156,8 +156,9 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
     # The features of a bias follow the features of queries and keys.
     wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
     token = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    shared = _grouped(many)
-    lists = jax.ShapeDtypeStruct((1, length, shared.shape[2], 16), jnp.int32)
+    kv_heads = options.heads // (4 if options.heads % 4 == 0 else 1)
+    shared = jax.ShapeDtypeStruct((1, length, kv_heads, options.head_dim), jnp.bfloat16)
+    lists = jax.ShapeDtypeStruct((1, length, kv_heads, 16), jnp.int32)
     window = SlidingWindow.of_width(options.window, True)
     rectangles = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
     pattern = triton.Pattern(rectangles, window.visible, True, length, length)
@@ -217,12 +218,6 @@ def _recur(names: tuple[str, ...], query: Any, key: Any, value: Any, state: Any,
     operands = triton.Operands(query, key, value, state, **dict(zip(names, numbers)))
     found = triton.recurrence(operands, out_dtype=query.dtype)
     return [x for x in found if x is not None]
-
-
-def _grouped(query: Any) -> Any:
-    """Keys with one head for every four query heads, if that divides."""
-    group = 4 if query.shape[2] % 4 == 0 else 1
-    return jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] // group, query.shape[3]), query.dtype)
 
 
 def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
@@ -327,12 +322,6 @@ def _lower(function: Callable, arguments: tuple, name: str) -> Any:
     where = jax.sharding.SingleDeviceSharding(topology.devices[0])
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments)
     return jax.jit(function).lower(*shaped)
-
-
-def aim_at(target: str) -> None:
-    """Chooses and compiles kernels for this target from now on."""
-    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
-    jax.clear_caches()  # what was traced for another target has made its choices
 
 
 def measure(options: CostOptions, target: str, dump: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -472,7 +461,8 @@ def main(options: CostOptions) -> None:
             ),
         ):
             for target in options.targets:
-                aim_at(target)
+                os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
+                jax.clear_caches()  # what was traced for another target has made its choices
                 for row, found in rows(options, target):
                     print(", ".join(row[:3]), file=sys.stderr, flush=True)
                     table.add(*row)

@@ -40,10 +40,6 @@ def measure_split(run: Run, options: Any) -> dict[str, Any]:
     return {**measures, "step": run.step, "split": options.split}
 
 
-def _all(measured: list[Measured]) -> list[Measured]:
-    return measured
-
-
 @dataclasses.dataclass
 class Evaluation(Generic[P]):
     """A command that measures runs of some tasks, one by one or as a table.
@@ -71,7 +67,7 @@ class Evaluation(Generic[P]):
     kept: str | None = None
     drawn: Literal["table", "workdir"] = "table"
     of_unfinished: str = "its best checkpoint so far"
-    select: Callable[[list[Measured]], list[Measured]] = _all
+    select: Callable[[list[Measured]], list[Measured]] = lambda measured: measured
 
     def main(self, argv: Sequence[str]) -> None:
         """Prints the measures of each run of --workdir, or the table of the runs under --table; see --help."""

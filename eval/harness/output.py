@@ -57,7 +57,11 @@ def _flat(result: Mapping[str, Any]) -> dict[str, Any]:
     """A result with its small objects of numbers spread out, as naive.mae."""
     flat: dict[str, Any] = {}
     for name, value in result.items():
-        if isinstance(value, dict) and 0 < len(value) <= 4 and not any(map(_is_long, value.values())):
+        if (
+            isinstance(value, dict)
+            and 0 < len(value) <= 4
+            and not any(isinstance(part, list | dict) for part in value.values())
+        ):
             flat |= {f"{name}.{part}": each for part, each in value.items()}
         else:
             flat[name] = value
@@ -76,10 +80,6 @@ def _cases(value: Any) -> str | None:
             return None
         parts.append(f"{' '.join(where)}: {number}")
     return "; ".join(parts)
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, list | dict)
 
 
 def _number(value: Any) -> str:

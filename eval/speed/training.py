@@ -94,7 +94,7 @@ def classifiers(options: SpeedOptions, length: int) -> list[Case]:
     """The classifiers of the named networks at one length, on the same inputs."""
 
     def make(chosen: Network) -> Candidate:
-        return classifier(_classifier_config(chosen, options, length))
+        return candidate(LRA, LRA.sized(_classifier_config(chosen, options, length)))
 
     named = {name: network(name, length=length) for name in network_names() if options.wants(name)}
     return [
@@ -115,11 +115,6 @@ def _classifier_config(chosen: Network, options: SpeedOptions, length: int) -> l
     data = dataclasses.replace(preset.data, length=length, buckets=(length,))
     loop = dataclasses.replace(preset.loop, batch=options.batch)
     return dataclasses.replace(preset, model=model, data=data, loop=loop)
-
-
-def classifier(config: lra_config.LraConfig, *, inference: bool = True) -> Candidate:
-    """The programs of a classifier, see `candidate`, on tokens without padding."""
-    return candidate(LRA, LRA.sized(config), inference=inference)
 
 
 def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:

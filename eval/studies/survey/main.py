@@ -24,7 +24,7 @@ from eval.harness.output import picture_path
 from eval.harness.pictures import save
 from eval.harness.runs import unfinished
 from eval.speed.measure import Case, measure, sigterm_interrupts
-from eval.speed.training import classifier
+from eval.speed.training import candidate
 from eval.studies.survey.options import SurveyOptions, SurveyRun, survey_run, survey_runs
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT, measure_run
@@ -138,7 +138,9 @@ def kept_speeds(runs: Sequence[SurveyRun]) -> dict[str, dict[str, Any]] | None:
 def measure_speeds(runs: Sequence[SurveyRun], repeats: int) -> dict[str, dict[str, Any]]:
     """Measures the training steps of these runs of a task, which differ only in their network, and keeps the result in
     the survey's folder once all are measured."""
-    cases = [Case(run.name, 1, functools.partial(classifier, run.config, inference=False)) for run in runs]
+    cases = [
+        Case(run.name, 1, functools.partial(candidate, LRA, run.config, inference=False)) for run in runs
+    ]
     length = runs[0].config.data.padded_lengths[-1]
     rows: list[dict] = []
     limits: dict[str, Any] = {"repeats": repeats, "patience": 20.0, "limit": float("inf")}
