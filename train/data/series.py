@@ -155,13 +155,19 @@ def _read(config: SeriesConfig) -> _Table:
     needed = sum(config.split)
     if len(rows) - 1 < needed:
         raise UserError(f"--split: {path} has {len(rows) - 1} rows, got {config.split}, which take {needed}")
-    try:
-        times = [datetime.datetime.fromisoformat(row[0]) for row in rows[1 : needed + 1]]
-        values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
-    except (ValueError, IndexError) as error:
-        raise UserError(
-            f"--data: {path} has a cell that is neither a date nor a number: {one_line(error)}"
-        ) from error
+    times, numbers = [], []
+    for number, row in enumerate(rows[1 : needed + 1], 1):
+        try:
+            times.append(datetime.datetime.fromisoformat(row[0]))
+            numbers.append([float(row[1 + column]) for column in chosen])
+        except (ValueError, IndexError) as error:
+            raise _wrong_row(path, number, row) from error
+    values = np.array(numbers)
+    # The network reads float32. Of NaN, too, no comparison is true.
+    fits = (np.abs(values) <= np.finfo(np.float32).max).all(axis=1)
+    if not fits.all():
+        number = int(np.argmin(fits)) + 1
+        raise _wrong_row(path, number, rows[number])
     try:
         late = next((i for i in range(1, len(times)) if times[i] <= times[i - 1]), None)
     except TypeError as error:
@@ -171,9 +177,14 @@ def _read(config: SeriesConfig) -> _Table:
             f"--data: expected dates that ascend, each once, got {rows[late + 1][0]} after {rows[late][0]} in row "
             f"{late + 1} of {path}"
         )
-    if not np.isfinite(values).all():
-        raise UserError(f"--data: expected finite numbers, got {path} with others")
     return [names[column] for column in chosen], times, values, hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _wrong_row(path: Path, number: int, row: Sequence[str]) -> UserError:
+    return UserError(
+        f"--data: {path}, row {number}: expected a date (2016-07-01 00:00:00) and numbers within float32, "
+        f"got {','.join(row)[:60]!r}"
+    )
 
 
 def _rows_of_a_day(times: Sequence[datetime.datetime]) -> int | None:
