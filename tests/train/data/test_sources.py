@@ -93,6 +93,13 @@ def test_a_text_of_one_line_is_cut_between_characters(tmp_path):
     assert splits["valid"].decode() == "é" * 12 + "\n"
 
 
+def test_a_long_last_line_is_not_held_out_whole(tmp_path):
+    (tmp_path / "a.txt").write_bytes(lines(250))
+    (tmp_path / "b.txt").write_bytes(b"y" * 15_000)
+    total = len(lines(250)) + 15_000
+    assert abs(len(texts(f"text:{tmp_path}/*.txt", 0.1)["valid"]) - 0.1 * total) < 2
+
+
 def test_the_cut_can_fall_between_files(tmp_path):
     first = b"x\n" * 45
     for kept in (first, first[:-1] + b"x"):
