@@ -729,6 +729,7 @@ DECLARED = [
     (lambda: run(decoder(), IDS, memory=3), "memory must be"),
     (lambda: run(decoder(), IDS, cache={"a": 1}), "cache must be"),
     (lambda: run(decoder(), IDS, cache=decoder().init_cache(B, 8)), "cache must have as many rows .* 1, got 2"),
+    (lambda: run(decoder(), IDS, cache=BRL.init_cache(1, 8)), "cache must be made by init_cache of this model"),
     (lambda: run(BRL, IDS, memory=BRL.init_memory(B)), "memory must have as many rows as the tokens, 1, got 2"),
 ]  # fmt: skip
 
