@@ -7,8 +7,6 @@ SPLIT-NUMBER.array_record, whose records are `record` tokens each (the last one 
 from __future__ import annotations
 
 import collections
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from jaxtyping import Int
 
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus
-from train.data.splits import SPLITS
+from train.data.splits import SPLITS, digest
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, one_line
@@ -81,11 +79,7 @@ class ShardedTokens:
 
 
 def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer and the tokens of a folder of shards. Those for training stay on disk; others are read at once.
-
-    Raises:
-      UserError: the folder is not whole, or has no such split.
-    """
+    """The tokenizer and the tokens of a folder of shards. Those for training stay on disk; others are read at once."""
     option = f"--data tokens:{folder}"
     try:
         manifest = read_json(folder / MANIFEST, {"splits": dict[str, list[str]], "record": int})
@@ -131,9 +125,14 @@ def _open_split(
         begun = [np.array(shard["starts"], np.int64) + start for shard, start in zip(shards, starts.tolist())]
     except (OSError, ValueError, ArithmeticError) as error:
         raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
-    digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
     # A document without tokens starts where the next one does, or at the end.
     documents = np.unique(np.concatenate([[0], *begun]))
     documents = documents[documents < len(tokens)]
     array: Any = tokens if split == "train" else tokens[:]
-    return Corpus(array, tokenizer.token_bytes, np.concatenate(extra), digest, documents)
+    return Corpus(
+        array,
+        tokenizer.token_bytes,
+        np.concatenate(extra),
+        digest(*(shard["digest"] for shard in shards)),
+        documents,
+    )

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from brl_jax.json_files import read_json
+from train.data import splits
 from train.data.files import npy_file
 from train.engine.errors import UserError
 from train.engine.metrics import log
@@ -100,7 +101,7 @@ def examples_of(pieces: Sequence[np.ndarray], labels: Sequence[int], parts: int,
 
 def digest(*parts: Any) -> str:
     """Hash of values that JSON can represent."""
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+    return splits.digest(_FORMAT, *parts)[:16]
 
 
 def open_examples(

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
@@ -37,7 +37,7 @@ NUM_CLASSES = 2
 LEVELS: Mapping[int, str] = MappingProxyType(
     {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
 )
-HARD = 14
+HARD: Final = 14
 # Turns from dash to dash, in radians: gentle ones are tried first, then any up to the sharpest.
 _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
