@@ -84,7 +84,8 @@ def test_without_names_the_shape_decides_and_a_bias_stays():
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_two_steps_of_adamw(clip_norm):
-    """Adam's moments are of clipped gradients, so a large one does not outweigh the next; 0 switches clipping off."""
+    """Adam's moments are of clipped gradients, so a large one does not outweigh the next; 0 switches clipping off.
+    Rates of parameters (muP) scale the step and not the decay."""
     config = OptimizerConfig(
         learning_rate=0.1,
         warmup_steps=0,
@@ -98,7 +99,8 @@ def test_two_steps_of_adamw(clip_norm):
         {"w": jnp.array([[30.0, 0.0]]), "b": jnp.array([40.0])},
         {"w": jnp.array([[0.5, -0.5]]), "b": jnp.zeros(1)},
     )
-    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True, "b": False})
+    rates = {"w": 0.25, "b": 2.0}
+    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True, "b": False}, rates=rates)
     state = optimizer.init(params)
     large = 50.0 if clip_norm else 1.0  # the first gradients' norm; the second one's is below 1
     for step in (1, 2):
@@ -108,7 +110,8 @@ def test_two_steps_of_adamw(clip_norm):
             given = [first / large, second][:step]
             mean = sum(0.1 * 0.9 ** (step - 1 - i) * g for i, g in enumerate(given)) / (1 - 0.9**step)
             square = sum(0.05 * 0.95 ** (step - 1 - i) * g**2 for i, g in enumerate(given)) / (1 - 0.95**step)
-            expected = -0.1 * (mean / (np.sqrt(square) + 1e-6) + decay * np.asarray(params[name]))
+            scaled = rates[name] * mean / (np.sqrt(square) + 1e-6)
+            expected = -0.1 * (scaled + decay * np.asarray(params[name]))
             np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
 
 
