@@ -55,7 +55,8 @@ class LraDataConfig(Checked):
     buckets: tuple[Length, ...] = ()
     """Lengths that batches are padded to; by default an eighth, a quarter, a half and all of --length."""
     train_examples: Natural = 0
-    """Number of training examples, generated or taken from the beginning; 0: the published number, or all."""
+    """Number of training examples, generated or taken from the beginning; 0: 96,000 of listops, 16,000 of pathfinder,
+    20,000 pairs of novels, or all of the files."""
     valid_examples: Natural = 0
     """The same for validation."""
     test_examples: Free[Natural] = 0
