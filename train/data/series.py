@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from brl_jax.fields import Checked, Count, Length
 from brl_jax.json_files import check_regular
 from train.data.kernel_series import MOST_ROWS, kernel_series
-from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.data.splits import SPLITS
 from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
@@ -239,7 +239,7 @@ class WindowStream(RepeatedBatches):
         batch: int,
         seed: int,
         digest: str,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         if len(origin) < batch:
@@ -258,12 +258,7 @@ class HeldOutWindows(HeldOutBatches):
     """One pass over windows; the padding of the last batch has weight 0."""
 
     def __init__(
-        self,
-        windows: Windows,
-        origin: Int[np.ndarray, " W"],
-        *,
-        batch: int,
-        rows: Sequence[int] | np.ndarray | None = None,
+        self, windows: Windows, origin: Int[np.ndarray, " W"], *, batch: int, rows: RowNumbers = None
     ):
         chosen = chosen_rows(batch, rows)
 

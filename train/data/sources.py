@@ -147,9 +147,6 @@ def open_source(
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
       template: returns how chats (jsonl:) become text; called where the text is read.
-
-    Raises:
-      UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
     first_line = check_documents(documents)
     source = _open(spec, holdout, template)

@@ -209,28 +209,6 @@ def test_files_of_other_compressions_are_refused(name, start, message, tmp_path)
         texts(f"text:{tmp_path}/{name}")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("stdlb", "unknown text 'stdlb', expected stdlib, text:GLOB.*did you mean 'stdlib'"),
-        ("txt:*.txt", "unknown text 'txt:.*did you mean 'text'"),
-        ("wiki.txt", "unknown text 'wiki.txt', expected"),
-        ("", "unknown text ''"),
-        ("text:", "'text:' names nothing after the colon"),
-        ("stdlib:x", "unknown text 'stdlib:x'"),
-    ],
-)
-def test_unknown_texts_are_refused(spec, message):
-    with pytest.raises(UserError, match=f"^--data: .*{message}"):
-        open_source(spec, 0.05)
-
-
-@pytest.mark.parametrize("holdout", [0, 1, -0.1, 5])
-def test_the_share_held_out_is_a_share(holdout):
-    with pytest.raises(UserError, match=f"^--holdout: expected a share between 0 and 1, got {holdout}"):
-        open_source("stdlib", holdout)
-
-
 # --- Hugging Face datasets ---
 
 
