@@ -78,7 +78,10 @@ def init_flowformer_state(
     value_dim = head_dim if value_dim is None else value_dim
     features = (batch, num_heads, head_dim)
     return FlowformerState(
-        *(jnp.zeros(features, jnp.float32) for _ in range(4)),
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
         jnp.full((batch, num_heads), _LOG_ZERO, jnp.float32),
         jnp.zeros((batch, num_heads, head_dim, value_dim), jnp.float32),
         jnp.zeros((batch,), jnp.int32),
