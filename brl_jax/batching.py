@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -120,7 +121,7 @@ def generate_requests(
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     stops = check_stop_tokens(stop_tokens, vocabulary)
     numbered: Iterator[tuple[int, Request]] = (
-        enumerate(requests) if numbers is None else zip(numbers, requests, strict=True)
+        enumerate(requests) if numbers is None else _paired(numbers, requests)
     )
     if length is None:
         known = [(number, _checked(number, request, vocabulary)) for number, request in numbered]
@@ -239,12 +240,26 @@ class _Batch(NamedTuple):
         )
 
 
+def _paired(numbers: Iterable[int], requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
+    missing: Any = object()
+    for number, request in itertools.zip_longest(numbers, requests, fillvalue=missing):
+        require(
+            number is not missing and request is not missing,
+            "numbers must be one for each request, got more or fewer",
+        )
+        yield number, request
+
+
 def _checked(number: int, request: Any, vocabulary: int | None, length: int | None = None) -> Request:
     """Returns the request if its prompt and length are valid; errors name its number."""
     require(
         isinstance(request, Request), f"requests[{number}] must be a Request, got {type(request).__name__}"
     )
     prompt = np.asarray(request.prompt)
+    require(
+        prompt.ndim == 1 and prompt.size > 0,
+        f"requests[{number}].prompt must be integers of shape (length,), not empty, got shape {prompt.shape}",
+    )
     check_rows(f"requests[{number}].prompt", prompt[None], None, vocabulary)
     most = request.max_tokens
     require(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import is_int, require
 from brl_jax.sampling import likely
 
 
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 def check_draft(model: Any, draft: Draft) -> None:
     """Raises ValueError unless `generate` can use the draft with this model."""
     require(
-        isinstance(draft.tokens, int) and draft.tokens >= 1,
+        is_int(draft.tokens) and draft.tokens >= 1,
         f"draft.tokens must be an integer of at least 1, got {draft.tokens!r}",
     )
     for name, each in (("model", model), ("draft.model", draft.model)):

@@ -180,8 +180,11 @@ def test_bad_input():
     run = functools.partial(generate, model, variables, PROMPTS, **settings)
     with pytest.raises(ValueError, match="draft must be of type Draft, got tuple"):
         run(draft=(model, variables))
-    with pytest.raises(ValueError, match=r"draft\.tokens must be an integer of at least 1, got 0"):
-        run(draft=Draft(model, variables, tokens=0))
+    for number in (0, True):
+        with pytest.raises(
+            ValueError, match=rf"draft\.tokens must be an integer of at least 1, got {number}"
+        ):
+            run(draft=Draft(model, variables, tokens=number))
     with pytest.raises(ValueError, match=r"draft\.model must have the model's 11 tokens, got 7"):
         run(draft=Draft(*made("local", vocab_size=7)))
     for mechanism in (BRLConfig(memory="output", block_size=4), TLinFormerConfig(window=4)):

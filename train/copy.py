@@ -1,9 +1,6 @@
-"""Trains an encoder-decoder to copy: python -m train.copy [PRESET] [OPTIONS].
+"""Trains an encoder-decoder to copy symbols, or on pairs of texts: python -m train.copy [PRESET] [OPTIONS].
 
-Sources of symbols that the target repeats (--order copy), from the last to the first (reverse) or sorted (sort), drawn
-for each step; or pairs of texts, a translation or a summary each: --data_dir names a folder of train.jsonl, valid.jsonl
-and test.jsonl. Any causal mechanism in the decoder and any bidirectional one in the encoder (--encoder_mechanism).
-`python -m eval.copy --workdir DIR` measures what it writes by itself, at other lengths too.
+docs/copy.md has the data; `python -m eval.copy --workdir DIR` measures what it writes by itself.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """Trains networks that classify the nodes of a graph: python -m train.graph PRESET --data_dir DIR [OPTIONS].
 
-PRESET is DATASET-NETWORK (`--presets` lists them): acm-brl, dblp-simple_hgn, 20news-local, ... DIR is a folder in the
-format of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
-(train.jsonl, test.jsonl), or an .npz file with "features" and "labels" or with images. `python -m eval.graph --workdir
-DIR` measures the run on the test nodes.
+PRESET is DATASET-NETWORK, such as acm-brl. docs/graphs.md has the files; `python -m eval.graph --workdir DIR` measures
+the test nodes.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """Trains a language model: python -m train.lm [PRESET] [OPTIONS].
 
-Without arguments it trains a small BRL model on the sources of Python's standard library, in minutes, in runs/stdlib.
-The run's folder holds config.json, metrics.jsonl, checkpoints/ and TensorBoard events; the same command again resumes
-the run where it stopped (Ctrl-C and SIGTERM save first), bit for bit as if it had not stopped. At the end it prints a
-sample of what the model has learnt.
+Without arguments it trains a small BRL model on the sources of Python's standard library, in runs/stdlib. The same
+command again resumes a run where it stopped (Ctrl-C and SIGTERM save first), bit for bit as if it had not stopped.
 """
 
 import functools

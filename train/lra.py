@@ -1,9 +1,7 @@
 """Trains a classifier on a task of the Long Range Arena: python -m train.lra TASK [OPTIONS], or a preset's name.
 
-TASK is listops, text, retrieval, image, pathfinder or pathx, each at a size for two CPU cores; `lra-TASK-NAME` are the
-papers' settings (train/tasks/lra_config.py). listops, pathfinder and pathx are generated where --data_dir names no
-files. `python -m eval.lra --workdir DIR` measures it on the test split. `denoise-TASK` pretrains an encoder on a task's
-own sequences, `trace-pathfinder` on labels of its pixels, and `--pretrained RUN` starts from the weights of such a run.
+`denoise-TASK` and `trace-pathfinder` pretrain an encoder, whose weights `--pretrained RUN` starts from. docs/lra.md has
+the data; `python -m eval.lra --workdir DIR` measures the test split.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Writes a text's tokens as ArrayRecord shards: python -m train.tokenize --data TEXT --tokenizer NAME --out DIR.
 
-`train.lm --data tokens:DIR` trains on them. Several processes tokenise the text, which is read once. Each shard holds
-the tokens of a part of it and is complete or does not exist. The same command again writes the shards that are missing.
+`train.lm --data tokens:DIR` trains on them. The same command again writes the shards that are missing.
 """
 
 from __future__ import annotations

@@ -109,12 +109,14 @@ class StackMemory(NamedTuple):
 
 
 def check_batch(name: str, given: Any, model: Any, batch: int) -> None:
-    """Raises ValueError if `given`, the cache or memory of a model, has another number of rows."""
+    """Raises ValueError if `given`, the cache or memory of a model, is of another kind of layers or number of rows."""
     alone = model.clone(parent=None, name=None)
     one, two = (_made(alone, name, rows) for rows in (1, 2))
-    leaves, structures = zip(*map(jax.tree.flatten, (given, one, two)))
-    if len(set(structures)) > 1:  # a cache of cross-attention has more
-        return
+    leaves, (own, expected, _) = zip(*map(jax.tree.flatten, (given, one, two)))
+    if own != expected:
+        if model.config.cross_attention is not None:  # the cache has the encoder's keys and values, too
+            return
+        raise ValueError(f"{name} must be made by init_{name} of this model, got that of another one")
     for x, of_one, of_two in zip(*leaves):
         for size, first, second in zip(x.shape, of_one.shape, of_two.shape):
             if first != second and size != batch * first:

@@ -29,11 +29,7 @@ def compared(task: Task[Any, Any], config: Any) -> dict[str, Any]:
 
 def alike(results: Sequence[Result], name: Callable[[Result], str]) -> dict[str, list[Result]]:
     """Groups the results of runs that differ only in their seed, by name. Groups that would share a name get the
-    settings in which they differ added to it.
-
-    Args:
-      results: with the settings that are `compared` as "configuration".
-      name: gives a result's name in the table.
+    settings in which they differ added to it. Results have the settings that are `compared` as "configuration".
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:

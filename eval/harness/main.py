@@ -40,10 +40,6 @@ def measure_split(run: Run, options: Any) -> dict[str, Any]:
     return {**measures, "step": run.step, "split": options.split}
 
 
-def _all(measured: list[Measured]) -> list[Measured]:
-    return measured
-
-
 @dataclasses.dataclass
 class Evaluation(Generic[P]):
     """A command that measures runs of some tasks, one by one or as a table.
@@ -71,14 +67,10 @@ class Evaluation(Generic[P]):
     kept: str | None = None
     drawn: Literal["table", "workdir"] = "table"
     of_unfinished: str = "its best checkpoint so far"
-    select: Callable[[list[Measured]], list[Measured]] = _all
+    select: Callable[[list[Measured]], list[Measured]] = lambda measured: measured
 
     def main(self, argv: Sequence[str]) -> None:
-        """Prints the measures of each run of --workdir, or the table of the runs under --table; see --help.
-
-        Raises:
-          UserError: there is no such run or checkpoint, its data cannot be read, or the options don't fit.
-        """
+        """Prints the measures of each run of --workdir, or the table of the runs under --table; see --help."""
         options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
         keep_programs("")  # runs that differ only in their seed compile the same programs
         workdirs = (options.workdir,) if isinstance(options.workdir, str) else options.workdir or ()
@@ -108,11 +100,7 @@ class Evaluation(Generic[P]):
             )
 
     def measure_and_keep(self, workdir: str, options: P) -> Measured:
-        """Measures a run, and keeps measures at the default options in its folder if that can be written.
-
-        Raises:
-          UserError: there is no such run or checkpoint, or its data cannot be read.
-        """
+        """Measures a run, and keeps measures at the default options in its folder if that can be written."""
         run = open_run(self.tasks, workdir, options.checkpoint)
         found = self.measure(run, options)
         measured = found if isinstance(found, Measured) else Measured(found)

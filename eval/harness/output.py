@@ -57,7 +57,11 @@ def _flat(result: Mapping[str, Any]) -> dict[str, Any]:
     """A result with its small objects of numbers spread out, as naive.mae."""
     flat: dict[str, Any] = {}
     for name, value in result.items():
-        if isinstance(value, dict) and 0 < len(value) <= 4 and not any(map(_is_long, value.values())):
+        if (
+            isinstance(value, dict)
+            and 0 < len(value) <= 4
+            and not any(isinstance(part, list | dict) for part in value.values())
+        ):
             flat |= {f"{name}.{part}": each for part, each in value.items()}
         else:
             flat[name] = value
@@ -76,10 +80,6 @@ def _cases(value: Any) -> str | None:
             return None
         parts.append(f"{' '.join(where)}: {number}")
     return "; ".join(parts)
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, list | dict)
 
 
 def _number(value: Any) -> str:
@@ -106,11 +106,7 @@ class Study(Generic[O]):
     draw: Callable[[list[Any]], Figure] | None = None
 
     def main(self, argv: Sequence[str]) -> None:
-        """Prints the results and draws the picture; see --help.
-
-        Raises:
-          UserError: the options don't fit, or the picture cannot be written; this comes before any work.
-        """
+        """Prints the results and draws the picture; see --help."""
         options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
         path = picture_path(getattr(options, "picture", None))
         known = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -12,7 +12,28 @@ from brl_jax.layers import Dimensions
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedOptions(Checked):
+class MeasureOptions(Checked):
+    """How long to measure, and where the results go."""
+
+    repeats: Count = 7
+    """Rounds; the fastest counts."""
+    patience: Positive = 20.0
+    """Seconds after which a slow candidate sits out the remaining rounds (it runs at least two)."""
+    limit: Positive = 120.0
+    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
+    json: str | None = None
+    """File to write the results to, as one JSON object."""
+    pictures: str | None = None
+    """Folder to draw pictures in."""
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The arguments of `eval.speed.measure.measure`."""
+        return {"repeats": self.repeats, "patience": self.patience, "limit": self.limit}
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedOptions(MeasureOptions):
     """What to time. All cases are self-attention, and causal if the mechanism has a causal form."""
 
     lengths: tuple[Length, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -35,12 +56,6 @@ class SpeedOptions(Checked):
     """Sequences in a batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation."""
-    repeats: Count = 7
-    """Rounds; the fastest counts."""
-    patience: Positive = 20.0
-    """Seconds after which a slow candidate sits out the remaining rounds (it runs at least two)."""
-    limit: Positive = 120.0
-    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
     fit_from: Count = 2048
     """Shortest length used in fitting exponents; all lengths if fewer than two remain."""
     torch: bool = True
@@ -48,10 +63,6 @@ class SpeedOptions(Checked):
     references: tuple[str, ...] = ()
     """More rows for the functions: jax_nn (full attention by jax.nn.dot_product_attention, whose matrix of all pairs
     must fit into a CPU's memory)."""
-    json: str | None = None
-    """File to write the rows and exponents to, as one JSON object."""
-    pictures: str | None = None
-    """Folder to draw five pictures of the layers in, and one of each level of whole networks."""
 
     def __post_init__(self):
         if not self.lengths:

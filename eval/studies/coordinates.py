@@ -1,13 +1,8 @@
 """How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS].
 
-The coordinate check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1): one decoder at several widths takes a
-few steps at one learning rate, in the standard parametrisation and in muP. After each step, how far have the
-activations of a fixed batch moved from their first values (root mean square over tokens and features)? Under muP the
-distance is the same at every width; in the standard parametrisation it grows with the width, and the best learning
-rate falls.
-
-Prints a JSON object for each parametrisation: `change` (for each activation and width, a list over the
-steps) and `slope` (for each activation, the power of the width that fits the last step; 0 is flat).
+The coordinate check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1; docs/mup.md). Prints a JSON object for
+each parametrisation: `change` (for each activation and width, a list over the steps of how far it has moved from its
+first values, root mean square) and `slope` (for each activation, the power of the width that fits the last step).
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS].
-
-One decoder at several widths trains for a few steps at several learning rates, in the standard parametrisation and in
-muP (docs/mup.md). Under muP the best rate of the narrowest is the best of the widest.
+"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS] (docs/mup.md).
 
 Prints a JSON object for each parametrisation: `loss`, for each width a list over the rates of the mean loss of the last
-tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width (null
-where no rate has a finite loss).
+tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width.
 """
 
 from __future__ import annotations

@@ -143,6 +143,13 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
         functions.step(*arrays, state, **case.more(*arrays))
 
 
+def test_a_first_state_can_be_donated():
+    """A caller who gives each state up gives up the first one, too: no array may stand in it twice."""
+    for name, case in CASES.items():
+        state = case.functions(name).init(B, K, H)
+        jax.block_until_ready(jax.jit(lambda state: state, donate_argnums=0)(state))
+
+
 @pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear, decayed", "kda")))
 def test_states_after_each_of_the_last_tokens(name):
     """A caller who keeps only some of the last tokens goes back to the state after them."""

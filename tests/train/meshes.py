@@ -20,13 +20,14 @@ from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh, parameter_shardings
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model
+from tests.train.toy import ToyHeldOut, ToyStream
 from train.cli.options import parse
 from train.data.masking import mask_tokens
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.loop import train
-from train.engine.mesh import host_rows, place_batch, training_programs
+from train.engine.mesh import place_batch, training_programs
 from train.engine.optimizer import OptimizerConfig
 from train.lm import main as train_lm
 from train.tasks.lm import LM, lm_objective
@@ -138,44 +139,6 @@ def careless(mesh):
     return jax.jit(lambda x: 0.9 * x, out_shardings=whole).lower(mean).compile().as_text()
 
 
-class Stream:
-    """Random text; a batch depends only on its number. Yields the rows of this process."""
-
-    def __init__(self, mesh):
-        self.step, self.held = 0, host_rows(mesh, 8)
-
-    def __next__(self):
-        text = (
-            np.random.default_rng([7, self.step])
-            .integers(64, size=(8, LENGTH + 1))
-            .astype(np.int32)[self.held]
-        )
-        self.step += 1
-        return Batch({"tokens": text[:, :-1], "targets": text[:, 1:]}, reset=np.bool_(self.step == 1))
-
-    def get_state(self):
-        return {"step": self.step}
-
-    def set_state(self, state):
-        self.step = state["step"]
-
-    def close(self):
-        pass
-
-
-class HeldOut:
-    """One batch."""
-
-    batch, num_bytes, digest = 8, None, None
-
-    def __init__(self, mesh):
-        self.stream = Stream(mesh)
-
-    def __iter__(self):
-        self.stream.step = 1000
-        yield next(self.stream)
-
-
 def run(workdir, mesh, steps, optimizer):
     """Trains in `workdir` up to `steps`; every loss there, and the held-out losses."""
     model = DecoderLM(
@@ -187,8 +150,8 @@ def run(workdir, mesh, steps, optimizer):
         loop,
         OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=2, decay="constant"),
         config={"loop": {"steps": steps}},
-        stream=Stream(mesh),
-        held_out=HeldOut(mesh),
+        stream=ToyStream(rows=8),
+        held_out=ToyHeldOut(),
         mesh=mesh,
     )
     lines = metrics_lines(workdir)

@@ -10,7 +10,7 @@ import pytest
 
 import brl_jax
 from brl_jax.configuration import to_json
-from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
@@ -70,12 +70,6 @@ def test_a_mechanism_is_swapped_whole(spelling):
 
 def test_the_presets_own_mechanism_keeps_its_settings():
     assert _parse("--mechanism brl").model.mechanism == PRESETS["stdlib"].model.mechanism
-
-
-def test_an_unknown_mechanism_is_answered_with_all_of_them():
-    with pytest.raises(UserError) as failed:
-        _parse("--mechanism nothing")
-    assert str(failed.value).endswith(f"expected one of {', '.join(MECHANISMS)}")
 
 
 def test_the_list_of_presets_is_a_table():
@@ -172,12 +166,6 @@ def test_a_mechanism_that_no_file_can_name():
 
     with pytest.raises(ValueError, match="Unlisted is not listed in MECHANISMS"):
         to_json(Unlisted())
-
-
-def test_fields_a_file_lacks_have_their_defaults():
-    values = to_json(PRESETS["small"])
-    del values["loop"]["keep_checkpoints"]
-    assert from_json(LmConfig, values, "f").loop.keep_checkpoints == LoopConfig().keep_checkpoints
 
 
 def test_differences_that_matter():
@@ -292,35 +280,6 @@ def test_presets_of_characters_take_equal_operations(name):
     assert dataclasses.replace(other, model=alike, loop=steps) == mlr
 
 
-PAPER_128 = {"wikitext103": "wikitext103-brl-paper-128", "openwebtext": "openwebtext-brl-paper"}
-
-
-@pytest.mark.parametrize(
-    ("name", "mechanism"),
-    [
-        ("wikitext103-full", FullConfig()),
-        ("wikitext103-local", LocalConfig(window=128)),
-        ("wikitext103-local-64", LocalConfig(window=64)),
-        ("openwebtext-full", FullConfig()),
-        ("openwebtext-local", LocalConfig(window=256)),
-        ("wikitext103-brl", BRLConfig(128, num_compressed=128, compress_scale="m1", beta=0.5)),
-        ("wikitext103-brl-64", BRLConfig(64, compress_scale="m1", beta=0.5)),
-        (
-            "openwebtext-brl",
-            BRLConfig(256, num_compressed=256, history_size=1024, compress_scale="m1", beta=0.5),
-        ),
-    ],
-)
-def test_networks_of_a_table_differ_in_their_mechanism_alone(name, mechanism):
-    """docs/presets.md lists the settings of the presets named after the paper."""
-    config, paper = PRESETS[name], PRESETS[PAPER_128[name.partition("-")[0]]]
-    assert config.model.mechanism == mechanism
-    assert (
-        dataclasses.replace(config, model=dataclasses.replace(config.model, mechanism=paper.model.mechanism))
-        == paper
-    )
-
-
 def test_presets_have_the_papers_parameters():
     """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention; TransNormer's table 4 counts 155.99M.
     The paper's BRL has 80.96M, ours 1.8% more."""
@@ -331,14 +290,6 @@ def test_presets_have_the_papers_parameters():
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
         found = sum(a.size for a in jax.tree.leaves(shapes))
         assert abs(found / count - 1) < 6e-4, (name, found)
-
-
-def test_transnormers_diag_and_norm_differ_from_t2_in_their_attention_alone():
-    t2 = PRESETS["wikitext103-transnormer-t2"]
-    for name, layers in (("diag", 6), ("norm", 0)):
-        config = PRESETS[f"wikitext103-transnormer-{name}"]
-        assert [m.name for m in config.model.mechanisms] == [name] * 6
-        assert dataclasses.replace(t2, model=dataclasses.replace(t2.model, early_layers=layers)) == config
 
 
 def test_mlrs_levels_follow_the_length_of_training():
@@ -375,10 +326,6 @@ def test_a_mechanism_whose_layers_come_in_blocks_gets_whole_ones():
     assert (model.num_layers, model.mechanism.group) == (4, 4)
     model = _parse("--mechanism tlinformer --mechanism.hidden 1 --num_layers 9").model
     assert (model.num_layers, model.mechanism.hidden) == (9, 1)
-    with pytest.raises(
-        UserError, match=r"num_layers must be a multiple of 4, the layers of a block of .*, got 6"
-    ):
-        _parse("--mechanism tlinformer --num_layers 6")
 
 
 def test_help_has_no_colour_where_none_is_wanted(monkeypatch, capsys):
@@ -415,9 +362,6 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert not stop.value.code
-    lines = out.splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
     assert "\x1b" not in out
     assert 5 <= len(re.findall("^  --[a-z_]+ [A-Z]", out, re.MULTILINE)) <= 8
     if name == "train.lm":

@@ -9,7 +9,6 @@ import pytest
 from brl_jax.layers import DeltaNetConfig, FullConfig, GlobalWindowConfig, LocalConfig, MLRConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from tests.oracles.local import local_mask
-from tests.oracles.parts import full_mask
 from train.engine.flops import matrix_flops
 from train.tasks.decoder_flops import attention_products, decoder_multiplications, training_flops
 
@@ -58,12 +57,6 @@ def test_a_row_of_one_token_takes_what_its_program_multiplies(ffn):
     traced = matrix_flops(jax.jit(lambda p, t: model.apply(p, t)).trace(params, token).jaxpr, "cpu")
     assert 2 * sum(decoder_multiplications(config, 1)) == traced
     assert training_flops(config, 1) == 3 * traced
-
-
-def test_full_attention_is_half_of_a_square():
-    assert (
-        full_mask(9, DecoderConfig().dimensions, None).sum() * 8 == attention_products(FullConfig(), 8, 9)[0]
-    )
 
 
 def test_other_mechanisms_are_refused():

@@ -111,10 +111,6 @@ def test_windows_hold_what_was_known_and_what_came(table):
     stream = WindowStream(Windows(series, config), starts, seed=0, batch=10, digest=series.digest)
     firsts = np.concatenate([next(stream)["values"][:, :4, 0] for _ in range(8)])
     assert len(np.unique(firsts, axis=0)) == 80  # no window twice in a pass
-    state = stream.get_state()
-    coming = next(stream)
-    stream.set_state(state)
-    np.testing.assert_array_equal(next(stream)["values"], coming["values"])
 
 
 def test_naive_forecasts():
@@ -262,23 +258,23 @@ def test_bad_tables(tmp_path):
     assert len(load("date,OT\n" + rows).values) == 4
     with pytest.raises(UserError, match="--data: expected a first column 'date'"):
         load("time,OT\n" + rows)
-    with pytest.raises(UserError, match=r"--data: .* has a cell that is neither a date nor a number: .*many"):
-        load("date,OT\n" + rows.replace(",2", ",many"))
+    for wrong in ("many", "", "nan", "inf", "1e39"):
+        with pytest.raises(
+            UserError, match=rf"csv, row 3: expected a date .* got '2016-07-01 02:00:00,{wrong}'"
+        ):
+            load("date,OT\n" + rows.replace(",2", f",{wrong}"))
+    with pytest.raises(UserError, match=r"csv, row 2: expected a date .* got ''"):
+        load("date,OT\n" + rows.replace("\n", "\n\n", 1))
     for hour, message in (
         ("01", "got 2016-07-01 01:00:00 after 2016-07-01 01:00:00 in row 3"),
         ("00", "got 2016-07-01 00:00:00 after 2016-07-01 01:00:00 in row 3"),
         ("02:00:00+00", "all with or all without a time zone"),
-        (
-            "yesterday",
-            "has a cell that is neither a date nor a number: Invalid isoformat string: '2016-07-01 yest",
-        ),
+        ("yesterday", "row 3: expected a date .* got '2016-07-01 yesterday"),
     ):
         with pytest.raises(UserError, match=message):
             load("date,OT\n" + rows.replace("02:00:00", f"{hour}:00:00"))
     with pytest.raises(UserError, match=r"--data: .* has two columns 'OT'; expected one of each name"):
         load("date,OT,OT\n" + rows)
-    with pytest.raises(UserError, match="expected finite numbers"):
-        load("date,OT\n" + rows.replace(",2", ",nan"))
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
         load_series(SeriesConfig())
     damaged = bytearray(gzip.compress(rows.encode()))

@@ -1,4 +1,4 @@
-"""Node classification as a user runs it: resumed bit for bit, measured, on a mesh, and better with neighbours."""
+"""Node classification as a user runs it: measured, on a mesh, and better with neighbours."""
 
 import json
 
@@ -11,8 +11,6 @@ from eval.tasks.graph import f1_scores, markdown, paper_figures, summarise
 from tests.support.command_lines import last_wins
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
-from tests.train.resume import stop_and_go_on
-from train.data.graphs.batches import NodeBatches
 
 TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
 
@@ -61,14 +59,12 @@ def test_averages_of_seeds_next_to_the_paper():
         ("images-brl", "0", "accuracy"),
     ],
 )
-def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, labels, score):
-    """Token lists, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: each run
-    resumes bit for bit, and is measured and drawn."""
+def test_training_as_a_user_runs_it(tmp_path, capsys, preset, labels, score):
+    """Token lists, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: each run is
+    measured and drawn."""
     write_graph(tmp_path / "g", [("label.dat", 1, f"0\t\t0\t{labels}")])
     run(tmp_path / "runs/whole", tmp_path, preset)
-    stop_and_go_on(monkeypatch, NodeBatches, lambda: run(tmp_path / "stopped", tmp_path, preset))
-    names = ("step", "loss", score, "grad_norm", "val_loss", f"val_{score}")
-    assert metrics_lines(tmp_path / "stopped", names) == metrics_lines(tmp_path / "runs/whole", names)
+    assert f"val_{score}" in metrics_lines(tmp_path / "runs/whole")[-1]
     capsys.readouterr()
     eval.tasks.graph.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "graph.png")])
     assert "| g | " in capsys.readouterr().out

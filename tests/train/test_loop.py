@@ -183,25 +183,6 @@ def test_a_checkpoint_comes_after_the_lines_up_to_it(tmp_path, monkeypatch):
     assert order[:2] == ["lines", "checkpoint"]
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, never_stopped):
-    expected, final = never_stopped
-    _train(tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    state = _train(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert _lines(tmp_path) == expected
-    np.testing.assert_array_equal(state.params["table"], final.params["table"])
-
-
-def test_more_steps_go_on(tmp_path, never_stopped):
-    _train(tmp_path, steps=5)
-    _train(tmp_path, steps=12)
-    lines, (expected, _) = _lines(tmp_path), never_stopped
-    assert [line["step"] for line in lines] == list(range(1, 13))
-    assert [line["step"] for line in lines if "val_loss" in line] == [4, 5, 8, 12]
-    assert lines[0]["loss"] == expected[0]["loss"]
-
-
 def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
     old = {"loop": {"seed": 0}, "optimizer": {"learning_rate": 0.1}}
     _train(tmp_path, config=old, steps=3)

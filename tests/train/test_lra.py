@@ -147,19 +147,20 @@ def test_the_table_measures_what_has_not_been(runs, tmp_path, capsys):
     assert kept.exists()
 
 
-def test_the_table_measures_a_resumed_run_again(runs, measured, tmp_path, monkeypatch, capsys):
-    """A stored result belongs to the best checkpoint of its time, and stays valid until a better one appears."""
+def test_the_table_measures_a_changed_run_again(runs, measured, tmp_path, monkeypatch, capsys):
+    """A stored result belongs to the best checkpoint of its time, and stays valid until a better one appears, or the
+    run gets another number of test examples."""
     again = []
 
     def measure(run, options):
-        again.append(run.config.loop.workdir)
+        again.append(run.config.data.test_examples)
         return Measured(measured)
 
     shutil.copytree(runs / "local", tmp_path / "local")
     monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", measure)
     kept = tmp_path / "local" / "lra_test.json"
     written = json.loads(kept.read_text())
-    for step, expected in ((measured["step"], []), (measured["step"] - 1, [str(tmp_path / "local")])):
+    for step, expected in ((measured["step"], []), (measured["step"] - 1, [60])):
         kept.write_text(json.dumps(written | {"step": step}))
         eval.tasks.lra.main(["--table", str(tmp_path)])
         assert again == expected
@@ -167,8 +168,11 @@ def test_the_table_measures_a_resumed_run_again(runs, measured, tmp_path, monkey
     assert "of 6" not in capsys.readouterr().err
     config = json.loads((tmp_path / "local" / "config.json").read_text())
     config["loop"]["steps"] = 9
-    (tmp_path / "local" / "config.json").write_text(json.dumps(config))
-    eval.tasks.lra.main(["--table", str(tmp_path)])
+    for examples, expected in ((60, []), (7, [7]), (7, [7]), (60, [7, 60])):
+        config["data"]["test_examples"] = examples
+        (tmp_path / "local" / "config.json").write_text(json.dumps(config))
+        eval.tasks.lra.main(["--table", str(tmp_path)])
+        assert again == expected
     err = " ".join(capsys.readouterr().err.split())
     assert "is at step 6 of 9; the table has its best checkpoint so far" in err
     # --patience has ended this run, so it has no steps left.
@@ -185,25 +189,6 @@ def test_the_table_measures_a_resumed_run_again(runs, measured, tmp_path, monkey
     eval.tasks.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
-
-
-def test_the_table_measures_a_run_again_when_its_test_data_change(runs, measured, tmp_path, monkeypatch):
-    """A finished run may get another number of test examples without changing its best checkpoint."""
-    shutil.copytree(runs / "local", tmp_path / "local")
-    again = []
-
-    def measure(run, options):
-        again.append(run.config.data.test_examples)
-        return Measured(measured)
-
-    monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", measure)
-    config = json.loads((tmp_path / "local" / "config.json").read_text())
-    config["loop"]["steps"] = 9
-    for examples, expected in ((config["data"]["test_examples"], []), (7, [7]), (7, [7])):
-        config["data"]["test_examples"] = examples
-        (tmp_path / "local" / "config.json").write_text(json.dumps(config))
-        eval.tasks.lra.main(["--table", str(tmp_path)])
-        assert again == expected
 
 
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
@@ -370,28 +355,21 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
     assert sinkhorn == "s: the average of the row is 51.48, the paper prints 51.39."
 
 
-def test_windows_of_two_dimensions_have_separate_rows():
-    line = "--mechanism.pattern neighbourhood --mechanism.window 6"
-    for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
-        config = parse(PRESETS, "image", last_wins(f"--mechanism {mechanism} {line}"), prog="p", about="a")
-        assert eval.tasks.lra.label(config.model) == name
-    config = parse(
-        PRESETS, "image", ["--mechanism", "local", "--mechanism.pattern", "block"], prog="p", about="a"
-    )
-    assert eval.tasks.lra.label(config.model) == "local, w = 128, block"
-
-
-def test_each_memory_has_a_separate_row():
-    """Runs with the memory of the paper's algorithm are averaged separately from runs with the default."""
-    names = []
-    for line in (
-        "--mechanism.memory layer",
-        "--mechanism.memory output",
-        "--mechanism.memory output --mechanism.gamma 0",
-    ):
-        names.append(eval.tasks.lra.label(parse(PRESETS, "listops", line.split(), prog="p", about="a").model))
-    row = "BRL, w = 16, m = 16"
-    assert names == [row, f"{row}, output memory", f"{row}, output memory, without difference"]
+@pytest.mark.parametrize(
+    ("preset", "options", "label"),
+    [
+        ("image", "local --mechanism.pattern neighbourhood --mechanism.window 6", "local, 7 x 7"),
+        ("image", "brl --mechanism.pattern neighbourhood --mechanism.window 6", "BRL, 7 x 7, m = 64"),
+        ("image", "local --mechanism.pattern block", "local, w = 128, block"),
+        ("listops", "brl --mechanism.memory layer", "BRL, w = 16, m = 16"),
+        ("listops", "brl --mechanism.memory output", "BRL, w = 16, m = 16, output memory"),
+        ("listops", "brl --mechanism.memory output --mechanism.gamma 0",
+         "BRL, w = 16, m = 16, output memory, without difference"),
+    ],
+)  # fmt: skip
+def test_variants_of_a_mechanism_have_separate_rows(preset, options, label):
+    config = parse(PRESETS, preset, ["--mechanism", *options.split()], prog="p", about="a")
+    assert eval.tasks.lra.label(config.model) == label
 
 
 def test_mechanisms_have_room_for_a_class_token():

@@ -45,8 +45,3 @@ def test_large_norms_that_hardly_differ():
 def test_gradients_that_are_always_zero():
     got = relative_deviations(_moments([{"a": jnp.zeros(3), "b": jnp.zeros(2)}] * 2))
     assert float(got["grad_rsd"]) == float(got["grad_rsd_tensors"]) == 0.0
-
-
-def test_memory_is_two_numbers_a_tensor():
-    moments = _moments(_gradients(3))
-    assert sum(leaf.size for leaf in jax.tree.leaves(moments)) == 1 + 2 * 3

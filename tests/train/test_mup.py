@@ -17,7 +17,7 @@ from tests.train.toy import OBJECTIVE, batch_of
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.mesh import place_batch, training_programs
-from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.engine.optimizer import OptimizerConfig, decayed
 from train.tasks.lm import lm_objective
 from train.tasks.mup import make_rates, mup_rates
 
@@ -118,21 +118,6 @@ def test_a_classifier_begins_undecided():
     model = Classifier(config)
     logits = jax.jit(model.apply)(nn.unbox(jax.jit(model.init)(jax.random.key(0), TOKENS)), TOKENS)
     np.testing.assert_array_equal(logits, np.zeros((2, 2)))
-
-
-def test_rates_scale_the_step_and_not_the_decay():
-    config = OptimizerConfig(
-        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.5, clip_norm=0.0
-    )
-    params = {"w": jnp.array([[2.0, -1.0]]), "b": jnp.array([3.0])}
-    grads = {"w": jnp.array([[0.3, -0.2]]), "b": jnp.array([4.0])}
-    optimizer = make_optimizer(
-        config, make_schedule(config, 10), {"w": True, "b": False}, rates={"w": 0.25, "b": 2.0}
-    )
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    # Adam's first step is the gradient's sign.
-    np.testing.assert_allclose(updates["w"], [[-0.1 * (0.25 + 1.0), 0.1 * (0.25 + 0.5)]], rtol=1e-5)
-    np.testing.assert_allclose(updates["b"], [-0.2], rtol=1e-5)
 
 
 def test_an_objective_hands_its_rates_on():

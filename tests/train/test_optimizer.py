@@ -49,30 +49,6 @@ def test_more_steps_than_an_int32_counts(decay):
     assert float(schedule(5_000)) == pytest.approx(3.0, rel=1e-5)
 
 
-def test_only_matrices_decay():
-    model = DecoderLM(DecoderConfig(num_layers=2, d_model=8, num_heads=2, d_ff=12, use_bias=True))
-    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-    mask = jax.tree_util.tree_leaves_with_path(decayed(boxed))
-    leaves = dict(jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)))
-    decays = {"/".join(key.key for key in path): value for path, value in mask}
-    shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves.items()}
-    norms = [name for name in decays if name.endswith("/scale")]
-    biases = [name for name in decays if name.endswith(("/bias", "/gamma", "/lambda"))]
-    kernels = [name for name in decays if name.endswith("/kernel")]
-    assert norms
-    assert biases
-    assert kernels
-    assert not any(decays[name] for name in norms + biases)
-    assert all(decays[name] for name in kernels)
-    assert decays["embedding"]
-    # Stacked over layers, a norm's scale has two axes, so its shape alone would look like a matrix.
-    assert any(len(shapes[name]) == 2 for name in norms)
-    assert any(len(shapes[name]) == 3 for name in biases)
-    assert decayed({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}) == {"w": True, "b": False}
-    both = {"bias": jnp.ones((2, 2)), "conv_bias": jnp.ones((2, 2)), "biased": jnp.ones((2, 2))}
-    assert decayed(both) == {"bias": False, "conv_bias": False, "biased": True}
-
-
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanisms_matrices_decay_and_its_biases_do_not(name):
     """Kernels are matrices, except those of convolutions, which have a few numbers per channel."""
@@ -89,48 +65,54 @@ def test_every_mechanisms_matrices_decay_and_its_biases_do_not(name):
     decays = {jax.tree_util.keystr(path, simple=True, separator="/"): value for path, value in mask}
     kernels = {path for path in decays if path.endswith("/kernel")}
     convolutions = {path for path in kernels if path.endswith("conv/kernel")}
-    small = {path for path in decays if path.endswith(("/bias", "_bias", "/scale"))}
+    small = {path for path in decays if path.endswith(("/bias", "_bias", "/scale", "/gamma", "/lambda"))}
     assert kernels > convolutions
     assert {path for path in kernels if decays[path]} == kernels - convolutions
     assert not any(decays[path] for path in small)
+    assert all(decays[path] for path in decays if path.endswith("embedding"))
     rates = jax.tree_util.tree_leaves_with_path(mup_rates(boxed, base_width=8, width=32))
     assert all(
         rate == 1.0 for path, rate in rates if jax.tree_util.keystr(path, simple=True, separator="/") in small
     )
 
 
-def test_one_step_of_adamw():
+def test_without_names_the_shape_decides_and_a_bias_stays():
+    shapes = {"w": (2, 2), "b": (2,), "bias": (2, 2), "conv_bias": (2, 2), "biased": (2, 2)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    assert {name for name, decays in decayed(params).items() if decays} == {"w", "biased"}
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_two_steps_of_adamw(clip_norm):
+    """Adam's moments are of clipped gradients, so a large one does not outweigh the next; 0 switches clipping off.
+    Rates of parameters (muP) scale the step and not the decay."""
     config = OptimizerConfig(
-        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.5, clip_norm=1.0, epsilon=1e-6
+        learning_rate=0.1,
+        warmup_steps=0,
+        decay="constant",
+        weight_decay=0.5,
+        clip_norm=clip_norm,
+        epsilon=1e-6,
     )
     params = {"w": jnp.array([[1.0, -2.0]]), "b": jnp.array([3.0])}
-    grads = {"w": jnp.array([[3.0, 0.0]]), "b": jnp.array([4.0])}
-    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True, "b": False})
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-
-    def expected(param, grad, decay):
-        grad = grad / 5.0  # the gradients' norm is 5
-        mean, square = 0.1 * grad / (1 - 0.9), 0.05 * grad**2 / (1 - 0.95)
-        return -0.1 * (mean / (math.sqrt(square) + 1e-6) + decay * param)
-
-    np.testing.assert_allclose(updates["w"], [[expected(1.0, 3.0, 0.5), expected(-2.0, 0.0, 0.5)]], rtol=1e-5)
-    np.testing.assert_allclose(updates["b"], [expected(3.0, 4.0, 0.0)], rtol=1e-5)
-
-
-def test_gradients_are_clipped_before_adam():
-    """Adam's moments are of clipped gradients, so a large one does not outweigh the next."""
-    config = OptimizerConfig(
-        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.0, clip_norm=1.0, epsilon=1e-8
+    grads = (
+        {"w": jnp.array([[30.0, 0.0]]), "b": jnp.array([40.0])},
+        {"w": jnp.array([[0.5, -0.5]]), "b": jnp.zeros(1)},
     )
-    params = {"w": jnp.zeros((1, 2))}
-    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True})
+    rates = {"w": 0.25, "b": 2.0}
+    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True, "b": False}, rates=rates)
     state = optimizer.init(params)
-    _, state = optimizer.update({"w": jnp.array([[30.0, 40.0]])}, state, params)
-    updates, _ = optimizer.update({"w": jnp.array([[0.5, -0.5]])}, state, params)
-    first, second = np.array([0.6, 0.8]), np.array([0.5, -0.5])  # norm 50, clipped to 1; norm below 1
-    mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
-    square = (0.95 * 0.05 * first**2 + 0.05 * second**2) / (1 - 0.95**2)
-    np.testing.assert_allclose(updates["w"][0], -0.1 * mean / np.sqrt(square), rtol=1e-5)
+    large = 50.0 if clip_norm else 1.0  # the first gradients' norm; the second one's is below 1
+    for step in (1, 2):
+        updates, state = optimizer.update(grads[step - 1], state, params)
+        for name, decay in (("w", 0.5), ("b", 0.0)):
+            first, second = (np.asarray(grad[name], np.float64) for grad in grads)
+            given = [first / large, second][:step]
+            mean = sum(0.1 * 0.9 ** (step - 1 - i) * g for i, g in enumerate(given)) / (1 - 0.9**step)
+            square = sum(0.05 * 0.95 ** (step - 1 - i) * g**2 for i, g in enumerate(given)) / (1 - 0.95**step)
+            scaled = rates[name] * mean / (np.sqrt(square) + 1e-6)
+            expected = -0.1 * (scaled + decay * np.asarray(params[name]))
+            np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
 
 
 def _orthogonalised(matrix):
@@ -195,11 +177,3 @@ def test_two_steps_of_muon():
 def test_muon_refuses_mup():
     with pytest.raises(UserError, match=r"--optimizer muon: .*mup_base_width"):
         optimizer_of(OptimizerConfig(optimizer="muon"), 10, {"w": jnp.ones((2, 2))}, {"w": 1.0})
-
-
-def test_clipping_can_be_switched_off():
-    config = OptimizerConfig(warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
-    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True})
-    state = optimizer.init({"w": jnp.ones((2, 2))})
-    _, state = optimizer.update({"w": jnp.full((2, 2), 100.0)}, state, {"w": jnp.ones((2, 2))})
-    assert max(float(jnp.max(leaf)) for leaf in jax.tree.leaves(state)) == pytest.approx(0.05 * 100.0**2)

@@ -203,12 +203,6 @@ def test_metrics_and_counters():
     assert int(state.step) == 3
 
 
-def test_rows_that_accumulation_does_not_divide():
-    step, state = _start(2)
-    with pytest.raises(ValueError, match="multiple of accumulation=2, got 3"):
-        step(state, _batch(0, rows=3))
-
-
 def test_dropout_and_samples_use_separate_streams():
     assert random_streams(None) == {}
     streams = random_streams(jax.random.key(0))

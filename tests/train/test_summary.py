@@ -46,20 +46,20 @@ def test_commands_are_named_as_this_one_was_started(monkeypatch):
     assert as_started(text) == "next: brl-eval lm --workdir x"
 
 
-def test_a_finished_run_says_so():
-    assert outlook(400, 401, 401, 0) == ["resuming from step 400 of 401"]
-    finished = ["nothing is left to train: the run is at step 400, and --steps is 400"]
-    assert outlook(400, 400, 500, 1000) == finished
+RISING = "learning rate: rising to the end, as --warmup_steps is 50, more than --steps"
 
 
-def test_a_run_resumed_with_other_steps_names_its_learning_rate():
-    [line] = outlook(400, 500, 1000, 0)
-    assert line.startswith("resuming from step 400 of 500; --steps was 1000, ")
-    assert line.endswith("the learning rate is that of a run of 500 steps")
-
-
-def test_a_warm_up_longer_than_the_run_is_said():
-    assert outlook(0, 50, None, 50) == []
-    [line] = outlook(0, 49, None, 50)
-    assert line.startswith("learning rate: rising to the end, as --warmup_steps is 50, ")
-    assert outlook(9, 49, 49, 50) == ["resuming from step 9 of 49", line]
+@pytest.mark.parametrize(
+    ("run", "lines"),
+    [
+        ((400, 401, 401, 0), ["resuming from step 400 of 401"]),
+        ((400, 400, 500, 1000), ["nothing is left to train: the run is at step 400, and --steps is 400"]),
+        ((400, 500, 1000, 0), ["resuming from step 400 of 500; --steps was 1000, and from here on the learning rate is "
+                               "that of a run of 500 steps"]),
+        ((0, 50, None, 50), []),
+        ((0, 49, None, 50), [RISING]),
+        ((9, 49, 49, 50), ["resuming from step 9 of 49", RISING]),
+    ],
+)  # fmt: skip
+def test_a_run_says_how_it_goes_on(run, lines):
+    assert outlook(*run) == lines

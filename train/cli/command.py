@@ -33,7 +33,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # Without `triton_gemm`, XLA takes cuBLAS for matrix products outside kernels and has fewer forms to time before the
 # first step. `dynamic_slice_fusion` runs a kernel twice where a scan over layers keeps its result. docs/gpu.md has the
 # times.
-GPU_OPTIONS_OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
+_OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
 
 
 def start(main: Callable[[Sequence[str]], None], name: str) -> None:
@@ -161,5 +161,5 @@ def set_gpu_options() -> None:
         return
     if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(jax_plugins.__path__)):
         flags = os.environ.get("XLA_FLAGS", "")
-        missing = [f"--{name}=false" for name in GPU_OPTIONS_OFF if name not in flags]
+        missing = [f"--{name}=false" for name in _OFF if name not in flags]
         os.environ["XLA_FLAGS"] = " ".join((flags, *missing)).strip()

@@ -1,9 +1,6 @@
-"""Configurations of runs, and the command line that sets them.
+"""Configurations of runs, and the command line that sets them: docs/house.md, "The way of an option".
 
-A configuration is a frozen dataclass of parts. The command line shows the fields of its main parts side by side
-(`--steps`, `--d_model`, `--learning_rate`); the fields of the mechanism, the mesh and the processes keep their prefix
-(`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other
-options.
+`--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other options.
 """
 
 from __future__ import annotations
@@ -65,11 +62,7 @@ def parse(
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
     Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
-    them, both with the values of the preset that is named, and `--presets` the presets; each exits.
-
-    Raises:
-      UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
-    """
+    them, both with the values of the preset that is named, and `--presets` the presets; each exits."""
     rest = list(argv)
     if "--presets" in argv:
         print(preset_list(presets))

@@ -136,12 +136,7 @@ class _Pair(NamedTuple):
 def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> TextPairs:
     """The pairs of texts of some splits.
 
-    The tokenizer of a run is learnt when it starts, and kept in its folder.
-
-    Raises:
-      UserError: a file is missing, cannot be read or has a line that is not a pair, which the error names;
-        the tokenizer is not available, or the run has another.
-    """
+    The tokenizer of a run is learnt when it starts, and kept in its folder."""
     check_tokenizer(config.tokenizer)
     paths = {split: packed_or_not(Path(config.data_dir).expanduser() / f"{split}.jsonl") for split in splits}
     run = epath.Path(workdir)

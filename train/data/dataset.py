@@ -32,7 +32,7 @@ from train.engine.fields import Free
 from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
-_FORMAT = 4
+_FORMAT = 5
 _MANIFEST = "data.json"
 # Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {

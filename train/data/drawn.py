@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.repeated import RepeatedBatches, chosen_rows
+from train.data.repeated import RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 
 # First numbers of the seeds, which keep the streams of random numbers apart.
@@ -21,14 +21,7 @@ _TRAIN, _VALID, _TEST = range(3)
 class DrawnBatches(RepeatedBatches):
     """Endless training batches of fresh rows; batch s is drawn from the seed and s alone, and clears the memory."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        batch: int,
-        seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
-    ):
+    def __init__(self, config: Any, *, batch: int, seed: int = 0, rows: RowNumbers = None):
         chosen = chosen_rows(batch, rows)
 
         def make(index: int, _: int) -> Batch:
@@ -52,7 +45,7 @@ class HeldOutDrawn:
         batch: int,
         split: str = "valid",
         cases: Sequence[Any] | None = None,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         self.batch = batch
         self._draw, self._cases = config.draw, tuple(dict.fromkeys(config.cases if cases is None else cases))

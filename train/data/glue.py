@@ -40,7 +40,7 @@ class GlueTask(NamedTuple):
       folder: of its tsv files. columns: of the sentences, there. label: the column of the label, there.
       fields: of the sentences in TensorFlow Datasets and Hugging Face, where the label is called "label".
       classes: the names of the labels, "0" and "1" where they are numbers; none where the label is a score.
-      metrics: the task's own, the first one the main one.
+      metrics: the task's own, the first one the main one. examples: how many there are for training.
       tests: the names of the splits that have public labels and are not for training.
       header: whether the files name their columns in the first line; columns are numbers where they don't.
       has_gaps: whether the published files have lines without some columns, which are left out as TensorFlow Datasets
@@ -53,6 +53,7 @@ class GlueTask(NamedTuple):
     fields: tuple[str, ...]
     classes: tuple[str, ...]
     metrics: tuple[Metric, ...]
+    examples: int
     tests: tuple[str, ...] = ("dev",)
     header: bool = True
     has_gaps: bool = False
@@ -64,13 +65,15 @@ _PAIR = ("sentence1", "sentence2")
 _QUESTIONS = ("question1", "question2")
 
 GLUE_TASKS: Mapping[str, GlueTask] = {
-    "cola": GlueTask("CoLA", ("3",), "1", ("sentence",), _YES_NO, ("matthews",), header=False),
-    "sst2": GlueTask("SST-2", ("sentence",), "label", ("sentence",), _YES_NO, ("accuracy",)),
-    "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _PAIR, _YES_NO, ("f1", "accuracy")),
-    "qqp": GlueTask(
-        "QQP", _QUESTIONS, "is_duplicate", _QUESTIONS, _YES_NO, ("accuracy", "f1"), has_gaps=True
+    "cola": GlueTask("CoLA", ("3",), "1", ("sentence",), _YES_NO, ("matthews",), 8_551, header=False),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", ("sentence",), _YES_NO, ("accuracy",), 67_349),
+    "mrpc": GlueTask(
+        "MRPC", ("#1 String", "#2 String"), "Quality", _PAIR, _YES_NO, ("f1", "accuracy"), 3_668
     ),
-    "stsb": GlueTask("STS-B", _PAIR, "score", _PAIR, (), ("pearson", "spearman")),
+    "qqp": GlueTask(
+        "QQP", _QUESTIONS, "is_duplicate", _QUESTIONS, _YES_NO, ("accuracy", "f1"), 363_846, has_gaps=True
+    ),
+    "stsb": GlueTask("STS-B", _PAIR, "score", _PAIR, (), ("pearson", "spearman"), 5_749),
     "mnli": GlueTask(
         "MNLI",
         _PAIR,
@@ -78,12 +81,19 @@ GLUE_TASKS: Mapping[str, GlueTask] = {
         ("premise", "hypothesis"),
         ("entailment", "neutral", "contradiction"),
         ("accuracy",),
+        392_702,
         ("dev_matched", "dev_mismatched"),
     ),
     "qnli": GlueTask(
-        "QNLI", ("question", "sentence"), "label", ("question", "sentence"), _ENTAILMENT, ("accuracy",)
+        "QNLI",
+        ("question", "sentence"),
+        "label",
+        ("question", "sentence"),
+        _ENTAILMENT,
+        ("accuracy",),
+        104_743,
     ),
-    "rte": GlueTask("RTE", _PAIR, "label", _PAIR, _ENTAILMENT, ("accuracy",)),
+    "rte": GlueTask("RTE", _PAIR, "label", _PAIR, _ENTAILMENT, ("accuracy",), 2_490),
 }
 
 
@@ -115,11 +125,7 @@ class GlueDataConfig(Checked):
 def load_glue(
     config: GlueDataConfig, tokenizer: Tokenizer, separator: int, splits: Sequence[str]
 ) -> dict[str, Examples]:
-    """The examples of some of the splits train, valid, test and the task's own test splits ("dev_mismatched").
-
-    Raises:
-      UserError: the data cannot be read, or an example has no sentence or an unknown label; the error names its line.
-    """
+    """The examples of some of the splits train, valid, test and the task's own test splits ("dev_mismatched")."""
     task = GLUE_TASKS[config.task]
     read = _reader(config, task)
     found: dict[str, Examples] = {}

@@ -11,7 +11,7 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.named_sources import document_blocks, load_hf, naming, text_field
-from train.data.repeated import check_identity, chosen_rows
+from train.data.repeated import RowNumbers, check_identity, chosen_rows
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.engine.batch import Batch
@@ -224,13 +224,7 @@ class StreamedBatches:
     """
 
     def __init__(
-        self,
-        text: StreamedText,
-        *,
-        batch: int,
-        length: int,
-        seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        self, text: StreamedText, *, batch: int, length: int, seed: int = 0, rows: RowNumbers = None
     ):
         first = text.dataset.take(text.held_out) if text.held_out else ()
         with naming("--data"):

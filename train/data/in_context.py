@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Natural
-from train.data.repeated import HeldOutBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.fields import Free
 
@@ -100,14 +100,7 @@ class HeldOutPrompts(HeldOutBatches):
     """The same prompts in every pass of a split, with all dimensions and pairs; none is in a training batch. The last
     batch is padded with rows of weight 0."""
 
-    def __init__(
-        self,
-        config: InContextConfig,
-        *,
-        batch: int,
-        split: str = "valid",
-        rows: Sequence[int] | np.ndarray | None = None,
-    ):
+    def __init__(self, config: InContextConfig, *, batch: int, split: str = "valid", rows: RowNumbers = None):
         chosen = chosen_rows(batch, rows)
         count, seed = (
             (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))

@@ -23,11 +23,7 @@ class Line(NamedTuple):
 
 
 def documents(lines: Iterable[Line], template: Callable[[], ChatTemplate | None]) -> Iterator[Part]:
-    """The documents of the lines. Of a chat only the answers count in the loss.
-
-    Raises:
-      UserError: a line is not one of these; the message has the file and the line.
-    """
+    """The documents of the lines. Of a chat only the answers count in the loss."""
     for line in lines:
         place = f"{line.address}, line {line.number}"
         try:

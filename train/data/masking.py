@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 
 # First numbers of the seeds, which keep the masks of the splits apart.
@@ -84,7 +84,7 @@ class MaskedBatches(RepeatedBatches):
         *,
         batch: int,
         seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
         **masking: Any,
     ):
         chosen = chosen_rows(batch, rows)
@@ -102,9 +102,7 @@ class MaskedHeldOut(HeldOutBatches):
       batches: "tokens" (B, T), and the "weights" (B, T) of tokens, or "lengths" (B,) and the "weights" (B,) of rows.
     """
 
-    def __init__(
-        self, batches: HeldOutBatches, *, rows: Sequence[int] | np.ndarray | None = None, **masking: Any
-    ):
+    def __init__(self, batches: HeldOutBatches, *, rows: RowNumbers = None, **masking: Any):
         chosen = chosen_rows(batches.batch, rows)
 
         def make(step: int) -> Batch:

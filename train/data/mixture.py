@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 
@@ -12,7 +10,8 @@ import grain
 import numpy as np
 
 from train.data.corpus import Corpus
-from train.data.repeated import RepeatedBatches, chosen_rows
+from train.data.repeated import RepeatedBatches, RowNumbers, chosen_rows
+from train.data.splits import digest
 from train.data.streams import text_identity
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -51,11 +50,7 @@ _WEIGHT = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 
 def parse_mixture(spec: str) -> dict[str, float]:
     """The texts of "0.7*A,0.3*B" and their weights, divided by the sum. A comma separates texts where a number and an
-    asterisk follow it.
-
-    Raises:
-      UserError: no text is named, a weight is not above 0, or a text is named twice.
-    """
+    asterisk follow it."""
     parts = [part for part in re.split(rf",(?=\s*-?{_WEIGHT}\*)", spec) if part.strip()]
     found: dict[str, float] = {}
     for part in parts:
@@ -88,7 +83,7 @@ class MixedStreams(RepeatedBatches):
         batch: int,
         length: int,
         seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
         segments: bool = False,
     ):
         chosen = chosen_rows(batch, rows)
@@ -126,11 +121,10 @@ class MixedStreams(RepeatedBatches):
                 arrays["weights"] = np.stack([c.weights_at(start + window[1:]) for c, start in rows])
             return Batch(arrays, reset=np.bool_(index == 0))
 
-        digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))
-        digest = hashlib.sha256(digests.encode()).hexdigest()
+        hashed = digest([corpus.digest for corpus in mixture.corpora], mixture.weights)
         sizes = {"batch": batch, "length": length, "seed": seed}
-        super().__init__(make, steps, text_identity(mixture, digest, segments, **sizes))
+        super().__init__(make, steps, text_identity(mixture, hashed, segments, **sizes))
 
 
 def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
@@ -158,12 +152,11 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
         loss_weights.append(corpus.weights[first:last] + np.array([[count - start, 0]]))
         count += stop - start
         before = which, stop
-    digest = hashlib.sha256(json.dumps([[c.digest for c in corpora], list(weights)]).encode()).hexdigest()
     return Corpus(
         np.concatenate(tokens),
         corpora[0].token_bytes,
         np.concatenate(extra),
-        digest,
+        digest([corpus.digest for corpus in corpora], weights),
         np.unique(np.concatenate(starts)),
         np.concatenate(loss_weights) if any(corpus.is_weighted for corpus in corpora) else np.zeros((0, 2)),
     )

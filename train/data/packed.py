@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutText, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -68,15 +67,7 @@ class PackedStreams(RepeatedBatches):
     row, and with the number of the pass the order of the rows. Nothing is carried from batch to batch.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch: int,
-        length: int,
-        seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
-    ):
+    def __init__(self, corpus: Corpus, *, batch: int, length: int, seed: int = 0, rows: RowNumbers = None):
         chosen = chosen_rows(batch, rows)
         order = np.random.default_rng([seed]).permutation(len(corpus.starts))
         filled = fill_rows(corpus, order.tolist(), length, len(corpus.tokens))
@@ -104,13 +95,7 @@ class PackedHeldOut(HeldOutText):
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch: int,
-        length: int,
-        limit: int | None = None,
-        rows: Int[np.ndarray, " own"] | None = None,
+        self, corpus: Corpus, *, batch: int, length: int, limit: int | None = None, rows: RowNumbers = None
     ):
         chosen = chosen_rows(batch, rows)
         stop = min(len(corpus.tokens), limit or len(corpus.tokens))

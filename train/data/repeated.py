@@ -23,7 +23,11 @@ from train.engine.errors import UserError
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
-def chosen_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
+RowNumbers = Sequence[int] | np.ndarray | None
+"""The indices of the rows to give; None: all."""
+
+
+def chosen_rows(batch: int, rows: RowNumbers) -> Int[np.ndarray, " rows"]:
     """The indices of the rows to give, by default all."""
     return np.arange(batch) if rows is None else np.asarray(rows)
 

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from brl_jax.fields import Checked, Count, Length
 from brl_jax.json_files import check_regular
 from train.data.kernel_series import MOST_ROWS, kernel_series
-from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.data.splits import SPLITS
 from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
@@ -155,13 +155,19 @@ def _read(config: SeriesConfig) -> _Table:
     needed = sum(config.split)
     if len(rows) - 1 < needed:
         raise UserError(f"--split: {path} has {len(rows) - 1} rows, got {config.split}, which take {needed}")
-    try:
-        times = [datetime.datetime.fromisoformat(row[0]) for row in rows[1 : needed + 1]]
-        values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
-    except (ValueError, IndexError) as error:
-        raise UserError(
-            f"--data: {path} has a cell that is neither a date nor a number: {one_line(error)}"
-        ) from error
+    times, numbers = [], []
+    for number, row in enumerate(rows[1 : needed + 1], 1):
+        try:
+            times.append(datetime.datetime.fromisoformat(row[0]))
+            numbers.append([float(row[1 + column]) for column in chosen])
+        except (ValueError, IndexError) as error:
+            raise _wrong_row(path, number, row) from error
+    values = np.array(numbers)
+    # The network reads float32. Of NaN, too, no comparison is true.
+    fits = (np.abs(values) <= np.finfo(np.float32).max).all(axis=1)
+    if not fits.all():
+        number = int(np.argmin(fits)) + 1
+        raise _wrong_row(path, number, rows[number])
     try:
         late = next((i for i in range(1, len(times)) if times[i] <= times[i - 1]), None)
     except TypeError as error:
@@ -171,9 +177,14 @@ def _read(config: SeriesConfig) -> _Table:
             f"--data: expected dates that ascend, each once, got {rows[late + 1][0]} after {rows[late][0]} in row "
             f"{late + 1} of {path}"
         )
-    if not np.isfinite(values).all():
-        raise UserError(f"--data: expected finite numbers, got {path} with others")
     return [names[column] for column in chosen], times, values, hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _wrong_row(path: Path, number: int, row: Sequence[str]) -> UserError:
+    return UserError(
+        f"--data: {path}, row {number}: expected a date (2016-07-01 00:00:00) and numbers within float32, "
+        f"got {','.join(row)[:60]!r}"
+    )
 
 
 def _rows_of_a_day(times: Sequence[datetime.datetime]) -> int | None:
@@ -228,7 +239,7 @@ class WindowStream(RepeatedBatches):
         batch: int,
         seed: int,
         digest: str,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         if len(origin) < batch:
@@ -247,12 +258,7 @@ class HeldOutWindows(HeldOutBatches):
     """One pass over windows; the padding of the last batch has weight 0."""
 
     def __init__(
-        self,
-        windows: Windows,
-        origin: Int[np.ndarray, " W"],
-        *,
-        batch: int,
-        rows: Sequence[int] | np.ndarray | None = None,
+        self, windows: Windows, origin: Int[np.ndarray, " W"], *, batch: int, rows: RowNumbers = None
     ):
         chosen = chosen_rows(batch, rows)
 

@@ -6,9 +6,7 @@ SPLIT-NUMBER.array_record, whose records are `record` tokens each (the last one 
 
 from __future__ import annotations
 
-import collections
-import hashlib
-import json
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from jaxtyping import Int
 
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus
-from train.data.splits import SPLITS
+from train.data.splits import SPLITS, digest
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, one_line
@@ -45,7 +43,7 @@ class ShardedTokens:
         self._first_records = np.concatenate([[0], np.cumsum([-(-count // record) for count in counts])])
         if len(self._source) != self._first_records[-1]:
             raise ValueError(f"{len(self._source)} records, where {self._first_records[-1]} were written")
-        self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._record_at = functools.lru_cache(_KEPT_RECORDS)(self._read)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -58,34 +56,22 @@ class ShardedTokens:
         within = at - self._starts[shards]
         records = self._first_records[shards] + within // self._record
         found, which = np.unique(records, return_inverse=True)
-        self._read(found.tolist())
         tokens = np.zeros((len(found), self._record), self.dtype)
         for row, index in zip(tokens, found.tolist()):
-            record = self._kept[index]
+            record = self._record_at(index)
             row[: len(record)] = record
-        while len(self._kept) > max(_KEPT_RECORDS, len(found)):
-            self._kept.popitem(last=False)
         return tokens[which.reshape(at.shape), within % self._record]
 
     def __getitem__(self, part: slice) -> Int[np.ndarray, " n"]:
         start, stop, step = part.indices(len(self))
         return self.take(np.arange(start, stop, step))
 
-    def _read(self, indices: Sequence[int]) -> None:
-        missing = [index for index in indices if index not in self._kept]
-        for index in indices:
-            if index in self._kept:
-                self._kept.move_to_end(index)
-        for index, content in zip(missing, self._source.__getitems__(missing) if missing else ()):
-            self._kept[index] = np.frombuffer(content, self.dtype)
+    def _read(self, index: int) -> np.ndarray:
+        return np.frombuffer(self._source[index], self.dtype)
 
 
 def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer and the tokens of a folder of shards. Those for training stay on disk; others are read at once.
-
-    Raises:
-      UserError: the folder is not whole, or has no such split.
-    """
+    """The tokenizer and the tokens of a folder of shards. Those for training stay on disk; others are read at once."""
     option = f"--data tokens:{folder}"
     try:
         manifest = read_json(folder / MANIFEST, {"splits": dict[str, list[str]], "record": int})
@@ -131,9 +117,14 @@ def _open_split(
         begun = [np.array(shard["starts"], np.int64) + start for shard, start in zip(shards, starts.tolist())]
     except (OSError, ValueError, ArithmeticError) as error:
         raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
-    digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
     # A document without tokens starts where the next one does, or at the end.
     documents = np.unique(np.concatenate([[0], *begun]))
     documents = documents[documents < len(tokens)]
     array: Any = tokens if split == "train" else tokens[:]
-    return Corpus(array, tokenizer.token_bytes, np.concatenate(extra), digest, documents)
+    return Corpus(
+        array,
+        tokenizer.token_bytes,
+        np.concatenate(extra),
+        digest(*(shard["digest"] for shard in shards)),
+        documents,
+    )

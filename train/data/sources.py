@@ -147,9 +147,6 @@ def open_source(
       documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
         as a record.
       template: returns how chats (jsonl:) become text; called where the text is read.
-
-    Raises:
-      UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
     first_line = check_documents(documents)
     source = _open(spec, holdout, template)
@@ -386,7 +383,7 @@ def _lines(files: Sequence[_File]) -> Iterator[Line]:
 def _hold_out(files: Sequence[_File], holdout: float) -> tuple[list[_Segment], list[_Segment]]:
     """Splits the joined files in two near 1 - holdout of their bytes, before the line that contains this position.
 
-    A line longer than a block is split between two characters.
+    A line that would more than double the share is split between two characters.
     """
     sizes = [file.num_bytes() for file in files]
     total = sum(sizes)
@@ -395,11 +392,13 @@ def _hold_out(files: Sequence[_File], holdout: float) -> tuple[list[_Segment], l
             f"--data: {files[0].address} has {total} bytes, too few to train and hold out a share"
         )
     position = min(max(int(total * (1 - holdout)), 1), total - 1)
+    # A few lines of any text are enough to find a line end in, however small the share.
+    nearby = min(max(total - position, 1 << 12), _BLOCK)
     index = 0
     while position >= sizes[index]:
         position -= sizes[index]
         index += 1
-    start = max(0, position - _BLOCK)
+    start = max(0, position - nearby)
     with _reading(files[index]), files[index].open() as opened:
         opened.seek(start)
         before, after = opened.read(position - start), opened.read(3)

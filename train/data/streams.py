@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
-from train.data.repeated import HeldOutText, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutText, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -31,11 +30,7 @@ class TokenStreams(RepeatedBatches):
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
     first batch of a pass, where the rows jump and memory must be cleared.
     With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on; of a
-    corpus with weights it has the targets' "weights": (B, T) float32.
-
-    Raises:
-      UserError: a text of fewer than batch * length + 1 tokens.
-    """
+    corpus with weights it has the targets' "weights": (B, T) float32."""
 
     def __init__(
         self,
@@ -44,7 +39,7 @@ class TokenStreams(RepeatedBatches):
         batch: int,
         length: int,
         seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
         segments: bool = False,
     ):
         chosen = chosen_rows(batch, rows)
@@ -80,11 +75,7 @@ class EvalStream(HeldOutText):
     (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last batch,
     where tokens and targets are 0, and on targets whose weight in the corpus is 0, and 1 elsewhere. Iterating again
     starts from the beginning. With `limit` the text is its first tokens; with `segments` a batch has "segment_ids" too,
-    as in `TokenStreams`.
-
-    Raises:
-      UserError: a text of fewer than 2 tokens.
-    """
+    as in `TokenStreams`."""
 
     def __init__(
         self,
@@ -93,7 +84,7 @@ class EvalStream(HeldOutText):
         batch: int,
         length: int,
         limit: int | None = None,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
         segments: bool = False,
     ):
         chosen = chosen_rows(batch, rows)

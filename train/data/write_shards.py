@@ -58,11 +58,7 @@ class TokenizeOptions(DataConfig):
 
 
 def write_shards(options: TokenizeOptions) -> None:
-    """Writes the shards of all splits of a text that do not exist yet, and last tokens.json.
-
-    Raises:
-      UserError: the text or the tokenizer is not available, or the folder is of another text or tokenizer.
-    """
+    """Writes the shards of all splits of a text that do not exist yet, and last tokens.json."""
     if not options.out:
         raise UserError("--out: expected the folder of the shards")
     check_tokenizer(options.tokenizer)

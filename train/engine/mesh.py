@@ -22,11 +22,7 @@ from train.engine.step import Objective, TrainState, init_state, make_train_step
 
 
 def open_mesh(config: MeshConfig, loop: LoopConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a run, by default of the devices of all processes.
-
-    Raises:
-      UserError: sizes that don't multiply to the number of devices, or don't divide the rows of a step.
-    """
+    """The mesh of a run, by default of the devices of all processes."""
     try:
         mesh = make_mesh(config, devices)
     except ValueError as error:
@@ -62,11 +58,7 @@ def training_programs(
 ) -> TrainingPrograms:
     """The programs of a run. Call or lower them under `jax.set_mesh(mesh)`.
 
-    The optimiser's moments are sharded like their parameters, the memory by rows. The rest is replicated.
-
-    Raises:
-      UserError: a parameter that the mesh doesn't divide.
-    """
+    The optimiser's moments are sharded like their parameters, the memory by rows. The rest is replicated."""
     rows = loop.microbatch
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     trained, _ = objective.split(boxed)
@@ -134,19 +126,14 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
     Args:
       batch: the rows that `host_rows` names. rows: the number of rows over all processes.
     """
-    own, reset = host_rows(mesh, rows), np.asarray(batch.reset)
+    reset = np.asarray(batch.reset)
     before = reset.ndim  # 1 if the batches are counted in front of the rows
 
     def place(value: Any) -> jax.Array:
         value = np.asarray(value)
-
-        def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[before].indices(rows)
-            first = int(np.searchsorted(own, start))
-            return value[(slice(None),) * before + (slice(first, first + stop - start),)]
-
         sharding = rows_sharding(mesh, rows, value.ndim, before)
-        return jax.make_array_from_callback((*reset.shape, rows, *value.shape[before + 1 :]), sharding, shard)
+        shape = (*reset.shape, rows, *value.shape[before + 1 :])
+        return jax.make_array_from_process_local_data(sharding, value, shape)
 
     whole = NamedSharding(mesh, PartitionSpec())
     return Batch(

@@ -172,11 +172,7 @@ def make_optimizer(
 def optimizer_of(
     config: OptimizerConfig, steps: int, boxed_params: Any, rates: Any
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimiser of a run with this number of steps, and its schedule; see `decayed` and `make_optimizer`.
-
-    Raises:
-      UserError: Muon with muP's rates, which are AdamW's.
-    """
+    """The optimiser of a run with this number of steps, and its schedule; see `decayed` and `make_optimizer`."""
     schedule, muon = make_schedule(config, steps), None
     if config.optimizer == "muon":
         if rates is not None:

@@ -220,18 +220,10 @@ def make_train_step(
     metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
     clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
     (`train.engine.moments`).
-
-    Raises:
-      ValueError: when traced with a number of rows that is not a multiple of accumulation.
     """
 
     def train_step(state: TrainState, batch: Batch):
-        total_rows = num_rows(batch.arrays)
-        if total_rows % accumulation:
-            raise ValueError(
-                f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
-            )
-        rows = total_rows // accumulation
+        rows = num_rows(batch.arrays) // accumulation
         micro = {
             name: constrain(
                 x.reshape(accumulation, rows, *x.shape[1:]), (None, "batch", *(None for _ in x.shape[1:]))

@@ -52,11 +52,7 @@ def check_local(name: str, path: str | None) -> None:
 
 
 def check_client(option: str, path: str | os.PathLike[str]) -> None:
-    """Checks that object storage can be reached at all, before a run's folder is used.
-
-    Raises:
-      UserError: the path is remote and the store is not supported, or the package that reads it is not installed.
-    """
+    """Checks that object storage can be reached at all, before a run's folder is used."""
     if not is_remote(path):
         return
     try:

@@ -6,11 +6,12 @@ one that it replaces, on the hidden states of the trained network. docs/converti
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import flax.linen as nn
@@ -124,6 +125,15 @@ def _as_trained(mechanism: Mechanism | None, trained: Sequence[Mechanism]) -> Me
     return dataclasses.replace(mechanism, **options)
 
 
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Names the option in an error about a folder in the layout of transformers."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{option}: {one_line(error)}") from error
+
+
 class Teacher(NamedTuple):
     """A trained decoder.
 
@@ -166,20 +176,15 @@ def teacher_of(config: ConvertibleConfig) -> Teacher:
 
 def _pretrained(folder: str) -> Teacher:
     """A decoder in the layout of transformers."""
-
-    def complaining(call: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return call(*args, folder)
-        except (ImportError, OSError, ValueError) as error:
-            raise UserError(f"--convert_from: {one_line(error)}") from error
-
-    config = complaining(huggingface.load_config)
+    with naming("--convert_from"):
+        config = huggingface.load_config(folder)
 
     def load(mesh: Mesh) -> Any:
         init = _init(config)
         places = parameter_shardings(mesh, jax.eval_shape(init, jax.random.key(0)))
         fresh = jax.jit(lambda key: nn.unbox(init(key)), out_shardings=places)(jax.random.key(0))
-        return complaining(huggingface.load_onto, fresh)
+        with naming("--convert_from"):
+            return huggingface.load_onto(fresh, folder)
 
     return Teacher(config, None, load)
 

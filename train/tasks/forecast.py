@@ -7,13 +7,12 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderDecoder, Regressor, RegressorConfig
 from train.data.series import (
@@ -62,10 +61,6 @@ class ForecastConfig(RunConfig):
     """What is subtracted from a window and added to the forecast, because the level differs from season to season: the
     last known row (NLinear, Zeng et al. 2023, arXiv:2205.13504), the mean of the known rows (half of RevIN, Kim et al.
     2022), or nothing."""
-
-    def __post_init__(self):
-        check_choice("objective", self.objective, get_args(LossKind))
-        check_choice("center", self.center, get_args(Center))
 
     def without_effect(self) -> dict[str, str]:
         return super().without_effect() | {"z_loss": "with errors of numbers, which have no softmax"}

@@ -1,10 +1,7 @@
-"""The task of `python -m train.graph`: networks that classify the nodes of a graph. Its presets are DATASET-NETWORK:
+"""The task of `python -m train.graph`: networks that classify the nodes of a graph.
 
-acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (BRL-Attention's tables 4 and 10)
-20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
--brl, -local, -full                 transformers over token lists, or over all nodes if there are no links
--mlp, -gcn, -rgcn, -gat,            what they are compared with
--simple_hgn, -hgt, -han, -nodeformer
+Its presets are DATASET-NETWORK: the Heterogeneous Graph Benchmark's graphs (BRL-Attention's tables 4 and 10), and
+20news and images, whose nodes have no links (tables 5 and 9).
 """
 
 from __future__ import annotations

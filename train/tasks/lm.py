@@ -27,13 +27,13 @@ from train.data.tokenizers.base import Tokenizer, continuation
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError
 from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.step import Objective, outputs, perplexity
-from train.tasks.conversion import Matching, convert_onto, matching_config
+from train.tasks.conversion import Matching, convert_onto, matching_config, naming
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import TOKEN, C, Streams, Task, objective_of, shapes
 
@@ -77,10 +77,8 @@ def lm_objective(
 
 def _weights_of(folder: str, params: Any) -> Any:
     """The weights of a folder in the layout of transformers, in the place of a run's fresh parameters."""
-    try:
+    with naming("--from_hf"):
         return huggingface.load_onto(params, folder)
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"--from_hf: {one_line(error)}") from error
 
 
 def keeps_documents(config: LmConfig) -> bool:

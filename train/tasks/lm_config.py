@@ -34,10 +34,10 @@ from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
 from train.data.dataset import DataConfig
 from train.engine.config import LoopConfig
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Free
 from train.engine.optimizer import OptimizerConfig
-from train.tasks.conversion import OWN, ConvertibleConfig, teacher_of
+from train.tasks.conversion import OWN, ConvertibleConfig, naming, teacher_of
 from train.tasks.decoder_flops import training_flops
 
 # Tokens of WikiText-103's training text in GPT-2's vocabulary, to within a few percent.
@@ -119,10 +119,8 @@ class LmConfig(ConvertibleConfig):
             return self._converted()
         if not self.from_hf:
             return self
-        try:
+        with naming("--from_hf"):
             found = load_config(self.from_hf)
-        except (ImportError, OSError, ValueError) as error:
-            raise UserError(f"--from_hf: {one_line(error)}") from error
         values = {field.name: getattr(found, field.name) for field in dataclasses.fields(DecoderConfig)}
         try:
             model = LmModelConfig(**values | {name: getattr(self.model, name) for name in _OWN})

@@ -1,15 +1,12 @@
 """The configuration of a Long Range Arena run, and its presets: each task at a size for two CPU cores, and the papers'.
 
-lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own implementation (table 12; w = m, and 512 for
-                                                     the local models without compressed tokens), trained as in Amos et
-                                                     al. 2023 (arXiv:2310.02980), on which the paper bases it
-lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
-lra-TASK-original-NAME                               other mechanisms of its table 1 in that network
-lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; positions, batch and optimiser of
-                                                     Skyformer's code, arXiv:2111.00035, as it states)
-lra-TASK-transnormer-NAME                            other mechanisms of its table 6 in Skyformer's network
+lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own implementation (OpenReview Vpyg3fqXbl, table
+                                                     12), trained as in Amos et al. 2023 (arXiv:2310.02980)
+lra-TASK-original, lra-TASK-original-NAME            the first Long Range Arena's Transformer (tables 11 and 1)
+lra-TASK-transnormer-NAME                            TransNormer (arXiv:2210.10340), and the rows of its table 6 in
+                                                     Skyformer's network (arXiv:2111.00035)
 
-BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. docs/presets.md has the source of each setting.
+docs/presets.md has the source of each setting.
 """
 
 from __future__ import annotations

@@ -111,9 +111,6 @@ class Task(abc.ABC, Generic[C, D]):
 
         Args:
           data: None if they are not read, as when a run is only planned.
-
-        Raises:
-          UserError: without the data, the sizes cannot be known.
         """
 
     def model(self, config: C) -> Any:
@@ -183,11 +180,7 @@ class Task(abc.ABC, Generic[C, D]):
     # What every task does alike.
 
     def open_mesh(self, config: C, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh of a run, by default of the devices of all processes.
-
-        Raises:
-          UserError: it does not divide the rows, the tokens or the heads evenly.
-        """
+        """The mesh of a run, by default of the devices of all processes."""
         mesh = open_mesh(config.mesh, config.loop, devices)
         model, length = config.model, self.row_length(config)
         sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
@@ -272,11 +265,7 @@ class Task(abc.ABC, Generic[C, D]):
 
 
 def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
-    """The configuration that `brl_jax.configuration.to_json` wrote; missing fields have their defaults.
-
-    Raises:
-      UserError: a field or mechanism that this version doesn't know, or a value out of range.
-    """
+    """The configuration that `brl_jax.configuration.to_json` wrote; missing fields have their defaults."""
     try:
         return configuration(kind, values)
     except ValueError as error:

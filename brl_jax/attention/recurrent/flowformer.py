@@ -76,12 +76,12 @@ def init_flowformer_state(
     """
     num_heads = num_kv_heads if num_heads is None else num_heads
     value_dim = head_dim if value_dim is None else value_dim
-    features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
+    features = (batch, num_heads, head_dim)
     return FlowformerState(
-        features,
-        features,
-        features,
-        features,
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
+        jnp.zeros(features, jnp.float32),
         jnp.full((batch, num_heads), _LOG_ZERO, jnp.float32),
         jnp.zeros((batch, num_heads, head_dim, value_dim), jnp.float32),
         jnp.zeros((batch,), jnp.int32),

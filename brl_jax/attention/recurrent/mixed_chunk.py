@@ -61,11 +61,11 @@ def init_mixed_chunk_state(
       ValueError: a size is below 1.
     """
     value_dim = head_dim if value_dim is None else value_dim
-    keys = jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype)
+    keys = (batch, chunk_size, num_kv_heads, head_dim)
     return MixedChunkState(
         jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32),
-        keys,
-        keys,
+        jnp.zeros(keys, dtype),
+        jnp.zeros(keys, dtype),
         jnp.zeros((batch, chunk_size, num_kv_heads, value_dim), dtype),
         jnp.zeros((batch,), jnp.int32),
     )

@@ -1,11 +1,8 @@
 """Where documents start: in sources, corpora on disk, shards, mixtures and rows of batches."""
 
 import dataclasses
-import gzip
 import itertools
 import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ from train.data.tokenizers.base import text_pieces
 from train.engine.errors import UserError
 from train.tokenize import main as tokenize
 
-WIKITEXT = Path("../shared/data/wikitext2")
 WIKI = (
     " \n = First = \n \n words of it \n = not a title = \n \n = nor this = \n one \n \n = = A section = = \n more \n"
     " \n = Second é = \n \n text , x = 3 \n x = \n \n = Third = \n"
@@ -140,21 +136,6 @@ def test_documents_without_tokens_are_dropped(tmp_path):
     first = len(tokenizer.encode("one two\n"))
     assert corpus.starts.tolist() == [0, first]
     assert corpus.num_bytes(first) == len(" \n \nthree\n")
-
-
-@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not next to the checkout")
-def test_wikitext_2_has_the_published_number_of_articles(tmp_path):
-    data = DataConfig(data=f"text:{WIKITEXT}/*.gz", tokenizer="words:1000", documents="wikitext")
-    tokenizer, corpora = load(data, tmp_path / "run")
-    articles = {name: len(corpus.starts) for name, corpus in corpora.items()}
-    assert articles == {"train": 600, "valid": 60, "test": 60}
-    text = gzip.decompress((WIKITEXT / "wiki.valid.tokens.gz").read_bytes()).decode()
-    titles = re.findall(r"(?<= \n) = [^=\n]+ = (?=\n)", text)
-    # The empty line before the first title belongs to its document.
-    begins = [corpora["valid"].tokens[start + (start == 0) :][:12] for start in corpora["valid"].starts]
-    for title, tokens in zip(titles, begins, strict=True):
-        line = tokenizer.encode_corpus([title.encode() + b"\n"])
-        assert next(line).ids[:12].tolist() == tokens[: len(title.split()) + 1].tolist()
 
 
 def rows_of_json(folder, splits):

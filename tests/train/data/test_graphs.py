@@ -191,11 +191,12 @@ def test_features_from_a_file(tmp_path):
     [
         (np.full((8, 3), "a"), np.arange(8) % 2, "expected features"),
         (np.ones((8, 3), np.complex64), np.arange(8) % 2, "expected features .* got complex64"),
-        (np.ones((8, 0)), np.arange(8) % 2, "expected finite features, at least one a node"),
+        (np.ones((8, 0)), np.arange(8) % 2, "expected features within float32, at least one a node"),
+        (np.full((8, 3), 1e39), np.arange(8) % 2, "expected features within float32"),
         (np.ones((8, 3)), np.arange(8) * 2**59, "expected labels from 0 to fewer than the 8 nodes"),
         (np.ones((8, 3)), np.arange(8) - 1, "expected labels from 0 to fewer than the 8 nodes"),
     ],
-    ids=["text", "complex", "none", "large labels", "labels below 0"],
+    ids=["text", "complex", "none", "large numbers", "large labels", "labels below 0"],
 )
 def test_features_and_labels_that_mean_nothing(features, labels, message, tmp_path):
     np.savez(tmp_path / "a.npz", features=features, labels=labels)

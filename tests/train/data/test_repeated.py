@@ -5,26 +5,45 @@ import json
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from tests.train.data.lra.test_batches import BUCKETS, examples
 from tests.train.data.test_documents import numbered
 from tests.train.test_recall import config_of
 from train.data.drawn import DrawnBatches, HeldOutDrawn
+from train.data.graphs.batches import HeldOutNodes, NodeBatches
+from train.data.graphs.graph import Graph, Relation
+from train.data.graphs.subgraphs import Subgraphs
+from train.data.in_context import HeldOutPrompts, InContextConfig
 from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.masking import MaskedBatches, MaskedHeldOut
 from train.data.mixture import MixedStreams, Mixture
 from train.data.packed import PackedHeldOut, PackedStreams
+from train.data.series import HeldOutWindows, SeriesConfig, Windows, WindowStream, load_series, origins
 from train.data.streams import EvalStream, TokenStreams
 from train.engine.errors import UserError
 
 CORPUS = numbered(200, [0, *range(3, 190, 7)])
 SIZES = {"batch": 4, "length": 9}
 MASKING = {"vocab_size": 200, "mask": 200, "share": 0.3}
+SERIES = SeriesConfig(data="kernels:1", target="k0", split=(40, 10, 14), lookback=8, horizon=4)
+WINDOWS = Windows(load_series(SERIES), SERIES)
+LINKS = Relation("", 0, 0, sp.csr_matrix(np.random.default_rng(0).random((30, 30)) < 0.3))
+GRAPH = Graph("", ("node",), (30,), (np.eye(30, dtype=np.float32),), (LINKS,), 0, {}, 3, "")
+NODES = (Subgraphs(GRAPH, hops=2, neighbours=2, targets=2), np.arange(30), np.arange(30) % 3)
 
 
 def masked(seed=0, rows=None):
     inner = TokenStreams(CORPUS, **SIZES, seed=seed, rows=rows)
     return MaskedBatches(inner, batch=4, seed=seed, rows=rows, **MASKING)
+
+
+def windows(seed=0, rows=None):
+    return WindowStream(WINDOWS, origins(SERIES, "train"), batch=4, seed=seed, digest="", rows=rows)
+
+
+def nodes(seed=0, rows=None):
+    return NodeBatches(*NODES, batch=4, targets=2, seed=seed, digest="", has_edges=True, rows=rows)
 
 
 TRAINED = {
@@ -36,6 +55,8 @@ TRAINED = {
     "examples": lambda **o: TrainBatches(examples(), batch=4, buckets=BUCKETS, **o),
     "drawn": lambda **o: DrawnBatches(config_of("mqar", 64, 20, 2, 0), batch=4, **o),
     "masked": masked,
+    "windows": windows,
+    "nodes": nodes,
 }
 HELD_OUT = {
     "text": lambda **o: EvalStream(CORPUS, **SIZES, segments=True, **o),
@@ -43,6 +64,11 @@ HELD_OUT = {
     "examples": lambda **o: EvalBatches(examples(), batch=4, buckets=BUCKETS, **o),
     "drawn": lambda **o: HeldOutDrawn(config_of("mqar", 64, 20, 2, 0), batch=4, **o),
     "masked": lambda **o: MaskedHeldOut(EvalStream(CORPUS, **SIZES, **o), **MASKING, **o),
+    "windows": lambda **o: HeldOutWindows(WINDOWS, origins(SERIES, "test"), batch=4, **o),
+    "nodes": lambda **o: HeldOutNodes(*NODES, batch=4, targets=2, has_edges=True, **o),
+    "prompts": lambda **o: HeldOutPrompts(
+        InContextConfig(input_dim=2, pairs=3, valid_prompts=9), batch=4, **o
+    ),
 }
 
 
@@ -72,7 +98,8 @@ def test_resumed_it_is_the_stream_never_stopped(name, step):
         stream.set_state(state)
         assert_same(take(stream, 15), whole[step:])
     other = make(seed=6)
-    assert any(not np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(take(other, 15), whole))
+    pairs = [(a[name], b[name]) for a, b in zip(take(other, 15), whole) for name in a.arrays]
+    assert not all(np.array_equal(a, b) for a, b in pairs)
     with pytest.raises(UserError, match="the saved input position is of seed 5, now it is 6"):
         other.set_state(state)
 

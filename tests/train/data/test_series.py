@@ -5,7 +5,6 @@ import pytest
 
 from train.data.kernel_series import bank, kernel_series
 from train.data.series import SeriesConfig, load_series
-from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize(("minutes", "day"), [(360, 4), (420, None), (1440, None)])
@@ -67,20 +66,3 @@ def test_a_table_of_kernels():
         SeriesConfig(data="kernels:3", target="k1", split=(40, 10, 14), lookback=8, horizon=4)
     )
     np.testing.assert_array_equal(alone.values[:, 0], series.values[:, 1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data": "kernels:0"}, "--data: expected kernels:N"),
-        ({"data": "kernels:3", "target": "OT"}, "--target: expected one of k0, k1, k2, got OT"),
-        (
-            {"data": "kernels:3", "target": "k0", "split": (8640, 2880, 2880)},
-            "--split: expected at most 4096 rows",
-        ),
-    ],
-)
-def test_tables_of_kernels_that_cannot_be(options, message):
-    settings = {"split": (40, 10, 14), "lookback": 8, "horizon": 4, **options}
-    with pytest.raises(UserError, match=message):
-        load_series(SeriesConfig(**settings))

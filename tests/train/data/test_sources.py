@@ -93,6 +93,13 @@ def test_a_text_of_one_line_is_cut_between_characters(tmp_path):
     assert splits["valid"].decode() == "é" * 12 + "\n"
 
 
+def test_a_long_last_line_is_not_held_out_whole(tmp_path):
+    (tmp_path / "a.txt").write_bytes(lines(250))
+    (tmp_path / "b.txt").write_bytes(b"y" * 15_000)
+    total = len(lines(250)) + 15_000
+    assert abs(len(texts(f"text:{tmp_path}/*.txt", 0.1)["valid"]) - 0.1 * total) < 2
+
+
 def test_the_cut_can_fall_between_files(tmp_path):
     first = b"x\n" * 45
     for kept in (first, first[:-1] + b"x"):
@@ -200,28 +207,6 @@ def test_files_of_other_compressions_are_refused(name, start, message, tmp_path)
     (tmp_path / name).write_bytes(start + lines(50))
     with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: {message}"):
         texts(f"text:{tmp_path}/{name}")
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("stdlb", "unknown text 'stdlb', expected stdlib, text:GLOB.*did you mean 'stdlib'"),
-        ("txt:*.txt", "unknown text 'txt:.*did you mean 'text'"),
-        ("wiki.txt", "unknown text 'wiki.txt', expected"),
-        ("", "unknown text ''"),
-        ("text:", "'text:' names nothing after the colon"),
-        ("stdlib:x", "unknown text 'stdlib:x'"),
-    ],
-)
-def test_unknown_texts_are_refused(spec, message):
-    with pytest.raises(UserError, match=f"^--data: .*{message}"):
-        open_source(spec, 0.05)
-
-
-@pytest.mark.parametrize("holdout", [0, 1, -0.1, 5])
-def test_the_share_held_out_is_a_share(holdout):
-    with pytest.raises(UserError, match=f"^--holdout: expected a share between 0 and 1, got {holdout}"):
-        open_source("stdlib", holdout)
 
 
 # --- Hugging Face datasets ---

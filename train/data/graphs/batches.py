@@ -9,7 +9,7 @@ import numpy as np
 
 from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
-from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -58,7 +58,7 @@ class NodeBatches(RepeatedBatches):
         seed: int,
         digest: str,
         has_edges: bool,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         size = batch * targets
@@ -94,7 +94,7 @@ class HeldOutNodes(HeldOutBatches):
         batch: int,
         targets: int,
         has_edges: bool,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         steps = -(-len(nodes) // (batch * targets))

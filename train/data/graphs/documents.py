@@ -85,9 +85,11 @@ def read_nodes(path: Path) -> RawGraph:
             f"--data_dir: {path}: expected features (N, F), real numbers, and N whole numbers as labels, got "
             f"{features.dtype} {features.shape} and {labels.dtype} {labels.shape}"
         )
+    with np.errstate(over="ignore"):
+        features = features.astype(np.float32)
     if not features.size or not np.isfinite(features).all():
-        raise UserError(f"--data_dir: {path}: expected finite features, at least one a node")
-    return _lone_nodes(str(path), sp.csr_matrix(features.astype(np.float32)), labels)
+        raise UserError(f"--data_dir: {path}: expected features within float32, at least one a node")
+    return _lone_nodes(str(path), sp.csr_matrix(features), labels)
 
 
 def describe(images: np.ndarray) -> np.ndarray:

@@ -47,13 +47,7 @@ class _Nodes(NamedTuple):
 
 
 def read_hgb(folder: Path) -> RawGraph:
-    """The graph of a folder.
-
-    Raises:
-      UserError: a file is missing or a line of it is wrong: an id that occurs twice, a link or a label of a node that
-        does not exist, features of two lengths in one type, links of one type between other types than its first link,
-        a class that is not known. The error names the file and the line.
-    """
+    """The graph of a folder."""
     info = _info(folder)
     nodes = _read_nodes(packed_or_not(folder / "node.dat"))
     links = _read_links(packed_or_not(folder / "link.dat"), nodes)

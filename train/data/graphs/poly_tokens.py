@@ -125,9 +125,6 @@ def metapath_graph(graph: Graph, longest: int, neighbours: int) -> Graph:
 
     Args:
       neighbours: how many random walks draw a node's neighbours along each metapath; 0 for all neighbours.
-
-    Raises:
-      UserError: no metapath ends at the target type.
     """
     target, relations, count = graph.target, graph.relations, graph.counts[graph.target]
     rng, found = np.random.default_rng(7), []

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.lra.examples import Examples
-from train.data.repeated import HeldOutBatches, RepeatedBatches, chosen_rows
+from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
@@ -69,7 +69,7 @@ class TrainBatches(RepeatedBatches):
         batch: int,
         buckets: Sequence[int],
         seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         if len(examples) < batch:
@@ -113,7 +113,7 @@ class EvalBatches(HeldOutBatches):
         batch: int,
         buckets: Sequence[int],
         limit: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
+        rows: RowNumbers = None,
     ):
         chosen = chosen_rows(batch, rows)
         widths = _widths(examples, buckets)[: limit or None]

@@ -9,12 +9,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from brl_jax.json_files import read_json
+from train.data import splits
 from train.data.files import npy_file
 from train.engine.errors import UserError
 from train.engine.metrics import log
@@ -23,30 +24,6 @@ from train.engine.storage import writing
 # Part of every key: after a change of how sources become tokens, the files of older versions must not be read.
 _FORMAT = 1
 _ARRAYS = ("tokens", "lengths", "labels")
-_EXAMPLES = 512
-
-
-class Chunk(NamedTuple):
-    """Some examples of a source, at full length.
-
-    tokens: (sum of lengths,) uint8, one sequence after the other. lengths: (n, P) ints, of the P sequences of each
-    example (2 for pairs). labels: (n,) ints.
-    """
-
-    tokens: UInt8[np.ndarray, " total"]
-    lengths: Int[np.ndarray, "n P"]
-    labels: Int[np.ndarray, " n"]
-
-
-def in_chunks(read: Callable[..., Iterator[tuple[Any, ...]]], *args: Any) -> Iterator[Chunk]:
-    """What read(*args) yields, the sequences and the label of each example, in chunks; an empty sequence becomes a
-    blank."""
-    rows = read(*args)
-    while some := list(itertools.islice(rows, _EXAMPLES)):
-        sequences = [sequence or b" " for *sequences, _ in some for sequence in sequences]
-        lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(len(some), -1)
-        labels = np.array([row[-1] for row in some], np.int64)
-        yield Chunk(np.frombuffer(b"".join(sequences), np.uint8), lengths, labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +31,12 @@ class Source:
     """Where a task's examples come from.
 
     name: for messages and tables. fingerprint: changes when the examples do. splits: by name (train, valid, test), a
-    function that reads the chunks from the start.
+    function that reads the examples from the start: the bytes of each sequence (two for pairs), and the label.
     """
 
     name: str
     fingerprint: str
-    splits: Mapping[str, Callable[[], Iterator[Chunk]]]
+    splits: Mapping[str, Callable[[], Iterator[tuple[Any, ...]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +77,7 @@ def examples_of(pieces: Sequence[np.ndarray], labels: Sequence[int], parts: int,
 
 def digest(*parts: Any) -> str:
     """Hash of values that JSON can represent."""
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+    return splits.digest(_FORMAT, *parts)[:16]
 
 
 def open_examples(
@@ -145,9 +122,9 @@ def _read(folder: Path, split: str) -> Examples | None:
 
 def _build(source: Source, split: str, folder: Path, length: int, limit: int, num_classes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lengths: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    hashed, total, truncated = hashlib.sha256(), 0, 0
+    lengths: list[int] = []
+    labels: list[int] = []
+    hashed, truncated = hashlib.sha256(), 0
     names = [*(f"{split}.{name}.npy" for name in _ARRAYS), f"{split}.json"]
     with writing(*(folder / name for name in names)) as (
         tokens_file,
@@ -156,53 +133,29 @@ def _build(source: Source, split: str, folder: Path, length: int, limit: int, nu
         summary_file,
     ):
         with npy_file(tokens_file, np.uint8) as add:
-            for chunk in _limited(source.splits[split](), limit):
-                bad = np.flatnonzero((chunk.labels < 0) | (chunk.labels >= num_classes))
-                if len(bad):
+            for *sequences, label in itertools.islice(source.splits[split](), limit or None):
+                if not 0 <= label < num_classes:
                     raise UserError(
-                        f"--data_dir: {source.name}, {split}: expected labels of 0 to {num_classes - 1}, "
-                        f"got {chunk.labels[bad[0]]}"
+                        f"--data_dir: {source.name}, {split}: expected labels of 0 to {num_classes - 1}, got {label}"
                     )
-                kept = np.minimum(chunk.lengths, length)
-                truncated += int((kept < chunk.lengths).sum())
-                places = _places(chunk.lengths.reshape(-1), kept.reshape(-1))
-                piece = chunk.tokens if places is None else chunk.tokens[places]
-                hashed.update(add(piece))
-                total += len(piece)
-                lengths.append(kept.astype(np.int32))
-                labels.append(chunk.labels.astype(np.int32))
+                labels.append(label)
+                for sequence in sequences:
+                    kept = sequence[:length] or b" "  # without a token there is nothing to classify
+                    hashed.update(add(np.frombuffer(kept, np.uint8)))
+                    lengths.append(len(kept))
+                    truncated += len(sequence) > length
         if not labels:
             raise UserError(f"--data_dir: {source.name} has no {split} examples")
-        for path, arrays in ((lengths_file, lengths), (labels_file, labels)):
-            joined = np.concatenate(arrays)
-            hashed.update(joined.tobytes())
+        arrays = np.array(lengths, np.int32).reshape(len(labels), -1), np.array(labels, np.int32)
+        for path, array in zip((lengths_file, labels_file), arrays):
+            hashed.update(array.tobytes())
             with open(path, "wb") as file:
-                np.save(file, joined)
+                np.save(file, array)
         summary = {
             "source": source.name,
-            "tokens": total,
-            "examples": sum(map(len, labels)),
+            "tokens": sum(lengths),
+            "examples": len(labels),
             "truncated": truncated,
             "digest": hashed.hexdigest(),
         }
         summary_file.write_text(json.dumps(summary, indent=1) + "\n")
-
-
-def _limited(chunks: Iterator[Chunk], limit: int) -> Iterator[Chunk]:
-    left = limit or None
-    for chunk in chunks:
-        if left is not None and len(chunk.labels) >= left:
-            lengths = chunk.lengths[:left]
-            yield Chunk(chunk.tokens[: lengths.sum()], lengths, chunk.labels[:left])
-            return
-        left = None if left is None else left - len(chunk.labels)
-        if len(chunk.labels):
-            yield chunk
-
-
-def _places(lengths: Int[np.ndarray, " n"], kept: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"] | None:
-    """The positions of the first `kept` tokens of sequences of `lengths`; None if all are kept."""
-    if np.array_equal(lengths, kept):
-        return None
-    skipped = np.cumsum(lengths - kept) - (lengths - kept)
-    return np.arange(kept.sum()) + np.repeat(skipped, kept)

@@ -11,42 +11,38 @@ from typing import Any
 import numpy as np
 
 from train.data.files import SPLIT_OF, file_stats, rows_of
-from train.data.lra.examples import Chunk, Source, digest
-from train.data.lra.pathfinder import image_chunk
+from train.data.lra.examples import Source, digest
 from train.data.named_sources import open_tfds
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 10
 RESOLUTION = 32
-_IMAGES = 512
 # ITU-R 601: what TensorFlow's rgb_to_grayscale, which the Long Range Arena uses, weighs the colours with. It counts
 # them from 0 to 1 and goes back to whole numbers by a factor of 255.5, so that white, 0.9999, is 255.
 _LUMA = np.array([0.2989, 0.5870, 0.1140]) * 255.5 / 255
 
 
-def _grey(images: np.ndarray, where: str) -> np.ndarray:
-    """(n, 32, 32) uint8 of grey or coloured images."""
-    if images.ndim == 4 and images.shape[-1] == 1:
-        images = images[..., 0]
-    if images.dtype != np.uint8 or images.shape[1:] not in ((RESOLUTION,) * 2, (RESOLUTION, RESOLUTION, 3)):
+def _grey(image: np.ndarray, where: str) -> bytes:
+    """The pixels of a grey or coloured image."""
+    if image.ndim == 3 and image.shape[-1] == 1:
+        image = image[..., 0]
+    if image.dtype != np.uint8 or image.shape not in ((RESOLUTION,) * 2, (RESOLUTION, RESOLUTION, 3)):
         raise UserError(
             f"--data_dir: {where}: expected uint8 images of {RESOLUTION} x {RESOLUTION} (x 3), "
-            f"got {images.dtype} {images.shape[1:]}"
+            f"got {image.dtype} {image.shape}"
         )
-    return images if images.ndim == 3 else (images @ _LUMA).astype(np.uint8)
+    return (image if image.ndim == 2 else (image @ _LUMA).astype(np.uint8)).tobytes()
 
 
 def open_tfds_source() -> Source:
     """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation."""
     sources = open_tfds("tfds:cifar10", "cifar10")
 
-    def read(split: str) -> Iterator[Chunk]:
+    def read(split: str) -> Iterator[tuple[bytes, int]]:
         source: Any = sources[SPLIT_OF[split]]
-        indices = rows_of(len(source), split)
-        for start in range(0, len(indices), _IMAGES):
-            rows = [source[int(i)] for i in indices[start : start + _IMAGES]]
-            images = _grey(np.stack([row["image"] for row in rows]), "tfds:cifar10")
-            yield image_chunk(images, np.array([row["label"] for row in rows]))
+        for i in rows_of(len(source), split):
+            row = source[int(i)]
+            yield _grey(np.asarray(row["image"]), "tfds:cifar10"), int(row["label"])
 
     counts = {str(name): len(source) for name, source in sources.items()}
     splits = {split: functools.partial(read, split) for split in SPLIT_OF}
@@ -70,7 +66,7 @@ def open_files(folder: Path) -> Source | None:
     return Source(f"images of {path}", digest("npz", file_stats([path])), splits)
 
 
-def _read(path: Path, split: str) -> Iterator[Chunk]:
+def _read(path: Path, split: str) -> Iterator[tuple[bytes, int]]:
     images, labels = (_array(path, f"{name}_{SPLIT_OF[split]}") for name in "xy")
     if len(images) != len(labels):
         raise UserError(
@@ -81,10 +77,8 @@ def _read(path: Path, split: str) -> Iterator[Chunk]:
             f"--data_dir: {path}: expected a whole number as the label of each image, got an array of "
             f"{labels.dtype} and shape {labels.shape}"
         )
-    kept = rows_of(len(images), split)
-    for start in range(0, len(kept), _IMAGES):
-        rows = kept[start : start + _IMAGES]
-        yield image_chunk(_grey(images[rows], str(path)), labels[rows].reshape(-1))
+    for i in rows_of(len(images), split):
+        yield _grey(images[i], str(path)), int(labels[i].item())
 
 
 def _array(path: Path, name: str) -> np.ndarray:

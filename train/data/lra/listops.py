@@ -23,7 +23,7 @@ from jaxtyping import Int, Int8, UInt8
 
 from brl_jax.fields import Checked, Natural, Range
 from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
-from train.data.lra.examples import Chunk, Source, digest, in_chunks
+from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
 
@@ -194,14 +194,16 @@ def generated(
 def generated_source(spec: ListOpsSpec, seed: int, sizes: dict[str, int], processes: int) -> Source:
     """Expressions generated while they are read."""
 
-    def reader(chunks: Callable[[], Iterator[Trees]]) -> Callable[[], Iterator[Chunk]]:
-        return lambda: (Chunk(trees.tokens, trees.lengths[:, None], trees.labels) for trees in chunks())
+    def read(chunks: Callable[[], Iterator[Trees]]) -> Iterator[tuple[bytes, int]]:
+        for trees in chunks():
+            expressions = np.split(trees.tokens, np.cumsum(trees.lengths)[:-1])
+            yield from zip(map(np.ndarray.tobytes, expressions), trees.labels.tolist())
 
     splits = generated(spec, seed, sizes, processes)
     return Source(
         "generated listops",
         digest("listops", dataclasses.asdict(spec), seed, sizes),
-        {name: reader(chunks) for name, chunks in splits.items()},
+        {name: functools.partial(read, chunks) for name, chunks in splits.items()},
     )
 
 
@@ -289,6 +291,6 @@ def open_files(folder: Path) -> Source | None:
             paths[split] = packed if packed.exists() and not path.exists() else path
         if any(path.exists() for path in paths.values()):
             stats = file_stats(paths.values())
-            splits = {split: functools.partial(in_chunks, _read, path) for split, path in paths.items()}
+            splits = {split: functools.partial(_read, path) for split, path in paths.items()}
             return Source(f"listops of {place}", digest("listops files", stats), splits)
     return None

@@ -20,14 +20,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image, ImageDraw
 
 from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
-from train.data.lra.examples import Chunk, Source, digest, in_chunks
+from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.data.splits import SPLITS
 from train.engine.errors import UserError, one_line
@@ -37,7 +37,7 @@ NUM_CLASSES = 2
 LEVELS: Mapping[int, str] = MappingProxyType(
     {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
 )
-HARD = 14
+HARD: Final = 14
 # Turns from dash to dash, in radians: gentle ones are tried first, then any up to the sharpest.
 _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
@@ -241,22 +241,13 @@ def generated(
     return in_processes(chunk, sizes, _CHUNK, processes, f"pathfinder{spec.resolution}")
 
 
-def image_chunk(
-    images: UInt8[np.ndarray, "n R R"],
-    labels: Int[np.ndarray, " n"],
-    marks: UInt8[np.ndarray, "n R R"] | None = None,
-) -> Chunk:
-    """Images as sequences of their pixels, row after row; each with the sequence of its marks, if there are any."""
-    parts = images[:, None] if marks is None else np.stack([images, marks], axis=1)
-    lengths = np.full(parts.shape[:2], images[0].size)
-    return Chunk(parts.reshape(-1), lengths, np.asarray(labels, np.int64))
-
-
 def generated_source(spec: PathfinderSpec, seed: int, sizes: dict[str, int], processes: int) -> Source:
     """Images generated while they are read; their marks, if they have them, are second sequences."""
 
-    def reader(chunks: Callable[[], Iterator[Images]]) -> Callable[[], Iterator[Chunk]]:
-        return lambda: (image_chunk(*images) for images in chunks())
+    def read(chunks: Callable[[], Iterator[Images]]) -> Iterator[tuple[Any, ...]]:
+        for images, labels, marks in chunks():
+            pixels = (images,) if marks is None else (images, marks)
+            yield from zip(*(map(np.ndarray.tobytes, each) for each in pixels), labels.tolist())
 
     resolution, dashes, marked = spec
     splits = generated(spec, seed, sizes, processes)
@@ -264,7 +255,7 @@ def generated_source(spec: PathfinderSpec, seed: int, sizes: dict[str, int], pro
     return Source(
         f"generated pathfinder{resolution}" + ("" if dashes == HARD else f", paths of {dashes} dashes"),
         digest("pathfinder", resolution, dashes, SIZES[resolution], seed, sizes, *marks),
-        {name: reader(chunks) for name, chunks in splits.items()},
+        {name: functools.partial(read, chunks) for name, chunks in splits.items()},
     )
 
 
@@ -342,10 +333,7 @@ def open_files(folder: Path, resolution: int, dashes: int = HARD) -> Source | No
         files = sorted((place / "metadata").glob("*.npy"), key=lambda path: (len(path.name), path.name))
         if files:
             stats = file_stats(files)
-            splits = {
-                split: functools.partial(in_chunks, _read, place, files, resolution, split)
-                for split in SPLITS
-            }
+            splits = {split: functools.partial(_read, place, files, resolution, split) for split in SPLITS}
             return Source(f"pathfinder of {place}", digest("pathfinder files", stats, resolution), splits)
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.files import file_stats, numbered_lines, parsed, shown
-from train.data.lra.examples import Source, digest, in_chunks
+from train.data.lra.examples import Source, digest
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 2
@@ -31,7 +31,7 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
     for place in (folder, folder / "tsv_data"):
         paths = {split: place / name for split, name in _AAN_FILES.items()}
         if any(path.exists() for path in paths.values()):
-            splits = {split: functools.partial(in_chunks, _read_aan, path) for split, path in paths.items()}
+            splits = {split: functools.partial(_read_aan, path) for split, path in paths.items()}
             return Source(f"AAN pairs of {place}", digest("aan", file_stats(paths.values())), splits)
     if (folder / "books.tsv").exists():
         return _open_books(folder, seed, sizes)
@@ -75,7 +75,7 @@ def _open_books(folder: Path, seed: int, sizes: dict[str, int]) -> Source:
     stats = file_stats([folder / "books.tsv", *files.values()])
     splits = {
         split: functools.partial(
-            in_chunks, _draw_pairs, folder / "books.tsv", files, split, [seed, number], sizes[split]
+            _draw_pairs, folder / "books.tsv", files, split, [seed, number], sizes[split]
         )
         for number, split in enumerate(_SHARES)
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from brl_jax.json_files import parse_json
 from train.data.files import SPLIT_OF, belongs, file_stats, numbered_lines, parsed, rows_of
-from train.data.lra.examples import Source, digest, in_chunks
+from train.data.lra.examples import Source, digest
 from train.data.named_sources import open_tfds
 from train.engine.errors import UserError, reason
 
@@ -30,7 +30,7 @@ def open_tfds_source() -> Source:
             yield text if isinstance(text, bytes) else text.encode(), int(row["label"])
 
     counts = {str(name): len(source) for name, source in sources.items()}
-    splits = {split: functools.partial(in_chunks, read, split) for split in SPLIT_OF}
+    splits = {split: functools.partial(read, split) for split in SPLIT_OF}
     return Source("tfds:imdb_reviews", digest("tfds:imdb_reviews", counts), splits)
 
 
@@ -55,7 +55,7 @@ def open_files(folder: Path) -> Source | None:
 
 
 def _source(name: str, stats: Any, read: Callable[..., Any], places: Mapping[str, Any]) -> Source:
-    splits = {split: functools.partial(in_chunks, read, places[of], split) for split, of in SPLIT_OF.items()}
+    splits = {split: functools.partial(read, places[of], split) for split, of in SPLIT_OF.items()}
     return Source(name, digest("text files", name, stats), splits)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.chat import ChatTemplate
-from train.data.splits import DocumentStart, Part
+from train.data.splits import DocumentStart, Part, digest
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
@@ -76,7 +75,7 @@ class Tokenizer(abc.ABC):
     @property
     def digest(self) -> str:
         """Hash of everything that the encoding of a text depends on."""
-        return hashlib.sha256(json.dumps([self.spec, self._payload()]).encode()).hexdigest()
+        return digest(self.spec, self._payload())
 
     def equals(self, other: Tokenizer) -> bool:
         """Whether another tokenizer has the same tokens. It may have another name, as the path of a copy, and other

@@ -12,7 +12,6 @@ from tests.train.data.test_sources import write_info
 from train.data.lra.tasks import LraDataConfig, load
 from train.engine.errors import UserError
 
-SHARED = Path(__file__).parents[4].parent / "shared" / "data"
 SPLITS = ("train", "valid", "test")
 
 
@@ -270,27 +269,3 @@ def test_pairs_of_passages_from_novels(tmp_path):
     (tmp_path / "books.tsv").write_text((tmp_path / "books.tsv").read_text().replace("_345", "_999"))
     with pytest.raises(UserError, match=r"the author of x/Dracula_999 is not known"):
         read(tmp_path, "retrieval", tmp_path, **sizes)
-
-
-# --- what is installed on the test machine ---
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/data")
-@pytest.mark.parametrize(
-    ("task", "folder", "counts", "lengths"),
-    [
-        ("image", "cifar10_gray", [9000, 1000, 2000], {1024}),
-        ("text", "imdb", [3600, 400, 2000], None),
-        ("retrieval", "gutenberg", [300, 100, 100], {1000}),
-    ],
-)
-def test_real_files(tmp_path, task, folder, counts, lengths):
-    changes = {"length": 1000 if task == "retrieval" else 1024}
-    if task == "retrieval":
-        changes |= {"train_examples": 300, "valid_examples": 100, "test_examples": 100}
-    _, found = read(tmp_path, task, SHARED / folder, **changes)
-    assert [len(found[split]) for split in SPLITS] == counts
-    for split in SPLITS:
-        shares = np.bincount(found[split].labels) / len(found[split])
-        assert shares.max() < 1.3 / len(shares)
-        assert lengths is None or set(found[split].lengths.reshape(-1)) == lengths
