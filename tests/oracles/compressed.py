@@ -109,7 +109,7 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
     zq = project(u, p["propagate_query"])
     if m.phi == "spiky":
         zq = np.exp(np.where(np.real(zq) < 10, zq, 10.0))
-    zk, zv = np.moveaxis(project(evolved, c["propagate_source"]), 1, 0)
+    zk, zv = project(evolved, c["propagate_key"]), project(evolved, c["propagate_value"])
     places = np.full(count, -1)
     if not d.is_causal:
         places = np.array([(2 * j + 1) * length // (2 * count) for j in range(count)])

@@ -83,9 +83,9 @@ class CompressedStream(nn.Module):
             carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
             evolved = (1.0 - mechanism.beta) * evolved + mechanism.beta * carried
         evolved = constrain(jax.nn.relu(evolved) if equations else evolved, COMPRESSED)
-        shape = (2, d.num_heads, d.d_model // d.num_heads)
-        axes = ("compressed_embed", None, "heads", "head_dim")
-        key, value = jnp.moveaxis(dense(d, shape, axes, name="propagate_source")(evolved), -3, 0)
+        shape = (d.num_heads, d.d_model // d.num_heads)
+        key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
+        value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
         if not equations:
             tokens = constrain(tokens + evolved, COMPRESSED)
             normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
