@@ -12,7 +12,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.json_files import read_json
-from eval.harness.groups import compared
+from eval.harness.groups import compared, settings_but
 from eval.harness.options import EvalOptions, RunOptions, TableOptions
 from eval.harness.output import Measured, emit, picture_path
 from eval.harness.pictures import save
@@ -20,7 +20,6 @@ from eval.harness.runs import Run, open_run, unfinished
 from train.cli.main import keep_programs
 from train.cli.options import parse_options
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import flatten
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.engine.storage import as_os_errors, write_whole
@@ -173,18 +172,13 @@ class Evaluation(Generic[P]):
             return None
         assert self.markdown is not None
         try:
-            self.markdown([result])
+            self.markdown([result | {"configuration": compared(task, config)}])
         except LookupError:
             return None
         return Measured(result)
 
 
 def _measured_settings(task: Task[Any, Any], config: Any) -> dict[str, Any]:
-    """The settings that the measures of a checkpoint depend on, by dotted name: those that a resumed run may not
-    change, and all of its data's."""
-    free = task.free_fields()
-    return {
-        name: value
-        for name, value in flatten(task.to_json(config)).items()
-        if name.startswith("data.") or not any(name == x or name.startswith(f"{x}.") for x in free)
-    }
+    """The settings that the measures of a checkpoint depend on: those that a resumed run may not change, and all of its
+    data's."""
+    return settings_but(task, config, [name for name in task.free_fields() if not name.startswith("data.")])

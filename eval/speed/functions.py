@@ -27,9 +27,8 @@ from eval.speed.references import (
     LOG_DECAY,
     Arrays,
     Level,
-    linear_reference,
+    attention_reference,
     recurrence_reference,
-    softmax_reference,
 )
 
 
@@ -153,10 +152,11 @@ def _scan(*, delta: bool) -> Callable:
     return attend
 
 
-_FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
-_LOCAL_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window))
-_DIAG_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64))
-_MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
+_FULL_REFERENCE = attention_reference(lambda options, i, j: j <= i)
+_LOCAL_REFERENCE = attention_reference(lambda options, i, j: (j <= i) & (i - j < options.window))
+_DIAG_REFERENCE = attention_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64))
+_MLR_REFERENCE = attention_reference(lambda options, i, j: j <= i, _mlr_levels)
+_LINEAR_REFERENCE = attention_reference(lambda options, i, j: j <= i, linear=True)
 _LINEAR = functools.partial(linear_attention, is_causal=True, normalize=False, feature_map="identity")
 _GLA = _recurrence(_LINEAR, _feature_decays, delta=False)
 _DELTA = _recurrence(delta_rule)
@@ -167,7 +167,7 @@ CASES: dict[str, FunctionCase] = {
     "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
     "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
     "diag": FunctionCase(_causal(diag_attention), _DIAG_REFERENCE, growth=1),
-    "linear": FunctionCase(_causal(linear_attention), linear_reference, growth=1),
+    "linear": FunctionCase(_causal(linear_attention), _LINEAR_REFERENCE, growth=1),
     "retnet": _recurrence(_LINEAR, _slopes, tokens=False, delta=False),
     "mamba2": _recurrence(_LINEAR, _constant_decay, delta=False),
     "gla": _GLA,

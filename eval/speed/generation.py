@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.fields import Checked, Count, Length, Natural, Width
+from brl_jax.fields import Count, Length, Natural
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import command
@@ -32,7 +32,7 @@ from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
 from eval.speed import report
 from eval.speed.measure import Candidate, Case, Program, check_memory, measure
-from eval.speed.options import MeasureOptions
+from eval.speed.options import HeadOptions, MeasureOptions
 from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
 from train.engine.errors import UserError
@@ -45,7 +45,7 @@ _PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class NetworkOptions(Checked):
+class NetworkOptions(HeadOptions):
     """A TLinFormer (arXiv:2508.20407, which has --heads 12 --head_dim 36) and the plain decoder of its parameters."""
 
     window: Count = 256
@@ -54,10 +54,6 @@ class NetworkOptions(Checked):
     """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
     hidden: Natural = 2
     """Layers of a block between its first and its last (H)."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 32
-    """Size of a head; the width is heads * head_dim."""
     layers: Count = 8
     """Layers in all."""
     vocabulary: Count = 50257
@@ -67,14 +63,13 @@ class NetworkOptions(Checked):
 
     def model(self, name: str) -> DecoderLM:
         """The network of a row, with the feed-forward width of TLinFormer (arXiv:2508.20407)."""
-        width = self.heads * self.head_dim
         mechanism = TLinFormerConfig(self.window, self.context, self.hidden)
         return DecoderLM(
             DecoderConfig(
                 num_layers=self.layers,
-                d_model=width,
+                d_model=self.width,
                 num_heads=self.heads,
-                d_ff=math.ceil(8 * width / 3 / 256) * 256,
+                d_ff=math.ceil(8 * self.width / 3 / 256) * 256,
                 ffn="swiglu",
                 use_bias=True,
                 ffn_bias=False,
@@ -102,7 +97,7 @@ class GenerationOptions(NetworkOptions, MeasureOptions):
 
 
 @command(
-    GenerationOptions(repeats=3, patience=30.0, limit=300.0),
+    GenerationOptions(head_dim=32, repeats=3, patience=30.0, limit=300.0),
     "eval.speed --generation",
     "Times generation with a cache: TLinFormer, a plain decoder.",
 )
@@ -327,13 +322,12 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
 
 
 def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
-    width = options.heads * options.head_dim
     others = {CONCATENATED: "concatenated", REREAD: "reread"}
     others = {name: title for name, title in others.items() if any(row["name"] == name for row in rows)}
     table = Table(
         "n", "tlin first", "plain first", "miss", "hit", "plain step", *others.values(), "tlin MiB", "plain MiB",
         "cache",
-        title=f"generation, {options.layers} layers of width {width}, {options.dtype}, "
+        title=f"generation, {options.layers} layers of width {options.width}, {options.dtype}, "
         f"on {jax.devices()[0].device_kind}: seconds for the first token, milliseconds a step",
     )  # fmt: skip
     for length in options.lengths:

@@ -1,4 +1,4 @@
-"""The options of eval.speed. `eval.speed.levels.check` compares their names with what there is to time."""
+"""The options of eval.speed. `eval.speed.levels.CheckedOptions` compares names with what there is to time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,22 @@ class MeasureOptions(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedOptions(MeasureOptions):
+class HeadOptions(Checked):
+    """The width of calls and networks."""
+
+    heads: Width = 4
+    """Heads of query, key and value."""
+    head_dim: Width = 64
+    """Features of a head; a network's width is heads * head_dim."""
+
+    @property
+    def width(self) -> int:
+        """Width of a network."""
+        return self.heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedOptions(MeasureOptions, HeadOptions):
     """What to time. All cases are self-attention, and causal if the mechanism has a causal form."""
 
     lengths: tuple[Length, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -48,10 +63,6 @@ class SpeedOptions(MeasureOptions):
     train.copy)."""
     window: Count = 256
     """Keys that a query of a local function sees, its own included; layers have their own defaults."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 64
-    """Features of a head; a layer's model width is heads * head_dim."""
     batch: Rows = 1
     """Sequences in a batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -77,11 +88,6 @@ class SpeedOptions(MeasureOptions):
     def wants(self, name: str) -> bool:
         """Whether a mechanism is to be timed."""
         return not self.mechanisms or name in self.mechanisms
-
-    @property
-    def width(self) -> int:
-        """Width of a network."""
-        return self.heads * self.head_dim
 
     def dimensions(self, *, is_causal: bool) -> Dimensions:
         """Dimensions of a network's layers."""

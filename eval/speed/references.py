@@ -28,27 +28,37 @@ def _one_level(options: SpeedOptions, length: int) -> list[Level]:
     return [Level(slice(None), options.head_dim**-0.5, lambda i, j: 1.0)]
 
 
-def softmax_reference(
+def attention_reference(
     sees: Callable[[SpeedOptions, Any, Any], Any],
     levels: Callable[[SpeedOptions, int], list[Level]] = _one_level,
+    *,
+    linear: bool = False,
 ) -> Callable:
-    """The reference of causal softmax attention; query i sees key j if sees(options, i, j)."""
+    """The reference of causal attention by its matrix of weights; query i sees key j if sees(options, i, j). Weights
+    are a softmax of the scores; in linear attention, with the features 1 + elu, they are proportional to them."""
 
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
     ) -> tuple[np.ndarray, ...]:
         query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+        slopes = [np.exp(np.minimum(x, 0)) if linear else 1.0 for x in (query[:, rows], key[:, tail:])]
+        if linear:
+            query, key = (np.maximum(x, 0) + np.exp(np.minimum(x, 0)) for x in (query, key))
         columns = np.arange(key.shape[1])
         parts = [
             (level.features, level.scale * level.holds(rows[:, None], columns[None, :]))
             for level in levels(options, key.shape[1])
         ]
+        seen = sees(options, rows[:, None], columns[None, :])
         scores = sum(w * np.einsum("brnh,bsnh->bnrs", query[:, rows][..., f], key[..., f]) for f, w in parts)
-        scores = np.where(sees(options, rows[:, None], columns[None, :]), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        scores = np.where(seen, scores, 0.0 if linear else -np.inf)
+        weights = scores if linear else np.exp(scores - scores.max(-1, keepdims=True))
+        total = weights.sum(-1, keepdims=True)
+        # An exponential is its own derivative.
+        slope = seen / total if linear else weights / total
+        weights = weights / total
         d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        d_scores = slope * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
         # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
         last = rows >= tail
         d_query, d_key = np.zeros_like(query[:, rows]), np.zeros_like(key[:, tail:])
@@ -57,35 +67,10 @@ def softmax_reference(
             d_query[..., f] = np.einsum("bnrs,bsnh->brnh", own, key[..., f])
             d_key[..., f] = np.einsum("bnrs,brnh->bsnh", own[:, :, last, tail:], query[:, rows[last]][..., f])
         d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-        return np.einsum("bnrs,bsnh->brnh", weights, value), d_query, d_key, d_value
+        out = np.einsum("bnrs,bsnh->brnh", weights, value)
+        return out, d_query * slopes[0], d_key * slopes[1], d_value
 
     return reference
-
-
-def linear_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    """The reference of causal linear attention with the features 1 + elu, by its matrix of weights."""
-    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-
-    def phi(x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-
-    def slope(x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
-
-    visible = np.arange(key.shape[1])[None, :] <= rows[:, None]
-    scores = np.where(visible, np.einsum("brnh,bsnh->bnrs", phi(query[:, rows]), phi(key)), 0)
-    total = scores.sum(-1, keepdims=True)
-    weights = scores / total
-    d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-    d_scores = np.where(visible, d_weights - (weights * d_weights).sum(-1, keepdims=True), 0) / total
-    last = rows >= tail
-    d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], phi(query[:, rows[last]]))
-    d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-    out = np.einsum("bnrs,bsnh->brnh", weights, value)
-    d_query = np.einsum("bnrs,bsnh->brnh", d_scores, phi(key)) * slope(query[:, rows])
-    return out, d_query, d_key * slope(key[:, tail:]), d_value
 
 
 def recurrence_reference(

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import brl_jax as bj
-from brl_jax.fields import Checked, Count, Length, Width
+from brl_jax.fields import Count, Length
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import command
 from eval.harness.table import Table
+from eval.speed.options import HeadOptions
 
 #: What the ratios are to.
 BASE = "jax.nn.dot_product_attention"
@@ -33,17 +34,13 @@ _PACKAGES = ("brl_jax", "pallas_kernels")
 
 
 @dataclasses.dataclass(frozen=True)
-class TracingOptions(Checked):
+class TracingOptions(HeadOptions):
     """The shapes of the calls. Tracing does not read them, but long sequences take other forms than short ones."""
 
     length: Length = 1024
     """Tokens."""
     window: Count = 256
     """Keys that a query of a local function sees."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 64
-    """Features of a head."""
     repeats: Count = 3
     """Rounds; the fastest counts."""
     functions: tuple[str, ...] = ()

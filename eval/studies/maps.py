@@ -51,32 +51,13 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"state_size": 16},
     "native_sparse": {"window": 8, "compressed_size": 8, "stride": 4, "selected_size": 8, "num_selected": 3},
 }
+# A family is a folder of layers; some have others next to them, to compare.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
+    family: tuple(name for name, kind in MECHANISMS.items() if f".layers.{family}." in kind.__module__)
+    for family in ("recurrent", "structured", "low_rank", "sorting", "dense")
+} | {
     "local": ("full", "local", "global_window", "diag"),
     "compressed": ("local", "brl"),
-    "recurrent": (
-        "linear",
-        "norm",
-        "performer",
-        "cosformer",
-        "flowformer",
-        "luna",
-        "deltanet",
-        "gated_deltanet",
-        "kda",
-        "gated_deltanet_2",
-        "rwkv7",
-        "retnet",
-        "gla",
-        "mamba2",
-        "gau",
-        "flash",
-        "bsbr",
-    ),
-    "structured": ("mlr", "bilinear_mlr", "bilinear_btt", "global_window"),
-    "low_rank": ("linformer", "nystromformer", "skyformer", "long_short"),
-    "sorting": ("informer", "reformer", "sinkhorn", "native_sparse", "sliceformer"),
-    "dense": ("full", "hopfield", "kernelized", "synthesizer"),
     "tlinformer": ("full", "tlinformer"),
 }
 

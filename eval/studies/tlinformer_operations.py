@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from brl_jax.fields import Length, Width
+from brl_jax.fields import Length
 from eval.harness.options import OutputOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles, panels
@@ -41,10 +41,6 @@ KINDS = ("miss", "first", "hit")
 class OperationsOptions(NetworkOptions, OutputOptions):
     """The network, by default the paper's, and the numbers of tokens."""
 
-    heads: Width = 12
-    """Heads."""
-    head_dim: Width = 36
-    """Size of a head; the width D is heads * head_dim."""
     lengths: tuple[Length, ...] = (4096, 8192, 16384, 32768)
     """Tokens so far, N; multiples of the window."""
     picture: str | None = None
@@ -55,11 +51,6 @@ class OperationsOptions(NetworkOptions, OutputOptions):
             raise ValueError(
                 f"lengths must be two or more multiples of window={self.window} above it, got {self.lengths}"
             )
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.heads * self.head_dim
 
 
 def paper_cost(kind: str, tokens: int, o: OperationsOptions) -> int:
@@ -139,7 +130,7 @@ def draw(measured: list[Measured]) -> Figure:
 
 
 main = Study(
-    OperationsOptions(),
+    OperationsOptions(heads=12, head_dim=36),
     "eval.tlinformer_operations",
     "TLinFormer's operations and its equations.",
     measure,
