@@ -1,5 +1,3 @@
-"""Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png]."""
-
 from eval.studies.compute import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Where a language model's context pays: python -m eval.context --workdir DIR [DIR ...] [--picture FILE.png]."""
-
 from eval.tasks.context import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS]."""
-
 from eval.studies.coordinates import main
 from train.cli.command import start
 

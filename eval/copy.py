@@ -1,5 +1,3 @@
-"""Measures what an encoder-decoder writes by itself: python -m eval.copy --workdir DIR [--length N ...]."""
-
 from eval.tasks.copy import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR."""
-
 from eval.tasks.export import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Compares forecasts on the test split with naive ones: python -m eval.forecast --workdir DIR [DIR ...]."""
-
 from eval.tasks.forecast import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT."""
-
 from eval.tasks.generate import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Measures a fine-tuned network on a task of GLUE: python -m eval.glue --workdir DIR."""
-
 from eval.tasks.glue import main
 from train.cli.command import start
 

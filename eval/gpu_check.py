@@ -1,5 +1,3 @@
-"""Whether the kernels are right and how fast they are on this machine's GPU: python -m eval.gpu_check."""
-
 from eval.chips.gpu_check import main
 from train.cli.command import start
 

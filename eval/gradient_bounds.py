@@ -1,5 +1,3 @@
-"""Compares gradients by attention scores with their bounds: python -m eval.gradient_bounds --workdir DIR [DIR ...]."""
-
 from eval.studies.gradient_bounds import main
 from train.cli.command import start
 

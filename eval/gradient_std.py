@@ -1,5 +1,3 @@
-"""How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...]."""
-
 from eval.studies.gradient_std import main
 from train.cli.command import start
 

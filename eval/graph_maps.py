@@ -1,5 +1,3 @@
-"""What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png]."""
-
 from eval.studies.graph_maps import main
 from train.cli.command import start
 

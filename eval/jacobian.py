@@ -1,5 +1,3 @@
-"""How strongly outputs depend on far inputs: python -m eval.jacobian --workdir DIR [DIR ...] [--picture FILE.png]."""
-
 from eval.studies.jacobian import main
 from train.cli.command import start
 

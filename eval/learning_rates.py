@@ -1,5 +1,3 @@
-"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS]."""
-
 from eval.studies.learning_rates import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""What a linear map reads from a trained encoder on the Long Range Arena: python -m eval.lra_probe --workdir RUN."""
-
 from eval.tasks.lra_probe import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE."""
-
 from eval.studies.maps import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR."""
-
 from eval.tasks.mlm import main
 from train.cli.command import start
 

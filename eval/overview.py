@@ -1,5 +1,3 @@
-"""python -m eval.overview: see `eval.studies.overview`."""
-
 from eval.studies.overview.main import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost True]."""
-
 from eval.tasks.papers import main
 from train.cli.command import start
 

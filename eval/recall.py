@@ -1,5 +1,3 @@
-"""Measures recall: python -m eval.recall --workdir DIR [--length N ... --pairs P ...]."""
-
 from eval.tasks.recall import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Compares in-context regression with least squares: python -m eval.regression --workdir DIR."""
-
 from eval.tasks.regression import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Which tokens BRL's compressed tokens connect: python -m eval.regularizer --workdir DIR [--picture FILE.png]."""
-
 from eval.studies.regularizer import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...]."""
-
 from eval.studies.signal_to_noise import main
 from train.cli.command import start
 

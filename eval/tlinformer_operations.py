@@ -1,5 +1,3 @@
-"""Compares TLinFormer's operations with its equations: python -m eval.tlinformer_operations [--picture FILE.png]."""
-
 from eval.studies.tlinformer_operations import main
 from train.cli.command import start
 

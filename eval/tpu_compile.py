@@ -1,5 +1,3 @@
-"""Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile."""
-
 from eval.chips.tpu_compile import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule."""
-
 from eval.chips.tpu_schedule import main
 from train.cli.command import start
 

@@ -1,5 +1,3 @@
-"""The versions of the libraries in an environment: python -m eval.versions."""
-
 from eval.chips.versions import main
 from train.cli.command import start
 

@@ -1,13 +1,10 @@
 """Checks every kernel on this machine's GPU against float64, and times it: python -m eval.gpu_check.
 
-Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first,
-and `--json` keeps all that was found so far, and what each kernel of a timed call took. Nothing runs after
-`--minutes`. Processes, one for each core but two, compile at the same time; while one of them times a program, the
-others are stopped.
-
-It needs the library with its GPU packages (`pip install '.[gpu]'`), no data and no test package. PyTorch and
-flash-linear-attention are timed alongside where they are installed. `--interpret` runs the same checks in Triton's
-interpreter, without a GPU, at small sizes.
+Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first;
+`--json` keeps them, and what each kernel of a timed call took.
+Processes, one for each core but two, compile at the same time; while one of them times a program, the others are
+stopped. It needs the library with its GPU packages, no data and no test package. `--interpret` runs the same checks in
+Triton's interpreter, without a GPU, at small sizes.
 
 The exit status is 1 if a result or a gradient is wrong or a program fails, and 2 if the kernels cannot run here.
 """
@@ -43,7 +40,7 @@ KERNELS = {
 RECURRENT = (
     "linear", "delta", "gated_delta", "scalar_decay", "gla", "kda", "norm", "retention", "linear_packed",
 )  # fmt: skip
-OTHERS = ("full", "diag", "flow", "hopfield", "bsbr", "flash", "mlr")
+OTHERS = ("full", "diag", "bsbr", "flash")
 NAMES = (*KERNELS, *RECURRENT, *OTHERS, "training", "copy", "matmul", "flex", "fla")
 _GRADIENTS = ("query_gradient", "key_gradient")
 _DELTA = ("chunks", "maps", "states"), ("gradient_maps", "state_gradient", "pair_gradient", "gradient")
@@ -91,7 +88,7 @@ TIMED: tuple[tuple[str, dict, tuple[str, ...]], ...] = (
     ("linear_packed", {}, ("default",)),
     ("linear", {"heads": 16, "head_dim": 64}, ("default",)),
     ("delta", {"heads": 16, "head_dim": 64}, ("default",)),
-    *((name, {}, ("default",)) for name in ("diag", "bsbr", "flash", "flow", "mlr")),
+    *((name, {}, ("default",)) for name in ("diag", "bsbr", "flash")),
     ("compress_blocks", {"few": 64}, ("default",)),
     ("native_sparse", _GROUPED, ("default",)),
     *(
@@ -106,14 +103,16 @@ _CHECKED = {"n": 200, "heads": 4, "kv_heads": 2, "head_dim": 64, "few": 20, "win
 _SMALL = _CHECKED | {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Its complaints are UserErrors."""
+
     def error(self, message: str) -> Any:
         raise UserError(message)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; UserError for one that does not fit."""
-    parser = _Parser(prog="python -m eval.gpu_check", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m eval.gpu_check", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--minutes", type=float, default=None, help="a hard end; 4, and 5 with --interpret")
     add("--json", type=Path, help="file for everything that was found; it grows line by line")
@@ -468,7 +467,6 @@ def summary(report: Report, todo: Sequence[dict], done: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the checks; see the module's text and --help."""
     options = parse(argv)
     report = Report(options.json)
     needed = ("triton",) if options.interpret else ("triton", "jax_triton")

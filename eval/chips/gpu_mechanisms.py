@@ -80,21 +80,3 @@ def _brl_layer(
         return layer.apply(within, inputs, carry=carrier.apply(before, inputs, None))[0]
 
     return run, (inputs, *leaves)
-
-
-def problems(name: str, passes: str, counts: tuple[int, int], temporary: tuple[int, int]) -> list[str]:
-    """What is wrong with the launches and the temporary bytes at the two lengths."""
-    short, long = LENGTHS
-    found = []
-    if counts[1] > MOST[passes]:
-        found.append(f"{name}, {passes}: {counts[1]} launches for {long} tokens, more than {MOST[passes]}")
-    if counts[1] > GROWTH * counts[0]:
-        found.append(
-            f"{name}, {passes}: {counts[0]} launches for {short} tokens grow to {counts[1]} for {long}"
-        )
-    if temporary[1] > 1.1 * long / short * temporary[0]:
-        found.append(
-            f"{name}, {passes}: {temporary[0]} bytes of temporary memory for {short} tokens grow to "
-            f"{temporary[1]} for {long}"
-        )
-    return found

@@ -238,20 +238,6 @@ def _recurrence(z: Size, query, key, value, log_decay=0.0, beta=None) -> np.ndar
     return out
 
 
-def _flow(z: Size, query, key, value) -> np.ndarray:
-    i, j = _grid(z.n)
-    query, key = (1 / (1 + np.exp(-x)) for x in (query, _wide(key, z.heads)))
-    seen, number = j <= i, np.arange(1.0, z.n + 1)
-    pairs = _pairs(query, key)
-    forward, back = np.where(seen, pairs, 0), np.where(seen, pairs.swapaxes(2, 3), 0)
-    incoming, outgoing = forward.sum(-1) / number, back.sum(-1) / number
-    sinks = (forward @ (1 / outgoing)[..., None])[..., 0] / number
-    sources = np.exp((back @ (1 / incoming)[..., None])[..., 0] / number)
-    shares = number * sources / np.cumsum(sources, -1)
-    weights = forward * (1 / (1 + np.exp(-sinks)) / (incoming * number))[..., None] * shares[:, :, None]
-    return _read(weights, value)
-
-
 def _gau(z: Size, query, key, value) -> np.ndarray:
     i, j = _grid(z.n)
     return _read(np.where(j <= i, np.maximum(_pairs(query, key) / (i + 1), 0) ** 2, 0), value)
@@ -271,21 +257,6 @@ def _bsbr(z: Size, query, key, value, far_query, far_key) -> np.ndarray:
     weights = _softmax(logits, first[:, None] > first[None])
     scores = _pairs(query, key) * z.scale * np.repeat(np.repeat(weights, 64, 2), 64, 3)[:, :, : z.n, : z.n]
     return near + _read(scores, value)
-
-
-def _ranks(z: Size) -> tuple[int, ...]:
-    return tuple(share * z.head_dim // 16 for share in (8, 2, 2, 2, 1, 1))
-
-
-def _mlr(z: Size, query, key, value) -> np.ndarray:
-    i, j = _grid(z.n)
-    scores: np.ndarray = np.zeros(())
-    start, ranks = 0, _ranks(z)
-    for level, rank in enumerate(ranks):
-        block = -(-z.n // 2 ** (len(ranks) - 1)) * 2 ** (len(ranks) - 1 - level)
-        features = slice(start, start := start + rank)
-        scores = scores + (i // block == j // block) / rank * _pairs(query[..., features], key[..., features])
-    return _read(_softmax(scores, j <= i), value)
 
 
 def _selected(z: Size, query, key, value, starts) -> np.ndarray:
@@ -393,18 +364,13 @@ OPERATIONS = {
     "delta": _of_delta(brl_jax.delta_rule, "beta"),
     "gated_delta": _of_delta(brl_jax.gated_delta_rule, "beta log_decay:decay"),
     "kda": _of_delta(brl_jax.kimi_delta_rule, "beta log_decay:decays"),
-    "flow": Operation(brl_jax.flowformer_attention, _QKV, _flow),
     "diag": Operation(
         brl_jax.diag_attention, _QKV, _OWN_BLOCK, products=lambda z: _windowed(z._replace(window=64))
     ),
-    "hopfield": Operation(brl_jax.hopfield_attention, _QKV, _EVERY, products=_full),
     "full": Operation(brl_jax.full_attention, _QKV, _EVERY, products=_full),
     "bsbr": Operation(brl_jax.bsbr_attention, f"{_QKV} retrieval_query:query retrieval_key:key", _bsbr),
     "flash": Operation(
         brl_jax.mixed_chunk_attention, "query key linear_query:query linear_key:key value:key", _flash
-    ),
-    "mlr": Operation(
-        brl_jax.mlr_attention, _QKV, _mlr, lambda z: {"ranks": _ranks(z), "is_causal": True}, _full
     ),
 }  # fmt: skip
 

@@ -170,13 +170,6 @@ def kernel_microseconds(run: Callable[..., Any], sets: list[tuple]) -> dict[str,
     return {name: round(time, 1) for name, time in times.most_common()}
 
 
-def device_sets(make: Callable[[int], tuple], size: int) -> list[tuple]:
-    """Inputs on the device, in so many sets that they do not fit into its caches together."""
-    import jax
-
-    return [tuple(map(jax.numpy.asarray, make(n))) for n in range(max(1, min(4, _ROTATED // max(size, 1))))]
-
-
 def _bytes(tree: Any) -> int:
     import jax
 
@@ -231,6 +224,8 @@ def _named(task: dict, worker: Worker) -> Implementation | None:
 
 def speed(task: dict, worker: Worker) -> Iterator[dict]:
     """The time of a call."""
+    import jax.numpy as jnp
+
     from eval.chips import gpu_operations
 
     operation, size, dtype, _, floats = _prepare(task)
@@ -243,7 +238,9 @@ def speed(task: dict, worker: Worker) -> Iterator[dict]:
 
     first = make(0)
     run, facts = compile_program(both_passes(function, floats) if with_backward else function, first)
-    sets = device_sets(make, _bytes(first))
+    # So many sets of inputs that they do not fit into the device's caches together.
+    count = max(1, min(4, _ROTATED // max(_bytes(first), 1)))
+    sets = [tuple(map(jnp.asarray, make(n))) for n in range(count)]
     moved = _bytes(first) + _bytes(run.out_info)
     took = worker.turn(lambda: seconds_a_call(run, sets))
     facts |= {"ms": took * 1e3, "tb_s": moved / took / 1e12}

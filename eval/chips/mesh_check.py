@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,9 +27,9 @@ from brl_jax.fields import Checked, Steps
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
 from eval.harness.batches import make_batch
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
-from train.cli.options import parse, parse_options
+from train.cli.options import parse
 from train.engine.errors import RunError, one_line
 from train.engine.hosts import HostsConfig, is_lead, join
 from train.engine.mesh import host_rows, place_batch, training_programs
@@ -228,11 +228,8 @@ def difference(answer: dict[str, Any], one: dict[str, Any]) -> float | str:
     return found if np.isfinite(found) else "not finite"
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
-    options = parse_options(
-        CheckOptions(), argv, prog="python -m eval.mesh_check", about="The same losses on every mesh."
-    )
+@command(CheckOptions(), "eval.mesh_check", "The same losses on every mesh.")
+def main(options: CheckOptions) -> None:
     names = options.mechanisms or tuple(candidates(TASKS[options.task]))
     here = [where for where in options.meshes if where != _TWO]
     request: dict[str, Any] = {"task": options.task, "mechanisms": names, "meshes": ["one", *here]}

@@ -1,15 +1,14 @@
 """What a training step takes on a TPU pod, planned without one: python -m eval.pod_plan PRESET --topology v5e:16x16.
 
 Compiles the real step of the preset's task ahead of time for every chip of the topology, which takes the package libtpu
-and no TPU. All options of the task's command work, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`;
-`--context` is another name for `--length`. Prints the memory that a chip needs and has, the matrix products, the bytes
-that each kind of communication brings to a chip, and the shortest time that these allow for the step. The exit status
-is 1 if the step does not fit. `--json` prints one object instead.
+and no TPU. All options of the task's command work; `--context` is another name for `--length`. The exit status is 1 if
+the step does not fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -23,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from brl_jax.sharding import row_shards
+from eval.chips.gpu_check import Parser
 from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
-from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
+from eval.chips.tpu_chips import CHIPS, known_topologies, prepare_compiler
 from eval.harness.table import Table
 from train.cli.help import screen
 from train.cli.options import parse
@@ -36,44 +36,7 @@ from train.engine.flops import matrix_flops
 from train.engine.mesh import rows_sharding, training_programs
 from train.engine.step import Objective, TrainState
 from train.tasks.every import TASKS
-from train.tasks.run_config import RunConfig
 from train.tasks.task import Task
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Where a run would be trained."""
-
-    topology: str = "v5e:16x16"
-    """The slice: KIND:SHAPE, for example v5e:16x16 or v5p:4x4x4."""
-    json: bool = False
-    """Print one JSON object."""
-
-    def check_topology(self) -> None:
-        """Raises UserError for a slice that does not exist."""
-        kind, _, shape = self.topology.partition(":")
-        if kind not in CHIPS or shape not in CHIPS[kind].topologies:
-            raise UserError(f"--topology: unknown {self.topology!r}; expected one of {known_topologies()}")
-
-    @property
-    def chip(self) -> Chip:
-        """The chips of the topology."""
-        return CHIPS[self.topology.partition(":")[0]]
-
-
-def plan_class(kind: type[RunConfig]) -> type[Any]:
-    """The class of a task's configuration with the fields of `Slice` added."""
-
-    @dataclasses.dataclass(frozen=True)
-    class PlanConfig(kind, Slice):  # type: ignore[valid-type, misc]
-        """A run, and where it would be trained."""
-
-        def __post_init__(self):
-            if hasattr(kind, "__post_init__"):
-                kind.__post_init__(self)
-            self.check_topology()
-
-    return PlanConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,22 +89,16 @@ class Plan:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -> tuple[Plan, Mesh]:
-    """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too.
-
-    Args:
-      config: of a `plan_class`, from `task.sized`.
-      begin: called with the name of each stage when it begins.
-
-    Raises:
-      UserError: the mesh doesn't divide the arrays that it shards.
-      RunError: the program does not compile or does not fit the chip's memory; says how much it takes.
-    """
+def make_plan(
+    task: Task[Any, Any], config: Any, topology: str, begin: Callable[[str], None]
+) -> tuple[Plan, Mesh]:
+    """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too. Calls `begin` with the
+    name of each stage."""
     from jax.experimental import topologies
 
-    started = time.monotonic()
-    begin(f"describing {config.topology}")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
+    started, chip = time.monotonic(), CHIPS[topology.partition(":")[0]]
+    begin(f"describing {topology}")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = task.open_mesh(config, devices)
     objective = task.objective(task.build(config), config)
     loop = config.loop
@@ -164,7 +121,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             raise RunError(
-                f"{config.topology}: {_why(error)}; {advice(config, mesh, kept, _share(state.params))}"
+                f"{topology}: {_why(error)}; {advice(config, mesh, kept, _share(state.params))}"
             ) from None
     begin("reading the compiled program")
     memory = compiled.memory_analysis()
@@ -177,7 +134,7 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
     flops, received = matrix_flops(traced.jaxpr) / len(devices), collective_bytes(compiled.as_text())
     kept = min(kept, max(memory.temp_size_in_bytes - gradients, 0))
     plan = Plan(
-        topology=config.topology,
+        topology=topology,
         devices=len(devices),
         mesh=dict(mesh.shape),
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
@@ -189,13 +146,13 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
         temporary_bytes=max(memory.temp_size_in_bytes - gradients - kept, 0),
         program_bytes=memory.generated_code_size_in_bytes,
         total_bytes=total,
-        hbm_bytes=int(config.chip.hbm),
+        hbm_bytes=int(chip.hbm),
         matrix_flops=flops,
         collective_bytes=received,
-        matrix_seconds=flops / config.chip.flops,
+        matrix_seconds=flops / chip.flops,
         # The state and what the backward pass needs are written and read at least once.
-        hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / config.chip.memory_bandwidth,
-        link_seconds=sum(received.values()) / config.chip.link_bandwidth,
+        hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / chip.memory_bandwidth,
+        link_seconds=sum(received.values()) / chip.link_bandwidth,
         tokens=tokens,
         compile_seconds=time.monotonic() - started,
     )
@@ -301,11 +258,11 @@ def show(plan: Plan, config: Any) -> None:
     console.print(f"fits: {used}" if plan.fits else f"does not fit: {used}")
 
 
-def _first_screen(presets: Mapping[str, Any], default: str, name: str, **texts: str) -> str:
+def _first_screen(topology: str, presets: Mapping[str, Any], default: str, name: str, **texts: str) -> str:
     """What --help prints; see `train.cli.help.first_screen`."""
     config = presets[name]
     shown = [
-        ("--topology KIND:SHAPE", f"the slice ({config.topology})"),
+        ("--topology KIND:SHAPE", f"the slice ({topology})"),
         ("--mechanism NAME", f"the attention of the layers ({mechanism_names(config.model)})"),
         ("--context N", "tokens of a row"),
         ("--batch N", f"rows of a step ({config.loop.batch})"),
@@ -324,37 +281,32 @@ def _first_screen(presets: Mapping[str, Any], default: str, name: str, **texts: 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the plan; see the module's text and --help."""
-    words = ["--length" if word == "--context" else word.replace("--context=", "--length=") for word in argv]
-    if "--json" in words and words[words.index("--json") + 1 : words.index("--json") + 2] not in (
-        ["True"],
-        ["False"],
-    ):
-        words.insert(words.index("--json") + 1, "True")
-    tasks = {plan_class(task.config_class): task for task in TASKS.values()}
-    presets = {
-        name: kind(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
-        for kind, task in tasks.items()
-        for name, preset in task.presets.items()
-    }
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--topology", default="v5e:16x16")
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    kind, _, shape = options.topology.partition(":")
+    if kind not in CHIPS or shape not in CHIPS[kind].topologies:
+        raise UserError(f"--topology: unknown {options.topology!r}; expected one of {known_topologies()}")
+    tasks = {task.config_class: task for task in TASKS.values()}
     config = parse(
-        presets,
+        {name: preset for task in tasks.values() for name, preset in task.presets.items()},
         "wikitext103-brl",
-        words,
+        ["--length" if word == "--context" else word.replace("--context=", "--length=") for word in rest],
         prog="python -m eval.pod_plan",
         about="A training step on a TPU pod, planned without one.",
-        screen=_first_screen,
+        screen=functools.partial(_first_screen, options.topology),
     )
     task = tasks[type(config)]
     config = task.sized(config)
     prepare_compiler()
     with stages("pod_plan") as begin:
-        plan, mesh = make_plan(task, config, begin)
-    if config.json:
+        plan, mesh = make_plan(task, config, options.topology, begin)
+    if options.json:
         print(json.dumps(plan.to_json()))
     else:
         show(plan, config)
     if not plan.fits:
         raise RunError(
-            f"{config.topology}: does not fit; {advice(config, mesh, plan.activation_bytes, plan.parameter_bytes)}"
+            f"{options.topology}: does not fit; {advice(config, mesh, plan.activation_bytes, plan.parameter_bytes)}"
         )

@@ -15,16 +15,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextlib.contextmanager
 def stages(name: str) -> Iterator[Callable[[str], None]]:
-    """A context in which standard error shows progress, and what libraries write there goes to a file.
+    """A context in which standard error shows progress, and what libraries write there goes to a file, which has this
+    name in its own. It yields a function that begins a stage, given the stage's name.
 
-    On a terminal there is a line for each stage and its time; elsewhere a line is printed when a stage begins. An empty
-    file is removed at the end.
-
-    Args:
-      name: a word in the file's name.
-
-    Yields:
-      A function that begins a stage, given its name.
+    On a terminal there is a line for each stage and its time; elsewhere a line is printed when a stage begins.
     """
     number, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".log")
     sys.stderr.flush()

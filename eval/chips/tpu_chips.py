@@ -67,9 +67,6 @@ def prepare_compiler() -> None:
     """Checks that the TPU compiler is installed and fits this JAX, and configures it for a host without a TPU.
 
     It then asks no metadata server, and other programs that compile need not wait.
-
-    Raises:
-      UserError: libtpu is not installed, or not in the version that JAX requires.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu is not installed: pip install -e '.[tpu]'")

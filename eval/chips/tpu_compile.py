@@ -1,12 +1,10 @@
 """Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile.
 
-Each program has a kernel forward and backward in bfloat16, for each requested chip, length, head dimension and window
-(or number of compressed tokens). It is compiled as users compile it, and a second time with all temporary memory in HBM
-to measure that memory: otherwise the compiler places arrays that fit in on-chip memory, which it does not count, and
-the rest grows in jumps. The table gives the temporary memory, and its growth from the longest length to twice that
-length: a factor of 2 if memory is a constant plus a share of each token. Between shorter lengths it may jump, because
-the compiler keeps different arrays alive. The command names every program that does not compile or whose memory grows
-faster than the length at that doubling, and then exits with status 1.
+Each program has a kernel forward and backward in bfloat16. It is compiled as users compile it, and a second time with
+all temporary memory in HBM to measure that memory: otherwise the compiler places arrays that fit in on-chip memory,
+which it does not count, and the rest grows in jumps. The growth from the longest length to twice that length is a
+factor of 2 if memory is a constant plus a share of each token. The exit status is 1 if a program does not compile or
+its memory grows faster.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ from rich.console import Console
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.cli.options import parse_options
 from train.engine.errors import RunError, one_line
 
 #: Keeps every temporary array in HBM; each kind of chip uses the option for its own memories.
@@ -156,14 +153,8 @@ def growth(longest: int | None, doubled: int | None) -> tuple[str, bool]:
     return f"{doubled / longest:.2f}", doubled > _DOUBLED * longest
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the docstring of the module and --help."""
-    options = parse_options(
-        CompileOptions(),
-        argv,
-        prog="python -m eval.tpu_compile",
-        about="Every TPU kernel compiled for every chip, without a TPU.",
-    )
+@command(CompileOptions(), "eval.tpu_compile", "Every TPU kernel compiled for every chip, without a TPU.")
+def main(options: CompileOptions) -> None:
     prepare_compiler()
     console, failures = Console(width=160), []
     lengths = sorted(set(options.lengths))

@@ -2,25 +2,15 @@
 
 The package libtpu compiles for real TPU chips on a CPU host and writes the final instruction bundles of every kernel
 to files (a bundle takes about one cycle). The cost of a kernel is the number of bundles in one grid step times the
-number of grid steps. The table compares
-
-- sliding-window attention and, with --full, full causal attention with JAX's splash attention at its best block sizes;
-- compress and propagate with the same functions in jax.numpy, whose cost is the bundles in one pass of each
-  instruction's outer loop times the passes (`iteration_bounds`), counting deeper loops once;
-- linear attention, the gated delta rule, and both with decay by feature (GLA, KDA), with their walk over chunks
-  through XLA, whose loop counts once for each chunk. Here the instructions around the kernels count as well.
-
-Only issue slots are counted. A kernel that waits for memory is slower than its cost suggests, so the bytes that the
-block specs fetch and write are counted as well, except in kernels whose block specs read scalars.
+number of grid steps; of XLA's instructions, the bundles in one pass of the outer loop times the passes
+(`iteration_bounds`), counting deeper loops once. Only issue slots are counted, so the bytes that the block specs fetch
+and write are counted as well, except in kernels whose block specs read scalars.
 
 Each row also has lower bounds in cycles: `least`, what the matrix units need for the products of visible pairs; `in
-tiles`, what they need for the products that the kernel performs, with masked parts of tiles and an unfilled depth of
-the units (the exchange of weights is not counted); and `memory`, what the memory needs for the bytes that the kernel
-moves. `of bound` is the cost over the larger one of `least` and `memory`. A schedule may promise less than `in tiles`,
-because the compiler may issue products faster than the units take them: then `in tiles` is what counts.
-
-For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
-steps over the other pairs as well.
+tiles`, what they need for the products that the kernel performs; and `memory`. A schedule may promise less than `in
+tiles`, because the compiler may issue products faster than the units take them: then `in tiles` is what counts. For
+splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass steps
+over the other pairs as well. docs/measured.md has the tables.
 """
 
 from __future__ import annotations
@@ -37,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,10 +51,9 @@ from brl_jax.attention.sorting.selected import selected_attention
 from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
 from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
-from eval.harness.options import check_names
+from eval.harness.options import check_names, command
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.cli.options import parse_options
 from train.engine.errors import RunError
 
 #: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
@@ -322,31 +311,11 @@ def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool
     return _passes(_flat(attend, full), arguments, backward)
 
 
-def _linear(query, key, value, numbers, log_decay=None):
-    options: dict[str, Any] = {"is_causal": True, "normalize": False, "feature_map": "identity"}
-    options["log_decay"] = log_decay
-    return linear_attention(query, key, value, implementation="xla", chunk_size=_CHUNK, **options)
-
-
-def _gated_delta(query, key, value, numbers):
-    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
-    return gated_delta_rule(query, key, value, beta=numbers, log_decay=-numbers, **options)
-
-
-def _gla(query, key, value, numbers):
-    return _linear(query, key, value, numbers, log_decay=-numbers)
-
-
-def _kda(query, key, value, numbers):
-    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
-    return kimi_delta_rule(query, key, value, beta=numbers[..., 0], log_decay=-numbers, **options)
-
-
 _RECURRENCES: dict[str, Callable] = {
-    "linear": _linear,
-    "gated delta": _gated_delta,
-    "gla": _gla,
-    "kda": _kda,
+    "linear": linear_attention,
+    "gated delta": gated_delta_rule,
+    "gla": linear_attention,
+    "kda": kimi_delta_rule,
 }
 #: Tokens of a chunk of the walk through XLA: the default of the public functions.
 _CHUNK = 64
@@ -359,16 +328,18 @@ def _recurrence(
     by_feature = name in ("gla", "kda")
     numbers = jax.ShapeDtypeStruct(full if by_feature else full[:3], jnp.float32, sharding=shape.sharding)
     state = jnp.zeros((1, options.heads, options.head_dim, options.head_dim))
+    more: dict[str, Any] = {"normalize_keys": False}
+    if _RECURRENCES[name] is linear_attention:
+        more = {"is_causal": True, "normalize": False, "feature_map": "identity"}
 
     def attend(query, key, value, numbers):
-        if not pallas:
-            return _RECURRENCES[name](query, key, value, numbers)
-        walked = Walked(query, key, value, state)
-        if name != "linear":
-            walked = walked._replace(log_decay=-numbers)
+        gates = {} if name == "linear" else {"log_decay": -numbers}
         if name in ("gated delta", "kda"):
-            walked = walked._replace(beta=numbers[..., 0] if by_feature else numbers)
-        return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
+            gates["beta"] = numbers[..., 0] if by_feature else numbers
+        if pallas:
+            walked = Walked(query, key, value, state, **gates)
+            return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)
+        return _RECURRENCES[name](query, key, value, implementation="xla", chunk_size=_CHUNK, **gates, **more)
 
     return _passes(_flat(attend, full, full, full), (shape, shape, shape, numbers), backward)
 
@@ -586,11 +557,7 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path, first: int) 
 
 
 def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
-    """The costs of all cases for one chip. A form of XLA or another library that makes libtpu abort has none.
-
-    Raises:
-      RunError: one of our forms does not compile.
-    """
+    """The costs of all cases for one chip. A form of XLA or another library that makes libtpu abort has none."""
     todo, done = list(cases(options)), 0
     while done < len(todo):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
@@ -628,14 +595,12 @@ def _run_from(
                 yield json.loads(text)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the docstring of the module and --help."""
-    options = parse_options(
-        ScheduleOptions(),
-        argv,
-        prog="python -m eval.tpu_schedule",
-        about="Instruction schedules of the TPU kernels, compiled without a TPU.",
-    )
+@command(
+    ScheduleOptions(),
+    "eval.tpu_schedule",
+    "Instruction schedules of the TPU kernels, compiled without a TPU.",
+)
+def main(options: ScheduleOptions) -> None:
     prepare_compiler()
     table = Table(
         "chip", "work", "ours", "bundles x steps", "MiB read", "least", "in tiles", "memory", "of bound", "other",

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from brl_jax.fields import Checked
+from eval.harness.options import command
 from eval.harness.table import Table
-from train.cli.options import parse_options
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "jax-triton", "libtpu")
 
@@ -33,10 +32,8 @@ def installed(package: str) -> str | None:
         return None
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's docstring and --help."""
-    about = "Installed versions as a table's row."
-    options = parse_options(VersionsOptions(), argv, prog="python -m eval.versions", about=about)
+@command(VersionsOptions(), "eval.versions", "Installed versions as a table's row.")
+def main(options: VersionsOptions) -> None:
     table = Table("Python", *PACKAGES, "what was run")
     table.add(platform.python_version(), *map(installed, PACKAGES), options.ran)
     print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from train.engine.config_file import flatten
@@ -20,6 +20,11 @@ def compared(task: Task[Any, Any], config: Any) -> dict[str, Any]:
     free = task.free_fields() - {"loop.steps"} | {"loop.seed"}
     if task.name != "copy":  # whose pairs of texts have no other name
         free |= {"data.data_dir"}
+    return settings_but(task, config, free)
+
+
+def settings_but(task: Task[Any, Any], config: Any, free: Collection[str]) -> dict[str, Any]:
+    """The settings, by dotted name, without these fields and those within them."""
     return {
         name: value
         for name, value in flatten(task.to_json(config)).items()
@@ -29,11 +34,7 @@ def compared(task: Task[Any, Any], config: Any) -> dict[str, Any]:
 
 def alike(results: Sequence[Result], name: Callable[[Result], str]) -> dict[str, list[Result]]:
     """Groups the results of runs that differ only in their seed, by name. Groups that would share a name get the
-    settings in which they differ added to it.
-
-    Args:
-      results: with the settings that are `compared` as "configuration".
-      name: gives a result's name in the table.
+    settings in which they differ added to it. Results have the settings that are `compared` as "configuration".
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:

@@ -12,7 +12,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.json_files import read_json
-from eval.harness.groups import compared
+from eval.harness.groups import compared, settings_but
 from eval.harness.options import EvalOptions, RunOptions, TableOptions
 from eval.harness.output import Measured, emit, picture_path
 from eval.harness.pictures import save
@@ -20,7 +20,6 @@ from eval.harness.runs import Run, open_run, unfinished
 from train.cli.main import keep_programs
 from train.cli.options import parse_options
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import flatten
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
 from train.engine.storage import as_os_errors, write_whole
@@ -38,10 +37,6 @@ def measure_split(run: Run, options: Any) -> dict[str, Any]:
     data = run.task.load(run.config, (options.split,))
     measures = run.task.measure(run.config, run.model, run.params, data, options.split)
     return {**measures, "step": run.step, "split": options.split}
-
-
-def _all(measured: list[Measured]) -> list[Measured]:
-    return measured
 
 
 @dataclasses.dataclass
@@ -71,14 +66,10 @@ class Evaluation(Generic[P]):
     kept: str | None = None
     drawn: Literal["table", "workdir"] = "table"
     of_unfinished: str = "its best checkpoint so far"
-    select: Callable[[list[Measured]], list[Measured]] = _all
+    select: Callable[[list[Measured]], list[Measured]] = lambda measured: measured
 
     def main(self, argv: Sequence[str]) -> None:
-        """Prints the measures of each run of --workdir, or the table of the runs under --table; see --help.
-
-        Raises:
-          UserError: there is no such run or checkpoint, its data cannot be read, or the options don't fit.
-        """
+        """Prints the measures of each run of --workdir, or the table of the runs under --table; see --help."""
         options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
         keep_programs("")  # runs that differ only in their seed compile the same programs
         workdirs = (options.workdir,) if isinstance(options.workdir, str) else options.workdir or ()
@@ -108,11 +99,7 @@ class Evaluation(Generic[P]):
             )
 
     def measure_and_keep(self, workdir: str, options: P) -> Measured:
-        """Measures a run, and keeps measures at the default options in its folder if that can be written.
-
-        Raises:
-          UserError: there is no such run or checkpoint, or its data cannot be read.
-        """
+        """Measures a run, and keeps measures at the default options in its folder if that can be written."""
         run = open_run(self.tasks, workdir, options.checkpoint)
         found = self.measure(run, options)
         measured = found if isinstance(found, Measured) else Measured(found)
@@ -185,18 +172,13 @@ class Evaluation(Generic[P]):
             return None
         assert self.markdown is not None
         try:
-            self.markdown([result])
+            self.markdown([result | {"configuration": compared(task, config)}])
         except LookupError:
             return None
         return Measured(result)
 
 
 def _measured_settings(task: Task[Any, Any], config: Any) -> dict[str, Any]:
-    """The settings that the measures of a checkpoint depend on, by dotted name: those that a resumed run may not
-    change, and all of its data's."""
-    free = task.free_fields()
-    return {
-        name: value
-        for name, value in flatten(task.to_json(config)).items()
-        if name.startswith("data.") or not any(name == x or name.startswith(f"{x}.") for x in free)
-    }
+    """The settings that the measures of a checkpoint depend on: those that a resumed run may not change, and all of its
+    data's."""
+    return settings_but(task, config, [name for name in task.free_fields() if not name.startswith("data.")])

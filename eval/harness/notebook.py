@@ -165,17 +165,8 @@ class _Report:
 
 
 def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str) -> Run:
-    """Trains a configuration under `curves.folder` and reads its best checkpoint; the picture is all that it shows.
-
-    Args:
-      task: the task of the configuration (`train.tasks.every`).
-      config: the configuration; its folder, and whether it writes TensorBoard events, are decided here.
-      curves: where the metrics are drawn.
-      label: the run's name in the picture, and its folder's.
-
-    Raises:
-      UserError, RunError, Stopped: see `train.engine.loop.train`.
-    """
+    """Trains a configuration in a folder of this label under `curves.folder` and reads its best checkpoint; the picture
+    is all that it shows."""
     workdir = str(curves.folder / label.replace("/", "-"))
     loop = dataclasses.replace(config.loop, workdir=workdir, tensorboard=False)
     config = dataclasses.replace(config, loop=loop)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
-from brl_jax.fields import Checked, Count, Natural
+from brl_jax.fields import Checked
+from train.cli.options import parse_options
+
+O = TypeVar("O")  # noqa: E741
+
+
+def command(
+    options: O, name: str, about: str
+) -> Callable[[Callable[[O], None]], Callable[[Sequence[str]], None]]:
+    """Makes a function of options the main function of `python -m NAME`, which --help says is about this."""
+
+    def decorate(run: Callable[[O], None]) -> Callable[[Sequence[str]], None]:
+        return lambda argv: run(parse_options(options, argv, prog=f"python -m {name}", about=about))
+
+    return decorate
 
 
 def check_names(options: Any, **known: Iterable[str]) -> None:
@@ -26,22 +40,10 @@ class OutputOptions(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class TLinFormerOptions(Checked):
-    """The blocks of a TLinFormer (arXiv:2508.20407)."""
-
-    window: Count = 256
-    """Tokens that share one state of the history (W_og)."""
-    context: Count = 256
-    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
-    hidden: Natural = 2
-    """Layers of a block between its first and its last (H)."""
-
-
-@dataclasses.dataclass(frozen=True)
 class RunOptions(OutputOptions):
     """Which checkpoint of a run to read."""
 
-    workdir: str | tuple[str, ...] | None = None
+    workdir: str | None = None
     """Folder of a run."""
     checkpoint: str = "best"
     """best (the best evaluation while training), last, or a step."""
@@ -51,8 +53,6 @@ class RunOptions(OutputOptions):
 class EvalOptions(RunOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     split: Literal["valid", "test"] = "test"
     """Which part of the data."""
 
@@ -61,8 +61,6 @@ class EvalOptions(RunOptions):
 class TableOptions(RunOptions):
     """One run, or a table of many."""
 
-    workdir: str | None = None
-    """Folder of a run."""
     table: str | None = None
     """A folder of runs, at any depth; prints a table of them."""
     picture: str | None = None

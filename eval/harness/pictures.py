@@ -99,15 +99,9 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 def label_points(
     axes: Axes, points: Sequence[tuple[str, float, float, str]], *, gap: float, fontsize: float = 10
 ) -> None:
-    """Writes the names of points to the right of the axes at their heights, with lines that lead there, so that the
-    picture needs no legend.
-
-    Args:
-      axes: with their final scales and limits.
-      points: for each a name, x, y, and the colour of its name.
-      gap: the least distance between two names, in heights of the axes.
-      fontsize: of the names.
-    """
+    """Writes the names of points (name, x, y, colour) to the right of the axes at their heights, with lines that lead
+    there, so that the picture needs no legend. The axes have their final scales and limits; `gap` is the least distance
+    between two names, in their heights."""
     to_axes = axes.transScale + axes.transLimits
     heights = [float(to_axes.transform((x, y))[1]) for _, x, y, _ in points]
     for (name, x, y, colour), height in zip(points, spread(heights, gap, 0.01, 0.99)):

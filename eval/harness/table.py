@@ -39,12 +39,8 @@ class Table:
             print(self, flush=True)
 
     def for_terminal(self, *, left: int = 1, sections: bool = False) -> RichTable:
-        """The table as rich draws it.
-
-        Args:
-          left: how many columns are names, to be aligned left. The others are numbers.
-          sections: whether to part rows whose first cells differ.
-        """
+        """The table as rich draws it, with so many columns of names on the left. `sections` parts rows whose first
+        cells differ."""
         table = RichTable(
             title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
         )

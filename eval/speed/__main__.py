@@ -1,11 +1,8 @@
 """Times attention side by side: python -m eval.speed.
 
 Every candidate is checked before it is timed: functions against a float64 reference on a sample of rows, layers for
-finite results and for decoding that gives what the forward pass gives. A wrong result gets no number.
-
-The tables show the fastest round and how many times as fast it is as the base (PyTorch's full causal attention for
-functions, or this package's if PyTorch is not installed; a layer of full attention for layers). Ctrl-C or SIGTERM
-prints, writes and draws what was measured so far.
+finite results and for decoding that gives what the forward pass gives. The tables show the fastest round and how many
+times as fast it is as the base. Ctrl-C or SIGTERM prints, writes and draws what was measured so far.
 
 With --generation the command times a whole network that generates (`eval.speed.generation`), and with --tracing what
 calls cost before they run (`eval.speed.tracing`).
@@ -32,7 +29,6 @@ from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the tables; see the module's text and --help."""
     if "--generation" in argv:
         return generation.run([argument for argument in argv if argument != "--generation"])
     if "--tracing" in argv:
@@ -57,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
             for level, rows in measured.items():
                 for length in options.lengths:
                     cases = LEVELS[level].cases(options, length)
-                    measure(cases, length, rows, progress, label=level, **report.limits(options))
+                    measure(cases, length, rows, progress, label=level, **options.limits)
     finally:
         _report(measured, options, console, path, pictures)
     wrong = [

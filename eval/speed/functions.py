@@ -16,15 +16,8 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.diag import diag_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.recurrent.delta import (
-    delta_rule,
-    gated_delta_rule,
-    gated_delta_rule_2,
-    kimi_delta_rule,
-    rwkv7_attention,
-)
+from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.sorting.native_sparse import compression_blocks, native_sparse_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
@@ -34,10 +27,8 @@ from eval.speed.references import (
     LOG_DECAY,
     Arrays,
     Level,
-    delta_reference,
-    linear_reference,
-    native_sparse_reference,
-    softmax_reference,
+    attention_reference,
+    recurrence_reference,
 )
 
 
@@ -98,56 +89,6 @@ def _mlr_dense(options: SpeedOptions, query: jax.Array, key: jax.Array, value: j
     return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
 
 
-def _native_sparse(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    short_key, short_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
-    gates = jnp.full((*query.shape[:3], 3), 1 / 3, query.dtype)
-    return native_sparse_attention(query, key, value, short_key, short_value, gates, window=options.window)
-
-
-def _feature_log_decay(options: SpeedOptions) -> np.ndarray:
-    """Ranges from a state that keeps a feature to one that forgets it within a few tokens."""
-    return -np.geomspace(1e-3, 1.0, options.head_dim)
-
-
-def _erased(options: SpeedOptions) -> np.ndarray:
-    """What a token erases by key feature; it writes the reverse by value feature."""
-    return np.linspace(0.1, 0.9, options.head_dim)
-
-
-def _written(options: SpeedOptions) -> np.ndarray:
-    return _erased(options)[::-1]
-
-
-def _by_feature(numbers: np.ndarray, key: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(numbers, jnp.float32), key.shape)
-
-
-def _of_delta(rule: Callable, log_decay: Callable | None = None) -> Callable:
-    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        gates = {"beta": jnp.full(key.shape[:3], BETA, key.dtype)}
-        if log_decay is not None:
-            gates["log_decay"] = log_decay(options, key)
-        return rule(query, key, value, **gates)
-
-    return attend
-
-
-def _gated_delta_2(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    gates = {"erase": _erased, "write": _written, "log_decay": _feature_log_decay}
-    given: Any = {name: _by_feature(gate(options), key) for name, gate in gates.items()}
-    return gated_delta_rule_2(query, key, value, **given)
-
-
-def _rwkv7(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    """Removes and writes under one key, so that it equals the second gated delta rule with other gates."""
-    wide = key.astype(jnp.float32)
-    written = BETA * wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
-    return rwkv7_attention(
-        query, written.astype(key.dtype), value, removal_key=key, learning_rate=jnp.full_like(key, BETA),
-        log_decay=_by_feature(_feature_log_decay(options), key),
-    )  # fmt: skip
-
-
 def _slopes(options: SpeedOptions) -> np.ndarray:
     """RetNet's."""
     return np.log1p(-(2.0 ** (-5.0 - np.arange(options.heads))))[:, None]
@@ -158,37 +99,32 @@ def _constant_decay(options: SpeedOptions) -> np.ndarray:
 
 
 def _feature_decays(options: SpeedOptions) -> np.ndarray:
-    return np.broadcast_to(_feature_log_decay(options), (options.heads, options.head_dim))
+    """Ranges from a state that keeps a feature to one that forgets it within a few tokens."""
+    return np.broadcast_to(-np.geomspace(1e-3, 1.0, options.head_dim), (options.heads, options.head_dim))
 
 
-def _delta_reference(**gates: Any) -> Callable:
-    """`delta_reference` with gates that are numbers or functions of the options."""
+def _recurrence(
+    function: Callable, log_decay: Callable | None = None, *, tokens: bool = True, delta: bool = True
+) -> FunctionCase:
+    """A recurrence with the delta rule or without, whose state decays by (heads, 1) or (heads, features) before each
+    token. The decay is given for each token or once."""
+
+    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        gates = {"beta": jnp.full(key.shape[:3], BETA, key.dtype)} if delta else {}
+        if log_decay is not None:
+            log = jnp.asarray(log_decay(options), jnp.float32)
+            log = log[:, 0] if log.shape[1] == 1 else log
+            log = jnp.broadcast_to(log[None, None], (*key.shape[:2], *log.shape)) if tokens else log
+            gates["log_decay"] = log
+        return function(query, key, value, **gates)
 
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
     ) -> tuple[np.ndarray, ...]:
-        known: dict[str, Any] = {name: x(options) if callable(x) else x for name, x in gates.items()}
-        return delta_reference(options, arrays, rows, tail, **known)
+        decay = 0.0 if log_decay is None else log_decay(options)
+        return recurrence_reference(arrays, rows, tail, decay, delta=delta)
 
-    return reference
-
-
-def _decayed_reference(log_decay: Callable[[SpeedOptions], np.ndarray]) -> Callable:
-    return _delta_reference(log_decay=log_decay, erase=0.0, write=1.0, unit=False)
-
-
-def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
-    """Linear attention with a decay of shape (heads, 1) or (heads, features), given for each token or once."""
-
-    def attend(options: SpeedOptions, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        log = jnp.asarray(log_decay(options), jnp.float32)
-        log = log[:, 0] if log.shape[1] == 1 else log
-        log = jnp.broadcast_to(log[None, None], (*key.shape[:2], *log.shape)) if tokens else log
-        return linear_attention(
-            query, key, value, log_decay=log, is_causal=True, normalize=False, feature_map="identity"
-        )
-
-    return FunctionCase(attend, _decayed_reference(log_decay), growth=1)
+    return FunctionCase(attend, reference, growth=1)
 
 
 def _scan(*, delta: bool) -> Callable:
@@ -216,18 +152,14 @@ def _scan(*, delta: bool) -> Callable:
     return attend
 
 
-_FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
-_LOCAL_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window))
-_DIAG_REFERENCE = softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64))
-_MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
-_GATED_2: dict[str, Any] = {"log_decay": _feature_log_decay, "erase": _erased, "write": _written}
-# What RWKV-7 reads has not decayed.
-_RWKV7: dict[str, Any] = {
-    "log_decay": _feature_log_decay,
-    "erase": lambda options: BETA * np.exp(-_feature_log_decay(options)),
-}
-_GATED = _of_delta(gated_delta_rule, lambda options, key: jnp.full(key.shape[:3], LOG_DECAY, jnp.float32))
-_KIMI = _of_delta(kimi_delta_rule, lambda options, key: _by_feature(_feature_log_decay(options), key))
+_FULL_REFERENCE = attention_reference(lambda options, i, j: j <= i)
+_LOCAL_REFERENCE = attention_reference(lambda options, i, j: (j <= i) & (i - j < options.window))
+_DIAG_REFERENCE = attention_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64))
+_MLR_REFERENCE = attention_reference(lambda options, i, j: j <= i, _mlr_levels)
+_LINEAR_REFERENCE = attention_reference(lambda options, i, j: j <= i, linear=True)
+_LINEAR = functools.partial(linear_attention, is_causal=True, normalize=False, feature_map="identity")
+_GLA = _recurrence(_LINEAR, _feature_decays, delta=False)
+_DELTA = _recurrence(delta_rule)
 
 CASES: dict[str, FunctionCase] = {
     "full": FunctionCase(_causal(full_attention), _FULL_REFERENCE, growth=2),
@@ -235,18 +167,15 @@ CASES: dict[str, FunctionCase] = {
     "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
     "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
     "diag": FunctionCase(_causal(diag_attention), _DIAG_REFERENCE, growth=1),
-    "native_sparse": FunctionCase(_native_sparse, native_sparse_reference, growth=2),
-    "linear": FunctionCase(_causal(linear_attention), linear_reference, growth=1),
-    "retnet": _decayed(_slopes, tokens=False),
-    "mamba2": _decayed(_constant_decay),
-    "gla": _decayed(_feature_decays),
-    "gla_scan": FunctionCase(_scan(delta=False), _decayed_reference(_feature_decays), growth=1),
-    "deltanet": FunctionCase(_of_delta(delta_rule), delta_reference, growth=1),
-    "gated_deltanet": FunctionCase(_GATED, _delta_reference(log_decay=LOG_DECAY), growth=1),
-    "kda": FunctionCase(_KIMI, _delta_reference(log_decay=_feature_log_decay), growth=1),
-    "gated_deltanet_2": FunctionCase(_gated_delta_2, _delta_reference(**_GATED_2), growth=1),
-    "rwkv7": FunctionCase(_rwkv7, _delta_reference(**_RWKV7), growth=1),
-    "deltanet_scan": FunctionCase(_scan(delta=True), delta_reference, growth=1),
+    "linear": FunctionCase(_causal(linear_attention), _LINEAR_REFERENCE, growth=1),
+    "retnet": _recurrence(_LINEAR, _slopes, tokens=False, delta=False),
+    "mamba2": _recurrence(_LINEAR, _constant_decay, delta=False),
+    "gla": _GLA,
+    "gla_scan": dataclasses.replace(_GLA, function=_scan(delta=False)),
+    "deltanet": _DELTA,
+    "gated_deltanet": _recurrence(gated_delta_rule, _constant_decay),
+    "kda": _recurrence(kimi_delta_rule, _feature_decays),
+    "deltanet_scan": dataclasses.replace(_DELTA, function=_scan(delta=True)),
 }
 #: What --references may name.
 REFERENCES = {"jax_nn": FunctionCase(_causal(jax.nn.dot_product_attention), _FULL_REFERENCE, growth=2)}

@@ -1,16 +1,12 @@
 """Generation with a cache: python -m eval.speed --generation.
 
-Compares TLinFormer with the plain decoder of the same parameters.
-
-For each length N of the text so far:
+Compares TLinFormer with the plain decoder of the same parameters. For each length N of the text so far:
   first token  from nothing to the first logits: TLinFormer computes the first block's keys and values and then its
                first miss; the plain decoder reads the text in pieces of 2048 tokens;
   miss         the step with which a window fills: the context and the later blocks' history are recomputed;
   hit          a step inside a window (the plain decoder has no other kind);
   cache        its bytes, for N tokens and one window more.
 Both caches are preallocated and written in place. Their contents do not affect the time, so they are not computed.
-Lines are fitted through the misses and through the hits. --plain in_place concatenated reread also times the plain
-decoder's step as the paper's authors did (`eval.speed.plain_decoders`).
 """
 
 from __future__ import annotations
@@ -28,16 +24,17 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from brl_jax.fields import Count, Length, Positive, Width
+from brl_jax.fields import Count, Length, Natural
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import TLinFormerOptions
+from eval.harness.options import command
 from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
-from eval.speed import generation_pictures, report
+from eval.speed import report
 from eval.speed.measure import Candidate, Case, Program, check_memory, measure
+from eval.speed.options import HeadOptions, MeasureOptions
+from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
@@ -48,50 +45,31 @@ _PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOptions(TLinFormerOptions):
-    """The network and the lengths. The defaults are small; arXiv:2508.20407 has --heads 12 --head_dim 36."""
+class NetworkOptions(HeadOptions):
+    """A TLinFormer (arXiv:2508.20407, which has --heads 12 --head_dim 36) and the plain decoder of its parameters."""
 
-    lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
-    """Tokens of the text so far, multiples of the window."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 32
-    """Size of a head; the width is heads * head_dim."""
+    window: Count = 256
+    """Tokens that share one state of the history (W_og)."""
+    context: Count = 256
+    """Last tokens of the history that represent it in a block's inner layers (W_oh)."""
+    hidden: Natural = 2
+    """Layers of a block between its first and its last (H)."""
     layers: Count = 8
-    """Layers in all, of both networks."""
+    """Layers in all."""
     vocabulary: Count = 50257
     """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation and the cache."""
-    plain: tuple[Plain, ...] = ("in_place",)
-    """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
-    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
-    --plain."""
-    repeats: Count = 3
-    """Rounds; the fastest counts."""
-    patience: Positive = 30.0
-    """Seconds after which a slow case sits out the remaining rounds (it runs at least two)."""
-    limit: Positive = 300.0
-    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
-    json: str | None = None
-    """File to write the rows and lines to, as one JSON object."""
-    pictures: str | None = None
-    """Folder to draw the pictures in, as panels of one file."""
-
-    def __post_init__(self):
-        if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
-            raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 
     def model(self, name: str) -> DecoderLM:
         """The network of a row, with the feed-forward width of TLinFormer (arXiv:2508.20407)."""
-        width = self.heads * self.head_dim
         mechanism = TLinFormerConfig(self.window, self.context, self.hidden)
         return DecoderLM(
             DecoderConfig(
                 num_layers=self.layers,
-                d_model=width,
+                d_model=self.width,
                 num_heads=self.heads,
-                d_ff=math.ceil(8 * width / 3 / 256) * 256,
+                d_ff=math.ceil(8 * self.width / 3 / 256) * 256,
                 ffn="swiglu",
                 use_bias=True,
                 ffn_bias=False,
@@ -102,10 +80,28 @@ class GenerationOptions(TLinFormerOptions):
         )
 
 
-def run(argv: Sequence[str]) -> None:
-    """Prints the table and the lines; see the module's text and --generation --help."""
-    about = "Times generation with a cache: TLinFormer and a plain decoder."
-    options = parse_options(GenerationOptions(), argv, prog="python -m eval.speed --generation", about=about)
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions(NetworkOptions, MeasureOptions):
+    """The networks and the lengths."""
+
+    lengths: tuple[Length, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
+    """Tokens of the text so far, multiples of the window."""
+    plain: tuple[Plain, ...] = ("in_place",)
+    """Measure the plain decoder too: with a cache that its steps write in place, one that each step copies into a
+    longer one, or one that keeps queries, keys and values while each step computes the rows of all tokens again; none:
+    --plain."""
+
+    def __post_init__(self):
+        if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
+            raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
+
+
+@command(
+    GenerationOptions(head_dim=32, repeats=3, patience=30.0, limit=300.0),
+    "eval.speed --generation",
+    "Times generation with a cache: TLinFormer, a plain decoder.",
+)
+def run(options: GenerationOptions) -> None:
     path = json_path(options.json)
     if options.pictures is not None:
         make_folder(Path(options.pictures))
@@ -119,7 +115,7 @@ def run(argv: Sequence[str]) -> None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in options.lengths:
                 cases = _cases(options, params, length)
-                measure(cases, length, rows, progress, label="generation", **report.limits(options))
+                measure(cases, length, rows, progress, label="generation", **options.limits)
     finally:
         console.print(_table(rows, options).for_terminal())
         fitted = lines(rows)
@@ -129,13 +125,13 @@ def run(argv: Sequence[str]) -> None:
                 f"R^2 {line['r_squared']:.4f}, over n = {line['from']}..{line['to']}",
                 highlight=False,
             )
-        for text in report.note_lines([{"level": "generation", **row} for row in rows]):
+        rows = [{"level": "generation", **row} for row in rows]
+        for text in report.note_lines(rows):
             console.print(text, highlight=False, soft_wrap=True)
         if path is not None:
             report.write_json(path, rows, options, lines=fitted)
-        if options.pictures is not None and rows:
-            path = generation_pictures.draw(rows, Path(options.pictures))
-            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+        for picture in draw(rows, 1, Path(options.pictures)) if options.pictures is not None else ():
+            console.print(f"drew {picture}", highlight=False, soft_wrap=True)
 
 
 def _parameters(options: GenerationOptions) -> Any:
@@ -206,18 +202,7 @@ class _CarriedCache:
 
 
 def _at(cache: Any, **places: int) -> Any:
-    """A cache with the arrays of these names filled with these numbers.
-
-    Raises:
-      KeyError: the cache lacks one of these arrays.
-    """
-    found = {
-        jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(cache)
-    }
-    if not found >= set(places):
-        raise KeyError(
-            f"the cache has no {', '.join(sorted(set(places) - found))}, only {', '.join(sorted(found))}"
-        )
+    """A cache with the arrays of these names filled with these numbers."""
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path[-1:], simple=True)
@@ -337,13 +322,12 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
 
 
 def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
-    width = options.heads * options.head_dim
     others = {CONCATENATED: "concatenated", REREAD: "reread"}
     others = {name: title for name, title in others.items() if any(row["name"] == name for row in rows)}
     table = Table(
         "n", "tlin first", "plain first", "miss", "hit", "plain step", *others.values(), "tlin MiB", "plain MiB",
         "cache",
-        title=f"generation, {options.layers} layers of width {width}, {options.dtype}, "
+        title=f"generation, {options.layers} layers of width {options.width}, {options.dtype}, "
         f"on {jax.devices()[0].device_kind}: seconds for the first token, milliseconds a step",
     )  # fmt: skip
     for length in options.lengths:

@@ -22,14 +22,12 @@ class Level(NamedTuple):
       names: what --mechanisms may name.
       title: of its tables, with the fields and properties of the options.
       has_torch: whether PyTorch has a row, which the others are then compared with.
-      is_network: whether the cases are whole networks, which have one picture each.
     """
 
     cases: Callable[[SpeedOptions, int], list[Case]]
     names: tuple[str, ...]
     title: str
     has_torch: bool = False
-    is_network: bool = False
 
 
 LEVELS = {
@@ -38,29 +36,16 @@ LEVELS = {
     ),
     "layers": Level(layers.cases, tuple(MECHANISMS), "one transformer layer of width {0.width}"),
     "encoders": Level(
-        encoders.cases,
-        encoders.NAMES,
-        f"encoders of {encoders.NUM_LAYERS} layers of width {{0.width}}",
-        True,
-        True,
+        encoders.cases, encoders.NAMES, f"encoders of {encoders.NUM_LAYERS} layers of width {{0.width}}", True
     ),
     "classifiers": Level(
-        training.classifiers,
-        network_names(),
-        "classifiers of width {0.width}, inference and training",
-        is_network=True,
+        training.classifiers, network_names(), "classifiers of width {0.width}, inference and training"
     ),
     "encoder_decoders": Level(
-        training.encoder_decoders,
-        training.ENCODER_DECODERS,
-        "encoder-decoders of width {0.width}, training",
-        is_network=True,
+        training.encoder_decoders, training.ENCODER_DECODERS, "encoder-decoders of width {0.width}, training"
     ),
     "decoders": Level(
-        training.decoders,
-        training.DECODERS,
-        "decoders of width {0.width}, inference and training",
-        is_network=True,
+        training.decoders, training.DECODERS, "decoders of width {0.width}, inference and training"
     ),
 }
 
@@ -80,11 +65,6 @@ class CheckedOptions(SpeedOptions):
             raise ValueError(
                 f"mechanisms of the level {self.levels[0]} must be out of {', '.join(first.names)}, "
                 f"got {', '.join(self.mechanisms)}"
-            )
-        drawn = ["layers", *(name for name, level in LEVELS.items() if level.is_network)]
-        if self.pictures is not None and not set(drawn) & set(self.levels):
-            raise ValueError(
-                f"pictures are of {', '.join(drawn)}: levels must have one of them, got {', '.join(self.levels)}"
             )
 
 

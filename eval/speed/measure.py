@@ -208,34 +208,21 @@ def measure(
     candidates: dict[str, Candidate] = {}
     notes: dict[str, str] = {}
     task = progress.add_task("", total=len(cases))
-    earlier = list(rows)
-
-    def prepare(case: Case) -> None:
-        progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
-        try:
-            check_patience(case, length, earlier, limit)
-            candidate = case.make()
-            candidate.warm_up()
-            candidates[case.name] = candidate
-        except NoNumber as reason:
-            notes[case.name] = str(reason)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            notes[case.name] = "no room: ran out of memory"
-        finally:
-            progress.advance(task)
-
-    def report(name: str) -> None:
-        if name in candidates:
-            rows.append(as_row(length, name, candidates[name]))
-        else:
-            rows.append({"length": length, "name": name, "note": notes[name]})
-        progress.console.print(f"{label}, {row_line(rows[-1])}", highlight=False, soft_wrap=True)
-
     try:
         for case in cases:
-            prepare(case)
+            progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
+            try:
+                check_patience(case, length, rows, limit)
+                candidate = case.make()
+                candidate.warm_up()
+                candidates[case.name] = candidate
+            except NoNumber as reason:
+                notes[case.name] = str(reason)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                notes[case.name] = "no room: ran out of memory"
+            progress.advance(task)
         progress.reset(task, total=repeats * len(candidates))
         for i in range(repeats):
             if not progress.console.is_terminal:  # where nobody sees a bar
@@ -248,10 +235,13 @@ def measure(
                     candidate.measure()
                 progress.advance(task)
     finally:
-        reported = {row["name"] for row in rows[len(earlier) :]}
-        for name in (*candidates, *notes):
-            if name not in reported:
-                report(name)
+        found = [as_row(length, name, candidate) for name, candidate in candidates.items()]
+        for row in (
+            *found,
+            *({"length": length, "name": name, "note": note} for name, note in notes.items()),
+        ):
+            rows.append(row)
+            progress.console.print(f"{label}, {row_line(row)}", highlight=False, soft_wrap=True)
         progress.remove_task(task)
 
 

@@ -62,9 +62,6 @@ def network(name: str, *, length: int, size: int | None = None) -> Network:
 
     A mechanism has its default configuration, except for fields that follow the length and, with a `size`, for fields
     that count tokens, such as the width of a window or the number of compressed tokens.
-
-    Raises:
-      KeyError: the name is not in `network_names`.
     """
     if name == CONTROL:
         return Network(LocalConfig(window=1))

@@ -1,9 +1,9 @@
-"""The options of eval.speed. `eval.speed.levels.check` compares their names with what there is to time."""
+"""The options of eval.speed. `eval.speed.levels.CheckedOptions` compares names with what there is to time."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -12,7 +12,43 @@ from brl_jax.layers import Dimensions
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedOptions(Checked):
+class MeasureOptions(Checked):
+    """How long to measure, and where the results go."""
+
+    repeats: Count = 7
+    """Rounds; the fastest counts."""
+    patience: Positive = 20.0
+    """Seconds after which a slow candidate sits out the remaining rounds (it runs at least two)."""
+    limit: Positive = 120.0
+    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
+    json: str | None = None
+    """File to write the results to, as one JSON object."""
+    pictures: str | None = None
+    """Folder to draw pictures in."""
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The arguments of `eval.speed.measure.measure`."""
+        return {"repeats": self.repeats, "patience": self.patience, "limit": self.limit}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions(Checked):
+    """The width of calls and networks."""
+
+    heads: Width = 4
+    """Heads of query, key and value."""
+    head_dim: Width = 64
+    """Features of a head; a network's width is heads * head_dim."""
+
+    @property
+    def width(self) -> int:
+        """Width of a network."""
+        return self.heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedOptions(MeasureOptions, HeadOptions):
     """What to time. All cases are self-attention, and causal if the mechanism has a causal form."""
 
     lengths: tuple[Length, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -27,20 +63,10 @@ class SpeedOptions(Checked):
     train.copy)."""
     window: Count = 256
     """Keys that a query of a local function sees, its own included; layers have their own defaults."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 64
-    """Features of a head; a layer's model width is heads * head_dim."""
     batch: Rows = 1
     """Sequences in a batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the computation."""
-    repeats: Count = 7
-    """Rounds; the fastest counts."""
-    patience: Positive = 20.0
-    """Seconds after which a slow candidate sits out the remaining rounds (it runs at least two)."""
-    limit: Positive = 120.0
-    """Skips a case if a round would take longer, in seconds, judging by a shorter length."""
     fit_from: Count = 2048
     """Shortest length used in fitting exponents; all lengths if fewer than two remain."""
     torch: bool = True
@@ -48,10 +74,6 @@ class SpeedOptions(Checked):
     references: tuple[str, ...] = ()
     """More rows for the functions: jax_nn (full attention by jax.nn.dot_product_attention, whose matrix of all pairs
     must fit into a CPU's memory)."""
-    json: str | None = None
-    """File to write the rows and exponents to, as one JSON object."""
-    pictures: str | None = None
-    """Folder to draw five pictures of the layers in, and one of each level of whole networks."""
 
     def __post_init__(self):
         if not self.lengths:
@@ -66,11 +88,6 @@ class SpeedOptions(Checked):
     def wants(self, name: str) -> bool:
         """Whether a mechanism is to be timed."""
         return not self.mechanisms or name in self.mechanisms
-
-    @property
-    def width(self) -> int:
-        """Width of a network."""
-        return self.heads * self.head_dim
 
     def dimensions(self, *, is_causal: bool) -> Dimensions:
         """Dimensions of a network's layers."""

@@ -21,11 +21,6 @@ from train.engine.storage import write_whole
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 
 
-def limits(options: Any) -> dict[str, Any]:
-    """How long to measure."""
-    return {"repeats": options.repeats, "patience": options.patience, "limit": options.limit}
-
-
 def complete(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[dict]:
     """The rows of a level with what follows from them: ratios to the base's time, tokens per second."""
     bases = {row["length"]: row for row in rows if row["name"] == base_name(level, options)}

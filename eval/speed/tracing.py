@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import brl_jax as bj
-from brl_jax.fields import Checked, Count, Length, Width
+from brl_jax.fields import Count, Length
 from brl_jax.layers import LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.output import json_path
+from eval.harness.options import command
 from eval.harness.table import Table
-from eval.speed import report
-from train.cli.options import parse_options
+from eval.speed.options import HeadOptions
 
 #: What the ratios are to.
 BASE = "jax.nn.dot_product_attention"
@@ -35,23 +34,17 @@ _PACKAGES = ("brl_jax", "pallas_kernels")
 
 
 @dataclasses.dataclass(frozen=True)
-class TracingOptions(Checked):
+class TracingOptions(HeadOptions):
     """The shapes of the calls. Tracing does not read them, but long sequences take other forms than short ones."""
 
     length: Length = 1024
     """Tokens."""
     window: Count = 256
     """Keys that a query of a local function sees."""
-    heads: Width = 4
-    """Heads of query, key and value."""
-    head_dim: Width = 64
-    """Features of a head."""
     repeats: Count = 3
     """Rounds; the fastest counts."""
     functions: tuple[str, ...] = ()
     """Rows to measure besides the first; all if empty."""
-    json: str | None = None
-    """File to write the rows to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +69,16 @@ def rows(options: TracingOptions) -> Iterator[Row]:
             yield _measure(name, True, _gradient(function, len(arrays)), arrays, options.repeats)
 
 
-def run(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
-    about = "What calls cost before they run: seconds to trace and to lower, calls and operations."
-    options = parse_options(TracingOptions(), argv, prog="python -m eval.speed --tracing", about=about)
-    path = json_path(options.json)
+@command(
+    TracingOptions(),
+    "eval.speed --tracing",
+    "What calls cost before they run: seconds to trace and to lower, calls and operations.",
+)
+def run(options: TracingOptions) -> None:
     table = Table("", "trace, s", "of jax.nn", "lower, s", "of jax.nn, both", "calls", "operations")
     bases: dict[bool, Row] = {}
-    measured = []
     for row in rows(options):
         base = bases.setdefault(row.gradient, row)
-        measured.append(dataclasses.asdict(row))
         table.add(
             row.name + (", gradient" if row.gradient else ""),
             f"{row.trace:.3f}",
@@ -97,8 +89,6 @@ def run(argv: Sequence[str]) -> None:
             row.operations,
         )
     table.show()
-    if path is not None:
-        report.write_json(path, measured, options)
 
 
 def library_calls(function: Callable[[], Any]) -> int:

@@ -1,14 +1,9 @@
 """Whole networks, inference and a training step: classifiers, encoder-decoders and decoders in the papers' settings.
 
-Classifiers (TransNormer, arXiv:2210.10340, table 7) have every mechanism that has a bidirectional form. The paper has
---heads 2 --head_dim 32 --lengths 1024 2048 3072 4096 5120. Encoder-decoders (BRL-Attention, OpenReview Vpyg3fqXbl,
-figure 5) are the presets `figure5-NAME` of `train.copy`; the paper has --heads 8 --head_dim 64 --batch 16. Decoders
-(BRL-Attention, tables 6 and 7) are presets `wikitext103-NAME` of `train.lm`: "brl-paper" has one block of the row's
-length and as long a history, as section A.2 says, and "brl" is our own form. The paper has --heads 8 --head_dim 64
---lengths 128 256 512 1024 2048 3072 4096.
-
-The training steps of train.lra, train.copy and train.lm are forward and backward pass and the optimiser. Inference is
-the loss without gradients.
+Classifiers (TransNormer, arXiv:2210.10340, table 7) have every mechanism that has a bidirectional form.
+Encoder-decoders (BRL-Attention, OpenReview Vpyg3fqXbl, figure 5) are the presets `figure5-NAME` of `train.copy`.
+Decoders (tables 6 and 7) are presets `wikitext103-NAME` of `train.lm`: "brl-paper" has one block of the row's length
+and as long a history, as section A.2 says, and "brl" is our own form. Inference is the loss without gradients.
 """
 
 from __future__ import annotations
@@ -99,7 +94,7 @@ def classifiers(options: SpeedOptions, length: int) -> list[Case]:
     """The classifiers of the named networks at one length, on the same inputs."""
 
     def make(chosen: Network) -> Candidate:
-        return classifier(_classifier_config(chosen, options, length))
+        return candidate(LRA, LRA.sized(_classifier_config(chosen, options, length)))
 
     named = {name: network(name, length=length) for name in network_names() if options.wants(name)}
     return [
@@ -120,11 +115,6 @@ def _classifier_config(chosen: Network, options: SpeedOptions, length: int) -> l
     data = dataclasses.replace(preset.data, length=length, buckets=(length,))
     loop = dataclasses.replace(preset.loop, batch=options.batch)
     return dataclasses.replace(preset, model=model, data=data, loop=loop)
-
-
-def classifier(config: lra_config.LraConfig, *, inference: bool = True) -> Candidate:
-    """The programs of a classifier, see `candidate`, on tokens without padding."""
-    return candidate(LRA, LRA.sized(config), inference=inference)
 
 
 def encoder_decoders(options: SpeedOptions, length: int) -> list[Case]:

@@ -1,18 +1,10 @@
 """Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png].
 
 The held-out loss of runs of train.lm against the floating-point operations of their training: the axis of figures 4b
-and 14 of arXiv:2509.07963. The presets `chars-NAME` all take the same number of operations, and so do
-`owt-chars-NAME`. The operations are counted in one of two ways:
-
-    --count formulas  pair by pair (`train.tasks.decoder_flops`): full, MLR, global-window and sliding-window attention
-    --count program   the matrix products that the network's XLA implementation traces to, masked parts of blocks
-                      included: any mechanism
-
---workdir DIR prints a JSON object of one run: `flops_per_token` of training, the `attention_share` that scores and
-values have in it (by formulas), `tflop` of the whole run, `loss` at its end, and the `curve` of losses while training
-(step, tokens, tflop, loss). `whole` says whether a loss covers all held-out text, as at the end of training, or only
-its beginning. --table prints a row for each group of runs that differ only in their seed, and --picture draws them over
-the tokens and over the operations of training. If some runs have a loss of all held-out text, the others are left out.
+and 14 of arXiv:2509.07963. --count formulas counts them pair by pair (`train.tasks.decoder_flops`), --count program in
+the matrix products that the network's XLA implementation traces to, masked parts of blocks included. `whole` says
+whether a loss covers all held-out text, as at the end of training, or only its beginning. If some runs of a table have
+a loss of all held-out text, the others are left out.
 """
 
 from __future__ import annotations
@@ -46,11 +38,7 @@ class ComputeOptions(TableOptions):
 
 
 def losses(workdir: str) -> list[tuple[int, float]]:
-    """The steps and the held-out losses of a run's evaluations while training.
-
-    Raises:
-      UserError: the run's metrics are missing, or it was never evaluated.
-    """
+    """The steps and the held-out losses of a run's evaluations while training."""
     found = [(line["step"], line["val_loss"]) for line in read_metrics(workdir) if "val_loss" in line]
     if not found:
         raise UserError(f"--workdir: {workdir} has no evaluation")
@@ -58,11 +46,7 @@ def losses(workdir: str) -> list[tuple[int, float]]:
 
 
 def _by_formulas(run: Run) -> tuple[float, float]:
-    """Operations of training on a token, and their share in scores and values.
-
-    Raises:
-      UserError: a mechanism of the network has no formula.
-    """
+    """Operations of training on a token, and their share in scores and values."""
     try:
         parts = decoder_multiplications(run.config.model, run.config.loop.length)
     except ValueError as error:

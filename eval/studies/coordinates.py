@@ -1,13 +1,8 @@
 """How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS].
 
-The coordinate check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1): one decoder at several widths takes a
-few steps at one learning rate, in the standard parametrisation and in muP. After each step, how far have the
-activations of a fixed batch moved from their first values (root mean square over tokens and features)? Under muP the
-distance is the same at every width; in the standard parametrisation it grows with the width, and the best learning
-rate falls.
-
-Prints a JSON object for each parametrisation: `change` (for each activation and width, a list over the
-steps) and `slope` (for each activation, the power of the width that fits the last step; 0 is flat).
+The coordinate check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1; docs/mup.md). Prints a JSON object for
+each parametrisation: `change` (for each activation and width, a list over the steps of how far it has moved from its
+first values, root mean square) and `slope` (for each activation, the power of the width that fits the last step).
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from brl_jax.fields import Count, Length, Positive, Rows, Steps, Width
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -197,10 +192,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     CoordinateOptions(),
     "eval.coordinates",
     "How activations grow with the width in the first steps, with muP and without.",
     lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
     draw,
-).main
+)

@@ -10,21 +10,10 @@ the outputs O, the values V, c_1 = max_i |dL / dO_i|, c_2 = max_j |V_j| and c_3 
                          sqrt(n) c_1 c_2 / (4 c_3)      linear         (48)
                          3 c_1 c_2 d / (2 sqrt(eps))    NormAttention  (15)
 
-Here both sides are measured on the layers of trained language models: the gradients by automatic differentiation of the
-mean loss of a row, for every pair that a token sees, with c_1, c_2 and c_3 of each row, layer and head. In
-NormAttention d is the width of the merged heads, over which it normalises, O_i is the normalised row before the learned
-scale, and c_1 covers all heads. Linear attention with rotary positions has no bound, because it rotates its scores but
-not its denominator.
-
-Prints a JSON object for each run: for each layer, or each of two mechanisms that share it, the `kind` of its attention,
-the `largest` and the `median` of |dL / ds_ij| / (c_1 c_2), the smallest `bound` on it, and `share_of_bound`, the
-greatest of the measured values over their own bounds; `relative`, the largest |s_ij dL / ds_ij| / (c_1 c_2), the
-gradient by the logarithm of a score, which does not depend on the scores' size (of softmax attention, whose score is
-that logarithm, the same as `largest`); `entry`, `entry_bound` and `entry_share`, the largest |dp_ij / ds_ik|, the
-largest bound (9) or (11) on it, and the greatest ratio of the two (null for NormAttention, which has no p);
-`smallest_score`, c_3 (linear attention only); and for NormAttention `share_of_row_bound`, which replaces (15) by
-|dL / dO_i| |V_j| / sqrt(sigma_i^2 + eps): the tighter bound with the norm of the matrix (52) and each row's mean square
-sigma_i^2.
+In NormAttention d is the width of the merged heads, over which it normalises, O_i is the normalised row before the
+learned scale, and c_1 covers all heads. Linear attention with rotary positions has no bound, because it rotates its
+scores but not its denominator. `share_of_row_bound` replaces (15) by |dL / dO_i| |V_j| / sqrt(sigma_i^2 + eps): the
+tighter bound with the norm of the matrix (52) and each row's mean square sigma_i^2.
 """
 
 from __future__ import annotations
@@ -58,7 +47,7 @@ from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.studies.locality import layer_weights
@@ -254,11 +243,7 @@ def summary(kind: Kind, g: LayerGradients, epsilon: float) -> tuple[dict[str, An
 
 
 def measure_run(options: BoundOptions, workdir: str) -> Measured:
-    """The JSON object of one run, and for the picture the sizes of the gradients of all pairs.
-
-    Raises:
-      UserError: the run does not exist, or no layer of it has bounds.
-    """
+    """The JSON object of one run, and for the picture the sizes of the gradients of all pairs."""
     run = open_run([LM], workdir, options.checkpoint)
     config = run.config.model
     kinds = [kinds_of(mechanism, config.dimensions) for mechanism in config.mechanisms]
@@ -315,10 +300,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     BoundOptions(),
     "eval.gradient_bounds",
     "Gradients by attention scores and their bounds.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

@@ -1,10 +1,8 @@
 """How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
-Reads what `train.lm` or `train.mlm` with `--log_gradient_std True` wrote to metrics.jsonl: the relative standard
-deviation of the gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2). Prints a JSON object
-for each run, with the values at its last step, and draws how they developed. In a short run the first steps decide this
-number, because their gradients are several times as large as all later ones: --after N also prints `grad_rsd_after`,
-which counts the norms of the whole gradient at the steps after N.
+Reads the relative standard deviation of the gradients' norms (TransNormer, arXiv:2210.10340, table 2) that training
+with `--log_gradient_std True` wrote. In a short run the first steps decide this number, because their gradients are
+several times as large as all later ones: --after N counts the steps after N.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import Natural
 from eval.harness.options import PictureOptions
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import run_labels
 from train.cli.summary import mechanism_names
@@ -44,11 +42,7 @@ class GradientStdOptions(PictureOptions):
 
 
 def read_curves(workdir: str) -> dict[str, list[float]]:
-    """The steps of a run and the values logged at each.
-
-    Raises:
-      UserError: the run does not exist, or it did not log them.
-    """
+    """The steps of a run and the values logged at each."""
     lines = [line for line in read_metrics(workdir) if "grad_rsd" in line]
     if not lines:
         raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std True")
@@ -56,11 +50,7 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
 
 
 def last_values(workdir: str, after: int = 0) -> dict[str, Any]:
-    """The JSON object of one run: the values at its last step and, with `after`, over the later steps.
-
-    Raises:
-      UserError: the run does not exist, did not log them, or ends before `after`.
-    """
+    """The JSON object of one run: the values at its last step and, with `after`, over the later steps."""
     _, config = read_config([LM, MLM], epath.Path(workdir) / "config.json")
     curves = read_curves(workdir)
     last = {name: curves[name][-1] for name in ("step", *_TITLES)}
@@ -89,10 +79,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     GradientStdOptions(),
     "eval.gradient_std",
     "How much the gradients of runs varied.",
     lambda options: (last_values(folder, options.after) for folder in options.workdir),
     draw,
-).main
+)

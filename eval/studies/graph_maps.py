@@ -1,18 +1,10 @@
 """What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png].
 
-Two figures of BRL-Attention (OpenReview Vpyg3fqXbl, appendix C), by the network of the runs, which are of train.graph:
-
-"tokens" (figure 12): the attention among the tokens of a node's list in each layer, averaged over heads and test nodes:
-local attention plus the reconstructed regularizer score of BRL (S_prop S_comp, see eval.regularizer).
-"nodes" (figure 13): the network's outputs for nodes, in two dimensions by t-SNE, coloured by class. Grey lines are the
-strongest pairs of the first layer's attention, one for each node; red lines are the pairs that BRL's compressed tokens
-connect, and black points the compressed tokens, each at the weighted mean of the nodes that it reads. The network reads
-a sample of the nodes as one set, because the maps of all pairs of 10,000 nodes would take gigabytes.
-
-Prints a JSON object for each run, with these means over heads and existing tokens for each layer: the row sums of the
-attention ("local") and of the absolute regularizer score ("row_sum_absolute"), the share of the latter outside the
-window ("beyond_window"), and if nodes attend to nodes the shares of both that connect nodes of different classes
-("across_classes_local", "across_classes"; equal weights would give "across_classes_of_all_pairs").
+Figure 12 of BRL-Attention (OpenReview Vpyg3fqXbl, appendix C) for runs on lists of tokens, figure 13 for runs on sets
+of nodes, whose outputs are drawn in two dimensions by t-SNE, coloured by class. Grey lines are the strongest pairs of
+the first layer's attention, one for each node; red lines are the pairs that BRL's compressed tokens connect, and black
+points the compressed tokens, each at the weighted mean of the nodes that it reads. The network reads a sample of the
+nodes as one set, because the maps of all pairs of 10,000 nodes would take gigabytes.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from matplotlib.figure import Figure
 from brl_jax.fields import MOST, Range
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
 from eval.harness.options import PictureOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, open_run
 from eval.studies.locality import layer_weights
@@ -128,11 +120,7 @@ def across_classes(weights: Float[np.ndarray, "n n"], classes: Int[np.ndarray, "
 
 
 def look(run: Run, options: GraphMapsOptions) -> Looked:
-    """Reads a run's nodes.
-
-    Raises:
-      UserError: the network has no attention, or its nodes may have several classes, which cannot be drawn.
-    """
+    """Reads a run's nodes."""
     config = run.config
     network = config.model.network
     if network not in ("tokens", "nodes"):
@@ -268,6 +256,4 @@ def _lines(axes: Axes, places: np.ndarray, weights: np.ndarray, colour: str) -> 
         axes.plot(*zip(start, end), color=colour, linewidth=0.3, alpha=0.6, zorder=1)
 
 
-main = Study(
-    GraphMapsOptions(), "eval.graph_maps", "What transformers on graphs attend to.", measure, draw
-).main
+main = study(GraphMapsOptions(), "eval.graph_maps", "What transformers on graphs attend to.", measure, draw)

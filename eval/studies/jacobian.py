@@ -5,13 +5,9 @@ x_p the p-th row that enters the first layer (token and position) and y_i the i-
 
     s(i, p) = |d y_i / d x_p|_F / sqrt(D),
 
-which is 1 for an output that is its own input. `probes` random directions of y_i estimate the Frobenius norm, with one
-backward pass each: E |v^T J|^2 = |J|_F^2 for a vector v of unit normal numbers. The command prints the root mean square
-over positions i and sequences, by the distance |i - p|. Proposition 2.2: sliding windows alone pass nothing on beyond
-`reach`, so that s is exactly 0 there; proposition 2.7: compressed tokens connect every pair that their histories cover.
-
-Prints a JSON object for each run: `sensitivity` for each range of distances, `reach` of the windows without
-compressed tokens, and `farthest`, the greatest distance with a sensitivity other than 0.
+which is 1 for an output that is its own input. Random directions of y_i estimate the Frobenius norm, with one backward
+pass each: E |v^T J|^2 = |J|_F^2 for a vector v of unit normal numbers. The command prints the root mean square over
+positions i and sequences, by the distance |i - p|.
 """
 
 from __future__ import annotations
@@ -31,14 +27,17 @@ from matplotlib.figure import Figure
 from brl_jax.fields import Count, Rows, Seed
 from brl_jax.models.stack import Stack
 from eval.harness.options import StudyOptions
-from eval.harness.output import Study
+from eval.harness.output import each_run, study
 from eval.harness.pictures import legend_outside, line_styles, panels, plain_log_axis
 from eval.harness.runs import first_rows, open_run, run_labels
-from eval.tasks.reach import window_reach
+from eval.tasks.context import window_reach
 from train.cli.summary import mechanism_names
 from train.engine.errors import UserError
 from train.engine.step import Objective
 from train.tasks.every import TASKS
+
+# Random directions of each output.
+_PROBES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +48,13 @@ class JacobianOptions(StudyOptions):
     """Sequences to read, the first of the split."""
     positions: Count = 16
     """Outputs of each sequence to measure, spaced evenly up to the last token."""
-    probes: Count = 4
-    """Random directions of each output."""
     seed: Seed = 0
     """Seed of the random directions."""
 
 
 def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
     """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
-
-    Args:
-      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
-
-    Raises:
-      UserError: the network does not call one stack once.
-    """
+    `moved` (B, T, D) is added to the stack's input."""
     seen: list[tuple[Array, Array]] = []
 
     def intercept(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -137,11 +128,7 @@ def by_distance(
 
 
 def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
-    """The JSON object of one run.
-
-    Raises:
-      UserError: the run does not exist, or its network has more than one stack of layers.
-    """
+    """The JSON object of one run."""
     run = open_run(list(TASKS.values()), workdir, options.checkpoint)
     objective = run.task.objective(run.model, run.config)
     batch = first_rows(run, options.split, options.sequences)
@@ -153,9 +140,7 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
         lengths = batch["lengths"].reshape(-1) + extra
     places = spaced_places(lengths, options.positions)
     squares = jax.jit(
-        lambda params, batch, places, key: sensitivities(
-            objective, params, batch, places, options.probes, key
-        )
+        lambda params, batch, places, key: sensitivities(objective, params, batch, places, _PROBES, key)
     )(run.params, batch, jnp.asarray(places), jax.random.key(options.seed))
     ranges, farthest = by_distance(np.asarray(squares), places, lengths)
     return {
@@ -196,10 +181,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     JacobianOptions(),
     "eval.jacobian",
     "How strongly outputs depend on far inputs.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

@@ -1,11 +1,7 @@
-"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS].
-
-One decoder at several widths trains for a few steps at several learning rates, in the standard parametrisation and in
-muP (docs/mup.md). Under muP the best rate of the narrowest is the best of the widest.
+"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS] (docs/mup.md).
 
 Prints a JSON object for each parametrisation: `loss`, for each width a list over the rates of the mean loss of the last
-tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width (null
-where no rate has a finite loss).
+tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
 from brl_jax.fields import Positive, Steps, Width
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
 from train.engine.optimizer import OptimizerConfig, optimizer_of
@@ -117,10 +113,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     RateOptions(),
     "eval.learning_rates",
     "Which learning rate is best at which width, with muP and without.",
     lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
     draw,
-).main
+)

@@ -1,21 +1,15 @@
 """How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...].
 
-The locally accumulated attention score of TransNormer (arXiv:2210.10340, section 3.2), for any mechanism that
-exposes its attention matrix, explicit or implied (`sow_weights` of the layers). With p_ij the attention of
+The locally accumulated attention score of TransNormer (arXiv:2210.10340, section 3.2). With p_ij the attention of
 position i to position j (eq. 4), a neighbourhood of r N positions around i and a sequence of N,
 
     l(i, r, N) = p_i,start + ... + p_i,end,     end = start + w - 1,  w = max(1, round(r N)),
     start = i - floor(w / 2), moved as little as needed for all w positions to lie in the sequence,
 
-so that l(i, 1, N) = 1. It is averaged over the positions i, the heads and the sequences read. If entries can be
-negative or a row does not sum to 1 (NormAttention, a delta rule), p_ij = |a_ij| / sum_k |a_ik|, with a the matrix by
-which values become outputs; for softmax and linear attention this is eq. 4 itself. For BRL it is the matrix of its
-local attention, because what compressed tokens contribute from earlier blocks belongs to no single token.
-
-Prints a JSON object for each run: score (l at each of `ratios`, averaged over layers), area (under it; 1 means that all
-attention is on the neighbours, and `uniform_area` is the area of attention spread evenly over the past), and both for
-each layer. --picture draws them, and below them the first layer's p of the last sequence, averaged over the heads (the
-paper's figure 2b).
+so that l(i, 1, N) = 1, averaged over positions, heads and sequences. If entries can be negative or a row does not sum
+to 1, p_ij = |a_ij| / sum_k |a_ik|, with a the matrix by which values become outputs (`sow_weights` of the layers). For
+BRL it is the matrix of its local attention. `area` is the area under the score; 1 means that all attention is on the
+neighbours.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from brl_jax.fields import Range, Rows
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import legend_outside, line_styles
 from eval.harness.runs import open_run, run_labels
 from train.cli.summary import mechanism_names
@@ -61,12 +55,7 @@ class LocalityOptions(StudyOptions):
 def locally_accumulated_score(
     weights: Float[Array, "*B N N"], ratios: Sequence[float]
 ) -> Float[Array, "*B N R"]:
-    """l(i, r, N) of the module's docstring for each position i and ratio r; a row of zeros gives 0.
-
-    Args:
-      weights: (..., N, N), the matrix by which values become outputs.
-      ratios: R sizes of the neighbourhood as shares of N, 0 to 1.
-    """
+    """l(i, r, N) of the module's text for each position i and ratio r; a row of zeros gives 0."""
     length = weights.shape[-1]
     share = jnp.abs(weights.astype(jnp.float32))
     total = share.sum(-1, keepdims=True)
@@ -141,11 +130,7 @@ def first_map(model: DecoderLM, params: Any, row: Int[np.ndarray, " N"]) -> Floa
 
 
 def measure_run(options: LocalityOptions, workdir: str) -> Measured:
-    """The JSON object of one run, and its `first_map`.
-
-    Raises:
-      UserError: the run does not exist, the text is too short, or the mechanism has no attention matrix.
-    """
+    """The JSON object of one run, and its `first_map`."""
     _, config, model, params, step = open_run([LM], workdir, options.checkpoint)
     mechanism = mechanism_names(config.model)
     longest = min((m.segment for m in config.model.mechanisms if m.segment is not None), default=None)
@@ -223,10 +208,10 @@ def draw(measured: Sequence[Measured]) -> Figure:
     return whole
 
 
-main = Study(
+main = study(
     LocalityOptions(),
     "eval.locality",
     "How local a trained model's attention is.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

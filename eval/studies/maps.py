@@ -1,9 +1,8 @@
 """What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE.
 
-Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p, the
-root mean square over channels, relative to the largest of its row. White is exactly 0: no change of input p can reach
-output i. Mechanisms are drawn in their causal form if they have one, the others as in an encoder. Derivatives show what
-a layer can see before training, in the same way for every mechanism; a trained network may look at less.
+Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p.
+White is exactly 0: no change of input p can reach output i. Derivatives show what a layer can see before training; a
+trained network may look at less.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
+from eval.harness.options import command
 from eval.harness.output import picture_path
 from eval.harness.pictures import panels, save
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 
 # Settings at which 64 tokens show each pattern.
@@ -52,32 +51,13 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"state_size": 16},
     "native_sparse": {"window": 8, "compressed_size": 8, "stride": 4, "selected_size": 8, "num_selected": 3},
 }
+# A family is a folder of layers; some have others next to them, to compare.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
+    family: tuple(name for name, kind in MECHANISMS.items() if f".layers.{family}." in kind.__module__)
+    for family in ("recurrent", "structured", "low_rank", "sorting", "dense")
+} | {
     "local": ("full", "local", "global_window", "diag"),
     "compressed": ("local", "brl"),
-    "recurrent": (
-        "linear",
-        "norm",
-        "performer",
-        "cosformer",
-        "flowformer",
-        "luna",
-        "deltanet",
-        "gated_deltanet",
-        "kda",
-        "gated_deltanet_2",
-        "rwkv7",
-        "retnet",
-        "gla",
-        "mamba2",
-        "gau",
-        "flash",
-        "bsbr",
-    ),
-    "structured": ("mlr", "bilinear_mlr", "bilinear_btt", "global_window"),
-    "low_rank": ("linformer", "nystromformer", "skyformer", "long_short"),
-    "sorting": ("informer", "reformer", "sinkhorn", "native_sparse", "sliceformer"),
-    "dense": ("full", "hopfield", "kernelized", "synthesizer"),
     "tlinformer": ("full", "tlinformer"),
 }
 
@@ -106,13 +86,7 @@ def small(name: str) -> Mechanism:
 
 def dependence(mechanism: Mechanism, length: int, *, is_causal: bool) -> Float[Array, "T T"]:
     """How far input p moves output i of one layer, or of one group of layers that belong together: the root mean square
-    of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal.
-
-    Args:
-      mechanism: of the layer, whose parameters are random.
-      length: tokens.
-      is_causal: whether the layer is a decoder's.
-    """
+    of the Jacobian's block (i, p), relative to the largest of row i. The residual path is on the diagonal."""
     dims = Dimensions(
         d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=16, is_causal=is_causal, ffn="relu"
     )
@@ -154,11 +128,8 @@ def draw(names: Sequence[str], length: int) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Draws the maps of a family; see the module's docstring and --help."""
-    options = parse_options(
-        MapsOptions(), argv, prog="python -m eval.maps", about="What each mechanism of a family sees."
-    )
+@command(MapsOptions(), "eval.maps", "What each mechanism of a family sees.")
+def main(options: MapsOptions) -> None:
     path = picture_path(options.picture)
     if path is None:
         raise UserError("--picture: expected the file to draw in")

@@ -24,13 +24,8 @@ class Unknown(Exception):
 def products(function: Any, *arguments: Any) -> float:
     """Multiplications in the matrix products of function(*arguments).
 
-    Args:
-      function: traced, not run.
-      arguments: pytrees of arrays and `jax.ShapeDtypeStruct`. The values of arrays with at most 4096 entries count as
-        known, all others as unknown.
-
-    Raises:
-      Unknown: see there.
+    Arguments are pytrees of arrays and `jax.ShapeDtypeStruct`. The values of arrays with at most 4096 entries count as
+    known, all others as unknown.
     """
     traced = jax.make_jaxpr(function)(*arguments)
     values = [_known(leaf) for leaf in jax.tree.leaves(arguments)]

@@ -1,20 +1,10 @@
 """Which tokens BRL's compressed tokens connect: python -m eval.regularizer --workdir DIR [--picture FILE.png].
 
-The reconstructed regularizer score of BRL-Attention (OpenReview Vpyg3fqXbl, equation 15 and figure 14), of the layers
-of a trained decoder:
-
-    RRS = S_prop S_comp,
-
-The tokens of a block read its compressed tokens with the weights S_prop (T, M), lambda sigma(.) of equation 9, and the
-compressed tokens read the history before the block with the weights S_comp (M, R), S1 - gamma S2 of equation 12.
-Like the paper, it leaves out what happens to the compressed tokens between the two (their norm and beta, and in the
-formulation "algorithm" the norm and the ReLU after propagation). So it shows where information may come from, and not
-how much arrives.
-
-Prints a JSON object: for each layer the mean over heads, sequences and tokens of the row sums of the local attention
-("local", 1 by definition), of the RRS ("row_sum") and of its absolute values ("row_sum_absolute"), and the share of the
-latter that lies beyond the layer's window ("beyond_window"). The picture shows for each layer the local attention, the
-RRS, and their sum, of the first sequence, averaged over heads.
+The reconstructed regularizer score RRS = S_prop S_comp of BRL-Attention (OpenReview Vpyg3fqXbl, equation 15 and figure
+14), of the layers of a trained decoder. The tokens of a block read its compressed tokens with the weights S_prop (T, M)
+of equation 9, and these read the history before the block with the weights S_comp (M, R) of equation 12. Like the
+paper, it leaves out what happens to the compressed tokens between the two. So it shows where information may come from,
+and not how much arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +25,7 @@ from brl_jax.fields import Natural, Rows
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, first_rows, open_run
 from eval.studies.locality import layer_weights, sown_maps
@@ -64,14 +54,9 @@ class RegularizerOptions(StudyOptions):
 def reconstructed_score(
     propagated: Float[Array, "BC N t M"], compressed: Float[Array, "B C N M R"], *, block: int, length: int
 ) -> Float[Array, "B N T T"]:
-    """The RRS of the module's text. A decoder's block c reads the R tokens before c * block.
-
-    Args:
-      propagated: the weights by which the t tokens of each block read its compressed tokens.
-      compressed: the weights by which these read their histories.
-      block: tokens of a block.
-      length: T; what compressed tokens read before token 0 is left out.
-    """
+    """The RRS of the module's text, from the weights by which the t tokens of each block read its compressed tokens and
+    by which these read their histories. A decoder's block c reads the R tokens before c * block; what is before token 0
+    is left out."""
     batch, blocks, _, _, history = compressed.shape
     propagated = rearrange(propagated, "(b c) n t m -> b c n t m", b=batch)
     scores = jnp.einsum("bcntm,bcnmr->bcntr", propagated, compressed)
@@ -128,11 +113,7 @@ def summary(local: Float[np.ndarray, "B N T T"], score: Float[np.ndarray, "B N T
 
 
 def measure(options: RegularizerOptions) -> Iterator[Measured]:
-    """The JSON object of the run, and the maps of its layers.
-
-    Raises:
-      UserError: the run does not exist or has no BRL attention, or no compressed token reads anything.
-    """
+    """The JSON object of the run, and the maps of its layers."""
     run = open_run([LM, RECALL], options.workdir, options.checkpoint)
     require_brl(run)
     tokens = first_rows(run, options.split, options.sequences)["tokens"]
@@ -177,6 +158,6 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     RegularizerOptions(), "eval.regularizer", "Which tokens BRL's compressed tokens connect.", measure, draw
-).main
+)

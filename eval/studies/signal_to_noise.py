@@ -1,21 +1,14 @@
 """How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...].
 
 The attention signal-to-noise ratio of BRL-Attention (OpenReview Vpyg3fqXbl, equations 16 to 18), on trained runs of
-`train.recall`, whose rows say which tokens matter. Relevant keys are the tokens of the records that a row asks for; all
-others in the history of a block are irrelevant. For a compressed token of one head with the weights S,
+`train.recall`, whose rows say which tokens matter. For a compressed token of one head with the weights S,
 
     r = mean of S over the relevant keys / mean of S over the irrelevant keys     (16)
 
-is computed for S = S1, the plain softmax (17), and for S = S1 - gamma S2, the differential form (18). The latter may be
-negative, and then r is not a ratio of signal to noise. Proposition D.2 asserts that (18) is at least (17) wherever
-delta_1 - delta_2 <= delta, for every positive gamma; the condition says that r of S2 <= r of S1.
-
-Prints a JSON object for each run, for each layer: the medians over heads, compressed tokens, blocks and rows of
-"first" (17), of "differential" (18, where its denominator is positive) and of "absolute" (16 of |S1 - gamma S2|, which
-is always defined); the 90% quantiles of the first two ("first_90", "differential_90"); the share "undefined" of (18)
-with a denominator of at most 0; the share "raised" of all with a defined (18) above (17); the share "condition" with
-gamma > 0 and r of S2 <= r of S1, and among these the share "proposition" with a defined (18) of at least (17); and the
-range of gamma over heads.
+is computed for S = S1, the plain softmax (17, "first"), and for S = S1 - gamma S2, the differential form (18,
+"differential", where its denominator is positive). The latter may be negative, and then r is not a ratio of signal to
+noise; "absolute" takes |S1 - gamma S2|. Proposition D.2 asserts that (18) is at least (17) wherever delta_1 - delta_2
+<= delta, for every positive gamma; the condition says that r of S2 <= r of S1.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import Rows
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import panels
 from eval.harness.runs import open_run, run_names
 from eval.studies.locality import layer_weights, sown_maps
@@ -60,11 +53,7 @@ def relevant_tokens(
     targets: Int[np.ndarray, "B P"],
 ) -> Bool[np.ndarray, "B T"]:
     """Which tokens belong to a record that is asked for: the key that the question names, and the answer that follows.
-    Rows of "copy" have no questions; there the symbols are relevant.
-
-    Args:
-      kind, tokens, places, targets: as `train.data.recall.draw_rows` takes and returns them.
-    """
+    Rows of "copy" have no questions; there the symbols are relevant."""
     asked = np.take_along_axis(tokens, places, axis=1)
     first = places.min(axis=1)[:, None]
     if kind == "copy":
@@ -144,11 +133,7 @@ def compare(
 
 
 def measure_run(options: SignalToNoiseOptions, workdir: str) -> Measured:
-    """The JSON object of one run, and for the picture the name, the ratios and the measures of each layer.
-
-    Raises:
-      UserError: the run does not exist, or has no differential compression.
-    """
+    """The JSON object of one run, and for the picture the name, the ratios and the measures of each layer."""
     run = open_run([RECALL], workdir, options.checkpoint)
     require_brl(run)
     # The rows with the most records.
@@ -206,10 +191,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     SignalToNoiseOptions(),
     "eval.signal_to_noise",
     "How well BRL's compressed tokens tell records from noise.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

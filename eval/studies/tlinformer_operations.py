@@ -6,15 +6,10 @@ layers, with N tokens so far, the windows W_og and W_oh, and the width D:
     miss  D [N (2 W_oh + W_og) + H (W_oh^2 + W_og^2 + W_og W_oh) + W_og^2 - W_og W_oh]
     hit   D [N - W_og + (H + 1) W_oh + (H + 2) W_og^2]
 
-Both count the D multiplications of the score of a query and a key. They leave out the same number for reading the
-values, and the projections and feed-forward networks of the rows. This command counts the multiplications of all matrix
-products in the traced program (`eval.studies.operations`), and runs nothing: for the first token of a window ("first"),
-for a token in its middle ("hit"), and for all its tokens one by one ("miss", the first and W_og - 1 others), which is
-what equation 4 counts.
-
-Prints a JSON object for each number of tokens, and then one with a straight line through each count: its slope in
-multiplications for each token of history, and R^2. "pairs" is the slope of attention's pairs alone by the equations,
-with the values, over all blocks, without the last block's restore, which nothing reads.
+This command counts the multiplications of all matrix products in the traced program (`eval.studies.operations`): for
+the first token of a window ("first"), for a token in its middle ("hit"), and for all its tokens one by one ("miss"),
+which is what equation 4 counts. Then it fits a straight line through each count over the tokens of history. "pairs" is
+the slope of attention's pairs alone by the equations, with the values, over all blocks.
 """
 
 from __future__ import annotations
@@ -30,13 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from brl_jax.fields import Count, Length, Width
-from brl_jax.layers import TLinFormerConfig
-from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import OutputOptions, TLinFormerOptions
-from eval.harness.output import Measured, Study
+from brl_jax.fields import Length
+from eval.harness.options import OutputOptions
+from eval.harness.output import Measured, study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.table import straight_line
+from eval.speed.generation import TLINFORMER, NetworkOptions
 from eval.studies.operations import products
 from train.engine.errors import UserError
 
@@ -44,21 +38,11 @@ KINDS = ("miss", "first", "hit")
 
 
 @dataclasses.dataclass(frozen=True)
-class OperationsOptions(TLinFormerOptions, OutputOptions):
+class OperationsOptions(NetworkOptions, OutputOptions):
     """The network, by default the paper's, and the numbers of tokens."""
 
     lengths: tuple[Length, ...] = (4096, 8192, 16384, 32768)
     """Tokens so far, N; multiples of the window."""
-    num_layers: Count = 8
-    """Layers, a multiple of H + 2."""
-    d_model: Width = 432
-    """D: width."""
-    num_heads: Width = 12
-    """Heads."""
-    d_ff: Width = 1280
-    """Width of the feed-forward network (SwiGLU)."""
-    vocab_size: Count = 50257
-    """Tokens of the vocabulary."""
     picture: str | None = None
     """A .png file to draw."""
 
@@ -68,20 +52,6 @@ class OperationsOptions(TLinFormerOptions, OutputOptions):
                 f"lengths must be two or more multiples of window={self.window} above it, got {self.lengths}"
             )
 
-    def model(self) -> DecoderLM:
-        """The network."""
-        return DecoderLM(
-            DecoderConfig(
-                num_layers=self.num_layers,
-                d_model=self.d_model,
-                num_heads=self.num_heads,
-                d_ff=self.d_ff,
-                ffn="swiglu",
-                vocab_size=self.vocab_size,
-                mechanism=TLinFormerConfig(self.window, self.context, self.hidden),
-            )
-        )
-
 
 def paper_cost(kind: str, tokens: int, o: OperationsOptions) -> int:
     """Equation 4 ("miss") or 5 ("hit") of the module's text, over all blocks."""
@@ -90,22 +60,22 @@ def paper_cost(kind: str, tokens: int, o: OperationsOptions) -> int:
         "miss": n * (2 * oh + og) + h * (oh**2 + og**2 + og * oh) + og**2 - og * oh,
         "hit": n - og + (h + 1) * oh + (h + 2) * og**2,
     }[kind]
-    return o.num_layers // (h + 2) * o.d_model * one
+    return o.layers // (h + 2) * o.width * one
 
 
 def pair_slope(kind: str, o: OperationsOptions) -> int:
     """Multiplications of attention's pairs for each token of history, scores and values: twice the equations' number,
     without the last block's restore."""
-    blocks = o.num_layers // (o.hidden + 2)
+    blocks = o.layers // (o.hidden + 2)
     if kind == "hit":
-        return 2 * o.d_model * blocks
+        return 2 * o.width * blocks
     rows = {"miss": o.window, "first": 1}[kind]
-    return 2 * o.d_model * (blocks * (o.context + rows) + (blocks - 1) * o.context)
+    return 2 * o.width * (blocks * (o.context + rows) + (blocks - 1) * o.context)
 
 
 def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
     """Multiplications of the traced programs with `tokens` tokens of history."""
-    model = options.model()
+    model = options.model(TLINFORMER)
     params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     empty = jax.eval_shape(functools.partial(model.init_cache, 1, tokens + options.window))
 
@@ -125,13 +95,9 @@ def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
 
 
 def measure(options: OperationsOptions) -> Iterator[Measured]:
-    """The counts at each number of tokens, then the lines through them.
-
-    Raises:
-      UserError: the options of the network don't fit.
-    """
+    """The counts at each number of tokens, then the lines through them."""
     try:
-        options.model()
+        options.model(TLINFORMER)
     except ValueError as error:
         raise UserError(str(error)) from error
     rows: list[dict[str, Any]] = []
@@ -163,10 +129,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
-    OperationsOptions(),
+main = study(
+    OperationsOptions(heads=12, head_dim=36),
     "eval.tlinformer_operations",
     "TLinFormer's operations and its equations.",
     measure,
     draw,
-).main
+)

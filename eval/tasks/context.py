@@ -2,16 +2,9 @@
 
 The held-out text is read twice, with the memory carried from row to row and with an empty memory at the start of each
 row. The losses of the single targets are averaged over all of them, by the position in the block, and by the distance
-from the token that predicts a target to the target's last occurrence before it (with --ngram N, to the last occurrence
-of the N tokens that end with it):
-
-    within reach    what layers of the window see without compressed tokens
-    history         from there to the farthest token that BRL's compressed tokens of one layer read
-    beyond          farther back in the text
-    new             no occurrence since the start of the stream
-
-Several runs are measured by the same boundaries: the shortest reach, the longest history and the shortest block among
-them, unless options set them. Prints a table as markdown, or with --json True a JSON object for each run.
+from the token that predicts a target to the target's last occurrence before it: within reach of the layers' windows, in
+the history that BRL's compressed tokens of one layer read, beyond, or new. Several runs are measured by the same
+boundaries: the shortest reach, the longest history and the shortest block among them, unless options set them.
 """
 
 from __future__ import annotations
@@ -28,17 +21,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.fields import Count, Natural
-from brl_jax.layers import BRLConfig
+from brl_jax.layers import BRLConfig, LocalConfig, Mechanism
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.options import StudyOptions
+from eval.harness.options import StudyOptions, command
 from eval.harness.output import picture_path
 from eval.harness.pictures import line_styles, panels, plain_log_axis, save, shared_legend
 from eval.harness.runs import Run, open_run, run_labels
 from eval.harness.table import Table
 from eval.tasks.lm import reading
-from eval.tasks.reach import window_reach
-from train.cli.options import parse_options
 from train.cli.summary import mechanism_names
 from train.data.corpus import Corpus
 from train.engine.errors import UserError
@@ -81,6 +74,22 @@ class Boundaries(NamedTuple):
     reach: int
     history: int
     block: int
+
+
+def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool = True) -> int:
+    """The distance in tokens beyond which layers of sliding windows pass nothing on (BRL-Attention, OpenReview
+    Vpyg3fqXbl, proposition 2.2), without what BRL's compressed tokens add; `length` - 1 if a layer has no window."""
+
+    def of_layer(mechanism: Mechanism) -> int:
+        if isinstance(mechanism, SideBySideConfig):
+            return max(map(of_layer, mechanism.both.values()))
+        local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
+        if not isinstance(local, LocalConfig) or local.pattern != "sliding":
+            return length - 1
+        window = SlidingWindow.of_width(local.window, is_causal)
+        return max(window.left, window.right)
+
+    return min(sum(map(of_layer, mechanisms)), length - 1)
 
 
 def boundaries(config: DecoderConfig, length: int) -> Boundaries:
@@ -196,11 +205,7 @@ def summarise(read: dict[str, np.ndarray], length: int, borders: Boundaries, ngr
 
 
 def measure(options: ContextOptions) -> list[dict[str, Any]]:
-    """The JSON object of each run.
-
-    Raises:
-      UserError: a run or checkpoint does not exist, or its text cannot be read.
-    """
+    """The JSON object of each run."""
     runs = [reading(open_run([LM], workdir, options.checkpoint), options.data) for workdir in options.workdir]
     own = [boundaries(run.config.model, run.config.loop.length) for run in runs]
     borders = common_boundaries(own, options)
@@ -300,11 +305,8 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the table or the JSON objects, and draws the picture; see the module's docstring and --help."""
-    options = parse_options(
-        ContextOptions(), argv, prog="python -m eval.context", about="Where a language model's context pays."
-    )
+@command(ContextOptions(), "eval.context", "Where a language model's context pays.")
+def main(options: ContextOptions) -> None:
     picture = picture_path(options.picture)
     results = measure(options)
     print("\n".join(map(json.dumps, results)) if options.json else markdown(results))

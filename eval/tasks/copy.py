@@ -1,13 +1,9 @@
 """Measures what an encoder-decoder writes by itself: python -m eval.copy --workdir DIR [--length N ...].
 
-The model generates each target greedily, from the source alone. The last line of stdout is one JSON object: for each
-length ("cases") the share of target tokens that are right at their place, END included, and the share of targets that
-are right as a whole. Without --length, symbols are measured at the lengths of training, and at two and four times the
-longest one; every source has exactly that length. Pairs of texts come from the test split, in the buckets of training.
-Measures without options are kept as copy_test.json in the run's folder. `--source TEXT` writes the target of a text.
-
-python -m eval.copy --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, prints a
-table of them as markdown, and draws accuracy against length.
+The model generates each target greedily, from the source alone. "cases" has, for each length, the share of target
+tokens that are right at their place, END included, and the share of targets that are right as a whole. Pairs of texts
+come from the test split, in the buckets of training; a source of symbols has exactly its length. `--source TEXT` writes
+the target of a text, and `--table DIR` prints a table of the runs under DIR.
 """
 
 from __future__ import annotations
@@ -116,11 +112,7 @@ def measure(run: Run, options: CopyEvalOptions) -> dict[str, Any]:
 
 
 def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
-    """The texts and their targets.
-
-    Raises:
-      UserError: the run is on symbols, or a text has no tokens.
-    """
+    """The texts and their targets."""
     data = run.config.data
     if not data.data_dir:
         raise UserError("--source: expected a run on pairs of texts (--data_dir), got one on symbols")

@@ -1,11 +1,9 @@
 """Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
 
 If an architecture of Hugging Face's transformers computes the same function (docs/huggingface.md), a language model is
-written in its layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under this library's
-parameter names, with the run's config.json; those of train.graph are refused. Either folder has the run's tokenizer,
-and `brl_jax.loading.load_export(DIR)` reads it.
-
-The last line of stdout is one JSON object: layout, step, parameters.
+written in its layout. Other networks are written under this library's parameter names, with the run's config.json;
+those of train.graph are refused. Either folder has the run's tokenizer, and `brl_jax.loading.load_export(DIR)` reads
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +22,9 @@ from brl_jax.loading import save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from brl_jax.models.config import ComputationType
 from brl_jax.models.huggingface.files import TOKENIZER_FILES
-from eval.harness.options import RunOptions
+from eval.harness.options import RunOptions, command
 from eval.harness.output import emit
 from eval.harness.runs import Run, open_run
-from train.cli.options import parse_options
 from train.data.tokenizers.published import PretrainedTokenizer
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
@@ -50,11 +46,8 @@ class ExportOptions(RunOptions):
     """Data type of the weights in the file."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the folder; see the module's text and --help."""
-    options = parse_options(
-        ExportOptions(), argv, prog="python -m eval.export", about="Writes a run's network as safetensors."
-    )
+@command(ExportOptions(), "eval.export", "Writes a run's network as safetensors.")
+def main(options: ExportOptions) -> None:
     run = open_run(list(TASKS.values()), options.workdir, options.checkpoint)
     config = read_json(epath.Path(options.workdir) / "config.json", dict)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,9 @@
 """Compares forecasts on the test split with naive ones: python -m eval.forecast --workdir DIR [DIR ...].
 
-Prints a JSON object for each run: mean absolute and mean squared error (`mae`, `mse`) over all windows, rows and
-columns, in the usual normalised units; the errors of repeating the last row (`naive`) and the last day
-(`seasonal_naive`, null where the known rows do not cover a day, or a day is not a whole number of rows); and the share
-of the true values within the 80% band (`coverage`). An encoder-decoder of tokens is sampled: its forecast is the median
-(for `mse` the mean) of --samples continuations, which also give the band. An encoder's band comes from its errors on
-the validation split. The object is kept as forecast_test.json in the run's folder.
-
---picture FILE.png draws forecasts with their bands. python -m eval.forecast --table DIR measures the runs under DIR
-that have not been measured, and prints a table of them as markdown, averaged over seeds.
+Errors are over all windows, rows and columns, in the usual normalised units. An encoder-decoder of tokens is sampled:
+its forecast is the median (for `mse` the mean) of --samples continuations, which also give the 80% band. An encoder's
+band comes from its errors on the validation split. `seasonal_naive` repeats the last day; it is null where the known
+rows do not cover a day, or a day is not a whole number of rows. --table DIR prints a table of the runs under DIR.
 """
 
 from __future__ import annotations

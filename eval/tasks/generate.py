@@ -1,15 +1,9 @@
 """Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
 --tokens N.
 
-Several --prompt are continued together. Each prompt is printed with its continuation. If the model's mechanism is
-linear, the cost of a token does not grow with the text before it.
-
-With --draft DIR a smaller run drafts tokens, and one call of the model reads several of them (speculative decoding):
-with --temperature 0 the tokens stay the same. A line on stderr says how many tokens a call gave.
-
-With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
-optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place.
-`eval.tasks.generate_batch` describes the files.
+With --draft DIR a smaller run drafts tokens, and one call of the model reads several of them (speculative decoding).
+With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file (`eval.tasks.generate_batch`), which
+decode --slots at a time: when one ends, the next one takes its place.
 """
 
 from __future__ import annotations
@@ -28,9 +22,9 @@ from jaxtyping import Int
 from brl_jax.decoding import generate, generate_drafted
 from brl_jax.fields import Checked, Count, Fraction, NonNegative, Rows, Seed, Steps
 from brl_jax.speculation import Draft
+from eval.harness.options import command
 from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
-from train.cli.options import parse_options
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, reason
@@ -110,14 +104,8 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
     return prompts
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the texts; see the module's text and --help."""
-    options = parse_options(
-        GenerateOptions(),
-        argv,
-        prog="python -m eval.generate",
-        about="Continues prompts with a trained model.",
-    )
+@command(GenerateOptions(), "eval.generate", "Continues prompts with a trained model.")
+def main(options: GenerateOptions) -> None:
     prompts = [] if options.batch is not None else _prompts(options)
     _, _, model, params, step = open_run([LM], options.workdir, options.checkpoint)
     tokenizer = load_tokenizer(epath.Path(options.workdir))

@@ -8,6 +8,7 @@ lines are in a new file OUT.*.part; the same command finds it after a stop and g
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import tempfile
@@ -53,11 +54,7 @@ class Sampling(NamedTuple):
 
 
 def read_lines(path: Path, max_tokens: int) -> list[Line]:
-    """The lines of a file of prompts without blank ones.
-
-    Raises:
-      UserError: the file cannot be read or has no prompt, or a line is not a prompt; names file and line.
-    """
+    """The lines of a file of prompts without blank ones."""
     try:
         rows = regular_file("--batch", str(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,11 +86,7 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
 
 
 def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:
-    """The prompts' tokens.
-
-    Raises:
-      UserError: a prompt has no token, or text that the tokenizer lacks; names file and line.
-    """
+    """The prompts' tokens."""
     encoded = []
     for line in lines:
         where = f"--batch: {path}:{line.number + 1}"
@@ -132,9 +125,6 @@ def generate_file(
       max_tokens: for lines without their own.
       slots: lines that decode at the same time.
       run: names the parameters. An unfinished output is continued if run, prompts and sampling are the same.
-
-    Raises:
-      UserError: a line is not a prompt, or `out` exists or cannot be written.
     """
     lines = read_lines(batch, max_tokens)
     encoded = encode_lines(batch, lines, tokenizer)
@@ -201,7 +191,7 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
     A new file gets a name that nobody can have taken. Files of other calls, links and other people's files stay as they
     are.
     """
-    for part in sorted(out.parent.glob(f"{_escaped(out.name)}.*.part")):
+    for part in sorted(out.parent.glob(f"{glob.escape(out.name)}.*.part")):
         done = _unfinished(part, call)
         if done is not None:
             return part, done
@@ -213,10 +203,6 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
     with os.fdopen(number, "w", encoding="utf-8") as file:
         _append(file, call)
     return Path(name), {}
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]] | None:

@@ -1,13 +1,8 @@
 """Measures a fine-tuned network on a task of GLUE: python -m eval.glue --workdir DIR.
 
-The last line of stdout is one JSON object: the task's own metrics on GLUE's dev split, in percent (Matthews'
-correlation for cola, F1 and accuracy for mrpc and qqp, Pearson's and Spearman's correlation for stsb, the accuracy of
-both dev splits for mnli, and accuracy for the others), and what was measured.
-
-python -m eval.glue --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, averages
-those that differ only in their seed, and prints them as markdown together with the figures of TransNormer
-(arXiv:2210.10340, table 5). Of runs that differ in their learning rate as well, the table has the best rate's, as the
-paper's.
+The task's own metrics on GLUE's dev split, in percent. --table DIR [--picture FILE.png] averages the runs under DIR
+that differ only in their seed, and prints them together with the figures of TransNormer (arXiv:2210.10340, table 5). Of
+runs that differ in their learning rate as well, the table has the best rate's, as the paper's.
 """
 
 from __future__ import annotations
@@ -48,11 +43,7 @@ _PAPER_COLUMNS = ("MNLI", "MNLI-mm", "QNLI", "QQP", "SST-2", "MRPC", "CoLA", "av
 
 
 def task_metrics(task: str, predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """The metrics of a task in percent, by name. The correlation of constant predictions counts as 0.
-
-    Raises:
-      UserError: scikit-learn is missing.
-    """
+    """The metrics of a task in percent, by name. The correlation of constant predictions counts as 0."""
     try:
         from sklearn import metrics as sklearn_metrics
     except ModuleNotFoundError as error:

@@ -1,12 +1,9 @@
 """Measures networks that classify the nodes of a graph (train.graph): python -m eval.graph --workdir DIR [OPTIONS].
 
-The last line of stdout is one JSON object: micro_f1 and macro_f1 of the test nodes in percent (where a node has one
-class, micro F1 is the accuracy), the temporary memory in megabytes of a training step's gradients by the compiler, and
-what was measured.
-
-python -m eval.graph --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, averages
-those that differ only in their seed, and prints them as markdown together with the figures of BRL-Attention (OpenReview
-Vpyg3fqXbl, tables 4 and 5). The picture has scores, scores by memory (figure 8) and losses (figure 9).
+Micro and macro F1 of the test nodes in percent (where a node has one class, micro F1 is the accuracy), and the
+temporary memory in megabytes of a training step's gradients by the compiler. --table DIR [--picture FILE.png] averages
+the runs under DIR that differ only in their seed, and prints them together with the figures of BRL-Attention
+(OpenReview Vpyg3fqXbl, tables 4 and 5). The picture has scores, scores by memory (figure 8) and losses (figure 9).
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ _METRICS = (*_SCORES, "step_megabytes")
 
 
 def f1_scores(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Micro and macro F1 in percent of classes (N,), or of (N, C) zeros and ones where a node may have several.
-
-    Raises:
-      UserError: scikit-learn is missing.
-    """
+    """Micro and macro F1 in percent of classes (N,), or of (N, C) zeros and ones where a node may have several."""
     try:
         from sklearn.metrics import f1_score
     except ModuleNotFoundError as error:

@@ -1,11 +1,8 @@
 """Measures classifiers of the Long Range Arena on their test split: python -m eval.lra --workdir DIR.
 
-The last line of stdout is one JSON object: accuracy with its standard error, chance (the accuracy of always answering
-the most frequent class), how many standard errors lie between them, the balance of the classes, and what was measured.
-It is kept as lra_test.json in the run's folder.
-
-python -m eval.lra --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, and prints
-them and the papers' tables as markdown.
+Accuracy with its standard error, chance (the accuracy of always answering the most frequent class), how many standard
+errors lie between them, and the balance of the classes. --table DIR [--picture FILE.png] prints the runs under DIR and
+the papers' tables.
 """
 
 from __future__ import annotations
@@ -196,9 +193,5 @@ main = EVALUATION.main
 
 
 def measure_run(workdir: str) -> dict[str, Any]:
-    """Measures a run on the test split and keeps the result in its folder.
-
-    Raises:
-      UserError: the run does not exist, or its data cannot be read.
-    """
+    """Measures a run on the test split and keeps the result in its folder."""
     return EVALUATION.measure_and_keep(workdir, LraEvalOptions()).result

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from brl_jax.fields import Count, Natural
+from brl_jax.fields import Natural
 from brl_jax.models import Encoder
 from eval.harness.main import Evaluation
 from eval.harness.options import RunOptions
@@ -28,15 +28,14 @@ from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_head import fitted, read_features
 from train.tasks.lra_trace import LRA_TRACE
 
+# Training examples that the linear map is fitted to.
+_FITTED = 2000
+
 
 @dataclasses.dataclass(frozen=True)
 class ProbeOptions(RunOptions):
     """What to measure."""
 
-    workdir: str | None = None
-    """Folder of a run."""
-    examples: Count = 2000
-    """Training examples that the linear map is fitted to."""
     test_examples: Natural = 0
     """Test examples; 0: the run's."""
 
@@ -66,7 +65,7 @@ def measure(run: Run, options: ProbeOptions) -> dict[str, Any]:
     if options.test_examples:
         data_config = dataclasses.replace(data_config, test_examples=options.test_examples)
     data = run.task.load(dataclasses.replace(run.config, data=data_config), ("train", "test"))
-    linear = fitted(*pooled(run, data.examples["train"], options.examples), sizes.num_classes)
+    linear = fitted(*pooled(run, data.examples["train"], _FITTED), sizes.num_classes)
     features, labels = pooled(run, data.examples["test"], 0)
     accuracy = float((linear(features).argmax(-1) == labels).mean())
     return {
@@ -75,7 +74,7 @@ def measure(run: Run, options: ProbeOptions) -> dict[str, Any]:
         "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(labels)),
         "chance": float(np.bincount(labels).max() / len(labels)),
         "examples": len(labels),
-        "fitted_to": min(options.examples, len(data.examples["train"])),
+        "fitted_to": min(_FITTED, len(data.examples["train"])),
         "data": data.source.name,
         **run_facts(run),
     }

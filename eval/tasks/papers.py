@@ -1,15 +1,10 @@
 """The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost True].
 
 Each row has the paper's figures, the preset that trains it, and the measures of every run under DIR whose folder, or a
-folder above it, has the preset's name, as where `python -m train.lm PRESET` puts it, or the name and a seed, PRESET-0.
-The last column lists the settings in which such a run differs from its preset, as "name preset's -> run's". Without
-TABLE the tables are listed.
-
-Measures are read from a run's folder: its last evaluation while training (val_loss, ...), and what the evaluation
-commands keep there (lm_test.json of `python -m eval.lm --workdir RUN --split test`, lra_test.json, ...).
-
---cost True prints instead what each row's training takes: the operations of its matrix products and the hours on a
-machine that does --tflops of them a second.
+folder above it, has the preset's name, or the name and a seed, PRESET-0. The last column lists the settings in which
+such a run differs from its preset, as "name preset's -> run's". Measures are those of the last evaluation while
+training and those that the evaluation commands keep in the run's folder. Without TABLE the tables are listed. --cost
+True prints instead what each row's training takes.
 """
 
 from __future__ import annotations
@@ -114,11 +109,7 @@ def beside_runs(table: PaperTable, folder: Path) -> Table:
 
 
 def training_cost(task: Task[Any, Any], preset: Any) -> tuple[int, float]:
-    """The parameters of a preset's network, and the operations of the matrix products of its whole training.
-
-    Raises:
-      UserError: the sizes of the network are not known without the data.
-    """
+    """The parameters of a preset's network, and the operations of the matrix products of its whole training."""
     config = task.sized(preset)
     objective = task.objective(task.build(config), config)
     shapes = jax.eval_shape(objective.init, jax.random.key(0))
@@ -144,11 +135,6 @@ def costs(table: PaperTable, tflops: float) -> Table:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a table of a paper; see the module.
-
-    Raises:
-      UserError: there is no such table.
-    """
     rest = list(argv)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     about = "The papers' tables next to runs."

@@ -1,12 +1,8 @@
 """Measures recall: python -m eval.recall --workdir DIR [--length N ... --pairs P ...].
 
-The last line of stdout is one JSON object. For each length and number of records ("cases") it has the accuracy on fresh
-rows, the accuracy of guessing, and the bytes that generation keeps for a row of that length (the arrays of the decoding
-cache). Without --length and --pairs the cases are the ones of training, and rows two and four times as long as the
-longest one. Measures without options are kept as recall_test.json in the run's folder.
-
-python -m eval.recall --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, prints a
-table of them as markdown, and draws accuracy against bytes of state, against operations of training, against records
+For each length and number of records ("cases") the accuracy on fresh rows, the accuracy of guessing, and the bytes that
+generation keeps for a row of that length (the arrays of the decoding cache). --table DIR [--picture FILE.png] prints a
+table of the runs under DIR, and draws accuracy against bytes of state, against operations of training, against records
 for each compressed token, and against the length.
 """
 
@@ -50,11 +46,7 @@ class RecallEvalOptions(TableOptions):
 
 
 def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence[int]) -> tuple[Case, ...]:
-    """The cases that the options ask for.
-
-    Raises:
-      UserError: no row can have one of these lengths or numbers of records.
-    """
+    """The cases that the options ask for."""
     longest = max(data.length)
     wanted = data.cases if not lengths and not pairs else ()
     wanted += tuple(
@@ -87,11 +79,7 @@ def _refusal(model: DecoderLM, length: int) -> str | None:
 
 
 def learned_at(workdir: str) -> int | None:
-    """The step of the first evaluation while training with an accuracy of 90%; None if it never got there.
-
-    Raises:
-      UserError: the run's metrics are missing.
-    """
+    """The step of the first evaluation while training with an accuracy of 90%; None if it never got there."""
     learned = (line["step"] for line in read_metrics(workdir) if line.get("val_accuracy", 0.0) >= _LEARNED)
     return next(learned, None)
 
@@ -171,11 +159,7 @@ def markdown(results: Sequence[Result]) -> str:
 def draw(results: Sequence[Result]) -> Figure:
     """Accuracy against bytes of state, against operations of training and, if the runs have several, against records
     for each compressed token and against lengths. Hybrids have hollow markers; a grey line joins the best networks with
-    at most so many bytes or operations.
-
-    Raises:
-      UserError: the runs are of different kinds, whose accuracies mean different things.
-    """
+    at most so many bytes or operations."""
     kinds = sorted({result["configuration"]["data.kind"] for result in results})
     if len(kinds) > 1:
         raise UserError(

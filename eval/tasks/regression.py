@@ -1,13 +1,8 @@
 """Compares in-context regression with least squares: python -m eval.regression --workdir DIR.
 
-The last line of stdout is one JSON object: the squared error by the number of pairs seen before (`errors` of the
-model, and `least_squares`, both averaged over fresh functions), their means, the standard error, and what was
-measured: parameters, the floating-point operations and seconds of training. It is kept as regression_test.json in the
-run's folder.
-
-python -m eval.regression --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured,
-prints a table of them as markdown, and draws the error by pairs, against the width, and against the operations and
-seconds of training.
+The squared error by the number of pairs seen before (`errors` of the model, and `least_squares`, both averaged over
+fresh functions), their means, and the operations and seconds of training. --table DIR [--picture FILE.png] prints a
+table of the runs under DIR, and draws the error by pairs, against the width, and against the operations and seconds.
 """
 
 from __future__ import annotations
@@ -58,14 +53,8 @@ def training_flops(config: RegressionConfig, model: Regressor) -> float:
 
 
 def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
-    """For each evaluation while training: the steps and the seconds so far, and the held-out error.
-
-    Args:
-      pairs: the pairs of a batch; with the rate in metrics.jsonl they give the seconds.
-
-    Raises:
-      UserError: the run's metrics are missing, or none is of an evaluation.
-    """
+    """For each evaluation while training: the steps and the seconds so far, by the pairs of a batch and the rate in
+    metrics.jsonl, and the held-out error."""
     lines = read_metrics(workdir)
     if not any("val_loss" in line for line in lines):
         raise UserError(f"--workdir: {workdir}/metrics.jsonl has no evaluation")

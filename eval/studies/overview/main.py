@@ -1,33 +1,41 @@
 """Writes the table of all mechanisms and README's picture from what was measured: python -m eval.overview.
 
-The table stands in docs/mechanisms.md, and seven of its rows in README.md. What a mechanism can do comes from
-`brl_jax.MECHANISMS`. Its figures come from the pages that they were published on, so that no number is kept twice.
-The picture shows docs/data/cost.json, which `eval.speed` measured on a CPU, and the H200's table in docs/measured.md.
-
-With --lower True the command first lowers a layer of each mechanism for a TPU and for an NVIDIA GPU, neither of which
-has to be there, and notes in docs/data/kernels.json what launches kernels (the extra gpu; minutes). Without it, that
-file says so.
+What a mechanism can do comes from `brl_jax.MECHANISMS`, and its figures from the pages that they were published on, so
+that no number is kept twice. What launches kernels on a TPU and an NVIDIA GPU stands in docs/data/kernels.json;
+--lower True finds it out again (the extra gpu; minutes).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from etils import epath
 
 from brl_jax.fields import Checked
+from brl_jax.layers import MECHANISMS
+from brl_jax.models.stack import Stack
+from eval.harness.options import command
 from eval.harness.pictures import save
+from eval.speed.layers import default_config
+from eval.speed.options import SpeedOptions
 from eval.studies.overview import pages
-from eval.studies.overview.kernels import lowered_kernels
 from eval.studies.overview.picture import draw
 from eval.studies.overview.table import full_table, short_table, with_links
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.engine.storage import write_whole
 
+_LENGTH = 2048
+#: What a program of a platform contains where a kernel is launched, and who made the kernel.
+_CALLS = {
+    "tpu": {"tpu_custom_call": "Pallas"},
+    "cuda": {"__cudnn$fmha": "cuDNN", "triton_kernel_call": "Triton"},
+}
 _MARKS = ("<!-- python -m eval.overview writes what follows -->", "<!-- up to here -->")
 
 
@@ -41,27 +49,36 @@ class OverviewOptions(Checked):
     """Lower a layer of each mechanism again, to see which launch kernels."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the tables and the picture; see the module's text and --help.
-
-    Raises:
-      UserError: the folder is no checkout, or a page lacks a table that the command reads.
-    """
-    options = parse_options(
-        OverviewOptions(),
-        argv,
-        prog="python -m eval.overview",
-        about="Writes docs/mechanisms.md and README's table.",
-    )
+@command(OverviewOptions(), "eval.overview", "Writes docs/mechanisms.md and README's table.")
+def main(options: OverviewOptions) -> None:
     root = Path(options.root)
     if not (root / "docs" / "mechanisms.md").exists():
         raise UserError(f"--root: expected a checkout with docs/mechanisms.md, got {root}")
     if options.lower:
-        text = json.dumps(lowered_kernels(), indent=1, sort_keys=True) + "\n"
+        launched = {
+            platform: {name: makers for name in MECHANISMS if (makers := kernel_makers(name, platform))}
+            for platform in _CALLS
+        }
+        text = json.dumps(launched, indent=1, sort_keys=True) + "\n"
         write_whole(epath.Path(root / "docs" / "data" / "kernels.json"), text)
     for page, text in written(root).items():
         write_whole(epath.Path(page), text)
     save(draw(pages.cost(root), pages.gpu_times(root)), root / "docs" / "cost.png")
+
+
+def kernel_makers(name: str, platform: str) -> list[str]:
+    """Who made the kernels of a mechanism's layer in bfloat16; nobody if XLA computes all of it."""
+    config = default_config(name, _LENGTH)
+    dimensions = SpeedOptions(dtype="bfloat16").dimensions(is_causal=config.causal)
+    stack = Stack((config,) * config.group, dimensions)
+    x = jax.ShapeDtypeStruct((1, _LENGTH, dimensions.d_model), jnp.bfloat16)
+    variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
+
+    def forward(variables: Any, x: Any) -> Any:
+        return stack.apply(variables, x)[0]
+
+    text = jax.jit(forward).trace(variables, x).lower(lowering_platforms=(platform,)).as_text()
+    return [maker for call, maker in _CALLS[platform].items() if call in text]
 
 
 def written(root: Path) -> dict[Path, str]:

@@ -31,12 +31,8 @@ _STYLES = line_styles(
 
 
 def draw(rows: Sequence[dict[str, Any]], gpu: Mapping[str, float]) -> Figure:
-    """Time and temporary memory of the forward and backward pass on a CPU, and its time on an H200.
-
-    Args:
-      rows: what `eval.speed --levels functions --json` measured.
-      gpu: milliseconds on the H200 at 16,384 tokens, by the name of the row.
-    """
+    """Time and temporary memory of the forward and backward pass on a CPU, as `eval.speed` measured them, and its
+    milliseconds on an H200 at 16,384 tokens."""
     figure, [axs] = panels(1, 3, (14, 4.4))
     curves = {
         "CPU, float32, 4 heads of 64: milliseconds": _curves(rows, "forward_backward_s", 1e-3),

@@ -49,12 +49,8 @@ def collect(
     networks: Sequence[str],
     tasks: Sequence[str],
 ) -> dict[str, dict[str, Cell]]:
-    """The cells by network and task.
-
-    Args:
-      results: the measures of runs (`eval.lra`), with the network's name as "network".
-      speeds: by task and network, rows of `eval.speed.measure`.
-    """
+    """The cells by network and task, from the measures of runs (`eval.lra`) with the network's name as "network", and
+    from rows of `eval.speed.measure` by task and network."""
     summary = summarise([{**result, "model": result["network"]} for result in results])
     cells: dict[str, dict[str, Cell]] = {}
     for name in networks:

@@ -64,7 +64,7 @@ def test_progress_is_shown_and_the_librarys_lines_go_to_a_file(monkeypatch, capf
     """Without it, minutes of planning would show nothing but libtpu's messages."""
     monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
 
-    def fail(task, config, begin):
+    def fail(task, config, topology, begin):
         begin("compiling")
         os.write(2, b"E0000 noise\n")
         raise RunError("v5e:2x2: does not compile")
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
         1.0, {}, 1.0, 2.0, 0.5, 8, 1.0,
     )  # fmt: skip
     mesh = type("Mesh", (), {"shape": plan.mesh})()
-    monkeypatch.setattr(pod_plan, "make_plan", lambda task, config, begin: (plan, mesh))
+    monkeypatch.setattr(pod_plan, "make_plan", lambda *_: (plan, mesh))
     with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])
     out = capsys.readouterr().out

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eval.chips.gpu_training import tuned_products
+from eval.chips.gpu_costs import tuned_products
 from eval.chips.program_costs import collective_bytes
 from train.engine.flops import matrix_flops
 

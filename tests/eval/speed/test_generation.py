@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eval.speed.__main__ import main
-from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
-from eval.speed.generation_pictures import picture
+from eval.speed.generation import GenerationOptions, _parameters, _plain_prompt, lines
 
 SMALL = ["--heads", "2", "--head_dim", "8", "--layers", "4", "--window", "8", "--context", "4"]
 SMALL += ["--vocabulary", "11", "--repeats", "1"]
@@ -36,23 +35,6 @@ def test_every_round_reads_the_prompt_from_an_empty_cache():
     program = _plain_prompt(options, _parameters(options), 16).programs["first_token"]
     first, second = (np.asarray(program.run()) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    with pytest.raises(KeyError, match=r"the cache has no index, only .*length"):
-        _at(options.model("plain decoder").init_cache(1, 16), index=0)
-
-
-def test_a_panel_has_the_curves_that_were_measured():
-    rows = [
-        {"name": name, "length": n, "miss_s": 0.02, "hit_s": 0.002, "note": ""}
-        for name in ("tlinformer", "plain decoder")
-        for n in (1024, 8192)
-    ]
-    rows.append({"name": "plain decoder, prompt", "length": 1024, "first_token_s": 0.4, "note": ""})
-    drawn = {axes.get_title()[:3]: axes.lines for axes in picture(rows).axes}
-    assert {title: len(lines) for title, lines in drawn.items()} == {
-        "(a)": 2, "(b)": 2, "(c)": 1, "(d)": 1, "(e)": 0, "(f)": 2,
-    }  # fmt: skip
-    (line,) = drawn["(c)"]
-    assert line.get_xydata().tolist() == [[1024, pytest.approx(200)]]
 
 
 def test_lines_through_misses_and_hits():

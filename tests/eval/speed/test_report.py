@@ -7,7 +7,7 @@ from matplotlib.image import imread
 from eval.harness.pictures import line_styles, spread
 from eval.speed import report
 from eval.speed.options import SpeedOptions
-from eval.speed.pictures import common_length, draw
+from eval.speed.pictures import draw
 
 LENGTHS = (64, 1024, 2048, 8192)
 
@@ -67,40 +67,24 @@ def test_ratios_and_tokens_per_second():
     assert row["step_tokens_per_s"] == pytest.approx(1e5 / 4)
 
 
-@pytest.mark.slow
-def test_pictures_of_many_mechanisms(tmp_path):
-    """More mechanisms than a plain palette has colors, missing values, and one that cannot decode."""
-    for path in draw(_rows(), 1024, tmp_path):
-        image = imread(path)[..., :3]
-        assert min(image.shape[:2]) > 400
-        assert len(np.unique(np.round(255 * image) @ [1.0, 256.0, 65536.0])) > 30
-
-
 def test_a_panel_for_what_was_measured(tmp_path):
-    """Networks that only infer have one panel, decoders three."""
+    """Networks that only infer have one panel, decoders three, and layers four though one of them cannot decode."""
     measured = {"forward_s": 0.5, "train_s": 2.0, "train_bytes": 2**24}
-    sizes = {}
-    for level, fields in {"encoders": ("forward_s",), "decoders": tuple(measured)}.items():
-        rows = [
-            {"level": level, "name": "full", "length": n, "note": ""}
-            | {name: n * measured[name] for name in fields}
-            for n in (128, 256)
-        ]
-        (path,) = draw(rows, 1, tmp_path)
-        assert path.name == f"{level}.png"
-        sizes[level] = imread(path).shape[1]
-    assert sizes["decoders"] == pytest.approx(3 * sizes["encoders"], rel=0.01)
+    rows = [
+        {"level": level, "name": "full", "length": n, "note": ""}
+        | {name: n * measured[name] for name in fields}
+        for level, fields in {"encoders": ("forward_s",), "decoders": tuple(measured)}.items()
+        for n in (128, 256)
+    ]
+    paths = draw([*rows, *_rows(mechanisms=3)], 1, tmp_path)
+    assert [path.name for path in paths] == ["encoders.png", "decoders.png", "layers.png"]
+    encoders, *others = (imread(path).shape[1] for path in paths)
+    assert others == pytest.approx([3 * encoders, 4 * encoders], rel=0.01)
 
 
 def test_nothing_measured_draws_nothing(tmp_path):
     rows = [row for row in _rows() if row["note"]]
     assert draw(rows, 1024, tmp_path) == []
-
-
-def test_common_length():
-    rows = [row for row in _rows() if not row["note"]]
-    assert common_length(rows) == 2048  # all have it; one lacks 8192
-    assert common_length([row for row in rows if row["name"] != "mechanism1"]) == 8192
 
 
 def test_no_two_lines_look_alike():

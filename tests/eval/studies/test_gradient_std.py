@@ -3,58 +3,41 @@
 import json
 
 import pytest
+from etils import epath
 
-import train.lm
 from eval.studies.gradient_std import main
-from tests.support.command_lines import last_wins
-from tests.train.logs import metrics_lines
+from train.engine.config_file import write_json
 from train.engine.errors import UserError
+from train.tasks.lm import LM
+from train.tasks.lm_config import PRESETS
 
-TINY = (
-    "--batch 2 --length 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --eval_tokens 20 --mechanism full "
-    "--warmup_steps 1 --sample_tokens 0 --tensorboard False"
-)
-
-
-def _train(folder, name, steps, *more):
-    argv = f"--workdir {folder}/{name} --data text:{folder}/text.txt --steps {steps} {TINY}"
-    train.lm.main(last_wins([*argv.split(), *more]))
+#: Step, norm of the gradient, and both deviations so far.
+LOGGED = [(1, 100.0, 0.0, 0.0), (2, 1.0, 0.5, 0.75), (3, 3.0, 0.25, 0.5)]
 
 
-@pytest.mark.slow
+def _run(folder, lines):
+    write_json(LM.to_json(PRESETS["small"]), epath.Path(folder) / "config.json")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
 def test_command(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("a word follows another word and so on\n" * 20)
-    _train(tmp_path, "logged", 5, "--log_gradient_std", "True")
-    lines = metrics_lines(tmp_path / "logged")
-    assert lines[0]["grad_rsd"] == lines[0]["grad_rsd_tensors"] == 0.0
-    norms = [line["grad_norm"] for line in lines]
-    mean = sum(norms) / 5
-    deviation = (sum((norm - mean) ** 2 for norm in norms) / 5) ** 0.5
-    assert lines[-1]["grad_rsd"] == pytest.approx(deviation / mean, rel=1e-4)
-    assert lines[-1]["grad_rsd_tensors"] > 0
-    capsys.readouterr()
-
+    names = ("step", "grad_norm", "grad_rsd", "grad_rsd_tensors")
+    logged = _run(tmp_path / "logged", [dict(zip(names, values)) for values in LOGGED])
     picture = tmp_path / "rsd.png"
-    main(["--workdir", f"{tmp_path}/logged", f"{tmp_path}/logged", "--after", "2", "--picture", str(picture)])
+    main(["--workdir", logged, logged, "--after", "1", "--picture", str(picture)])
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert first == second
-    assert first["mechanism"] == "full"
-    assert {name: first[name] for name in ("step", "grad_rsd")} == {
-        "step": 5,
-        "grad_rsd": lines[-1]["grad_rsd"],
-    }
-    mean = sum(norms[2:]) / 3
-    deviation = (sum((norm - mean) ** 2 for norm in norms[2:]) / 3) ** 0.5
-    assert first["grad_rsd_after"] == pytest.approx(deviation / mean, rel=1e-6)
+    # After the first step the norms are 1 and 3: deviation 1, mean 2.
+    expected = {"step": 3, "grad_rsd": 0.25, "grad_rsd_tensors": 0.5, "grad_rsd_after": 0.5}
+    assert first == second == {"workdir": logged, "mechanism": "brl", **expected}
     assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match=r"--after: .*logged ends at step 5, got 5"):
-        main(["--workdir", f"{tmp_path}/logged", "--after", "5"])
-
-    _train(tmp_path, "plain", 1)
-    assert "grad_rsd" not in (tmp_path / "plain" / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=r"--after: .*logged ends at step 3, got 3"):
+        main(["--workdir", logged, "--after", "3"])
     with pytest.raises(UserError, match="plain was trained without --log_gradient_std True"):
-        main(["--workdir", f"{tmp_path}/plain"])
+        main(["--workdir", _run(tmp_path / "plain", [{"step": 1, "grad_norm": 1.0}])])
     with (tmp_path / "logged" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "grad_r')  # cut off by a crash
-    main(["--workdir", f"{tmp_path}/logged"])
-    assert json.loads(capsys.readouterr().out)["step"] == 5
+        file.write('{"step": 4, "grad_r')  # cut off by a crash
+    main(["--workdir", logged])
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 3
+    assert "grad_rsd_after" not in found

@@ -12,7 +12,7 @@ import pytest
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.studies.jacobian import by_distance, main, sensitivities, stack_io
-from eval.tasks.reach import window_reach
+from eval.tasks.context import window_reach
 from train.data.recall import RecallDataConfig, draw_rows
 from train.recall import main as train
 from train.tasks.recall import recall_objective

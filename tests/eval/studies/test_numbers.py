@@ -5,29 +5,13 @@ import pytest
 
 from eval.harness.output import Measured
 from eval.harness.table import straight_line
-from eval.studies import compute, gradient_std, jacobian, tlinformer_operations
+from eval.studies import compute, jacobian, tlinformer_operations
 from eval.studies.coordinates import WidthOptions, text_batch
 
 
 def test_places_end_with_the_last_token():
     found = jacobian.spaced_places(np.array([16, 3]), 4)
     assert found.tolist() == [[3, 7, 11, 15], [0, 0, 1, 2]]
-
-
-def test_the_deviation_after_a_step(monkeypatch):
-    curves = {"step": [1, 2, 3], "grad_norm": [100.0, 1.0, 3.0]}
-    curves |= {name: [0.0, 0.5, 0.25] for name in ("grad_rsd", "grad_rsd_tensors")}
-    monkeypatch.setattr(gradient_std, "read_curves", lambda workdir: curves)
-    monkeypatch.setattr(gradient_std, "read_config", lambda tasks, path: (None, _Config))
-    monkeypatch.setattr(gradient_std, "mechanism_names", lambda model: "brl")
-    result = gradient_std.last_values("run", after=1)
-    assert result["grad_rsd_after"] == 0.5  # norms 1 and 3: deviation 1, mean 2
-    assert (result["step"], result["grad_rsd"]) == (3, 0.25)
-    assert "grad_rsd_after" not in gradient_std.last_values("run")
-
-
-class _Config:
-    model = None
 
 
 def test_finished_runs_are_preferred():
@@ -38,7 +22,7 @@ def test_finished_runs_are_preferred():
 
 def test_equations_4_and_5_of_tlinformer():
     options = tlinformer_operations.OperationsOptions(
-        lengths=(4, 6), window=2, context=3, hidden=1, num_layers=6, d_model=10, num_heads=1
+        lengths=(4, 6), window=2, context=3, hidden=1, layers=6, heads=1, head_dim=10
     )
     # Two blocks. miss: 8 (6 + 2) + (9 + 4 + 6) + 4 - 6 = 81; hit: 8 - 2 + 2 * 3 + 3 * 4 = 24.
     assert tlinformer_operations.paper_cost("miss", 8, options) == 2 * 10 * 81

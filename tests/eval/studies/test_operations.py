@@ -32,8 +32,8 @@ def test_loops_and_branches_count_as_they_run():
 
 def _options(blocks):
     return OperationsOptions(
-        lengths=(2048, 3072), window=64, context=32, hidden=1, num_layers=3 * blocks, d_model=16, num_heads=2,
-        d_ff=24, vocab_size=11,
+        lengths=(2048, 3072), window=64, context=32, hidden=1, layers=3 * blocks, heads=2, head_dim=8,
+        vocabulary=11,
     )  # fmt: skip
 
 
@@ -44,14 +44,14 @@ def test_tlinformers_slopes_are_twice_the_equations(blocks):
     rows': query, output and feed-forward network in one layer, key and value in the next."""
     options = _options(blocks)
     short, long = (counted(options, n) for n in options.lengths)
-    rows = (blocks - 1) * (2 * 16**2 + 3 * 16 * 24 + 2 * 16**2)
+    rows = (blocks - 1) * (2 * 16**2 + 3 * 16 * 256 + 2 * 16**2)
     for kind, extra in (("miss", rows), ("first", rows), ("hit", 0)):
         assert (long[kind] - short[kind]) / 1024 == pair_slope(kind, options) + extra, kind
 
 
 @pytest.mark.slow
 def test_command(tmp_path, capsys):
-    tiny = "--window 64 --context 32 --hidden 0 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 24 --vocab_size 11"
+    tiny = "--window 64 --context 32 --hidden 0 --layers 2 --heads 2 --head_dim 8 --vocabulary 11"
     picture = tmp_path / "operations.png"
     main(["--lengths", "1024", "2048", *tiny.split(), "--picture", str(picture)])
     *rows, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())

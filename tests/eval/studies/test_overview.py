@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import MECHANISMS
-from eval.studies.overview import kernels, pages, picture, table
-from eval.studies.overview.main import main, written
+from eval.studies.overview import pages, picture, table
+from eval.studies.overview.main import kernel_makers, main, written
 from tests.laws.cases import CASES, KERNELS
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +83,7 @@ def test_the_kernels_of_a_tpu_agree_with_law_8():
 @pytest.mark.parametrize("name", ["local", "linear", "kda"])
 def test_a_lowered_layer(name):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
-        assert bool(kernels.kernel_makers(name, "tpu")) == (name in FIGURES.kernels["tpu"])
+        assert bool(kernel_makers(name, "tpu")) == (name in FIGURES.kernels["tpu"])
 
 
 def test_the_picture_shows_what_was_measured():

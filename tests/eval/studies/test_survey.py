@@ -13,10 +13,8 @@ from eval.harness.pictures import save
 from eval.speed import training as speed_training
 from eval.speed.networks import CONTROL, network, network_names
 from eval.speed.options import SpeedOptions
-from eval.studies.survey import training
-from eval.studies.survey.main import main
+from eval.studies.survey import main as survey
 from eval.studies.survey.options import SIZES, SurveyOptions, survey_run, survey_runs
-from eval.studies.survey.speed import kept_speeds
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT
 from train.engine.config_file import differences
@@ -82,15 +80,15 @@ def _trained(monkeypatch, failing=()):
     def measure_run(workdir):
         (Path(workdir) / KEPT).write_text(json.dumps({"accuracy": 0.5}))
 
-    monkeypatch.setattr(training, "run_task", run_task)
-    monkeypatch.setattr(training, "measure_run", measure_run)
+    monkeypatch.setattr(survey, "run_task", run_task)
+    monkeypatch.setattr(survey, "measure_run", measure_run)
     return began
 
 
 def test_missing_data_are_named_before_any_run(tmp_path, monkeypatch):
     began = _trained(monkeypatch)
     with pytest.raises(UserError, match=r"^--text_dir: /nowhere does not exist$"):
-        training.train_all(survey_runs(SurveyOptions(folder=str(tmp_path), text_dir="/nowhere")))
+        survey.train_all(survey_runs(SurveyOptions(folder=str(tmp_path), text_dir="/nowhere")))
     assert began == []
 
 
@@ -103,7 +101,7 @@ def test_a_finished_run_is_not_repeated_and_a_changed_one_is(tmp_path, monkeypat
 
     def train(**changes):
         began.clear()
-        training.train_all(survey_runs(dataclasses.replace(options, **changes)))
+        survey.train_all(survey_runs(dataclasses.replace(options, **changes)))
         return began
 
     assert train() == everything
@@ -125,7 +123,7 @@ def test_a_finished_run_is_not_repeated_and_a_changed_one_is(tmp_path, monkeypat
     marker.touch()
     assert train(batch=4, test_examples=1001) == everything
     assert marker.exists()
-    assert training.finished(survey_run(dataclasses.replace(options, batch=4), "listops", "full", 0)) is None
+    assert survey.finished(survey_run(dataclasses.replace(options, batch=4), "listops", "full", 0)) is None
     # A field added since the run was trained takes its default.
     config = json.loads((tmp_path / "listops/full/0/config.json").read_text())
     assert config["loop"].pop("log_gradient_std") is False
@@ -140,7 +138,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
         folder=str(tmp_path), tasks=("listops",), mechanisms=("local", "full"), seeds=(0,)
     )
     with pytest.raises(RunError, match=r"no result of .*listops/local/0"):
-        training.train_all(survey_runs(options))
+        survey.train_all(survey_runs(options))
     assert began == ["listops/local/0", "listops/full/0"]
 
 
@@ -151,33 +149,27 @@ def test_the_folder_of_another_run_is_not_removed(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"task": "lm"}')
     with pytest.raises(UserError, match=r"--folder: .* holds a run of another task"):
-        training.train_all(survey_runs(options))
+        survey.train_all(survey_runs(options))
     assert folder.exists()
 
 
 def test_times_belong_to_the_networks(tmp_path):
     options = SurveyOptions(folder=str(tmp_path), tasks=("listops",), mechanisms=("local", "full"))
     runs = [survey_run(options, "listops", name, 0) for name in options.mechanisms]
-    assert kept_speeds(str(tmp_path), "listops", runs) is None
+    assert survey.kept_speeds(runs) is None
     kept = {
-        "networks": json.loads(json.dumps({run.name: _network(run) for run in runs})),
+        "networks": survey.networks(runs),
         "rows": [{"name": run.name, "train_s": 0.5} for run in runs],
     }
     (tmp_path / "listops").mkdir()
     (tmp_path / "listops/speed.json").write_text(json.dumps(kept))
-    assert kept_speeds(str(tmp_path), "listops", runs)["full"]["train_s"] == 0.5
-    assert list(kept_speeds(str(tmp_path), "listops", runs[:1])) == ["local"]
+    assert survey.kept_speeds(runs)["full"]["train_s"] == 0.5
+    assert list(survey.kept_speeds(runs[:1])) == ["local"]
     other = dataclasses.replace(options, mechanisms=("local", "full", "linear"))
     more = [survey_run(other, "listops", name, 0) for name in other.mechanisms]
-    assert kept_speeds(str(tmp_path), "listops", more) is None
+    assert survey.kept_speeds(more) is None
     wide = survey_run(dataclasses.replace(options, batch=3), "listops", "full", 0)
-    assert kept_speeds(str(tmp_path), "listops", [wide]) is None
-
-
-def _network(run):
-    from eval.studies.survey.speed import _networks
-
-    return _networks([run])[run.name]
+    assert survey.kept_speeds([wide]) is None
 
 
 def _results():
@@ -244,7 +236,7 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     tiny = "--steps 2 --batch 2 --train_examples 64 --test_examples 16 --seeds 0 1 --tasks listops"
     argv = [*tiny.split(), "--folder", str(tmp_path / "s"), "--mechanisms", "local", CONTROL]
     picture = tmp_path / "survey.png"
-    main([*argv, "--repeats", "2", "--picture", str(picture)])
+    survey.main([*argv, "--repeats", "2", "--picture", str(picture)])
     printed = capsys.readouterr().out
     assert "| local | 93 |" in printed
     assert "± " in printed
@@ -260,7 +252,7 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     free = {"network", "data.train_examples", "data.valid_examples", *LRA.free_fields()}
     assert differences(config, json.loads(json.dumps({"task": "lra", **to_json(run.config)})), free) == []
     # Nothing is left to do, and the table is the same.
-    monkeypatch.setattr(training, "run_task", None)
-    monkeypatch.setattr("eval.studies.survey.main.measure_speeds", None)
-    main([*argv, "--repeats", "2"])
+    monkeypatch.setattr(survey, "run_task", None)
+    monkeypatch.setattr(survey, "measure_speeds", None)
+    survey.main([*argv, "--repeats", "2"])
     assert capsys.readouterr().out == printed
