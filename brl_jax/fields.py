@@ -105,9 +105,13 @@ class Checked:
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
+    """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation. Lists become
+    tuples."""
     checks: Any = _field_checks  # a class counts as hashable
     checks(type(config))((), vars(config))
+    for name, value in vars(config).items():
+        if isinstance(value, list):  # configurations are hashed
+            object.__setattr__(config, name, tuple(value))
 
 
 def declared(function: Callable[P, R]) -> Callable[P, R]:

@@ -216,7 +216,7 @@ class Classifier(_VectorClassifier):
     """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
 
     model = Classifier(EncoderConfig(num_classes=10))
-    logits = model.apply(params, tokens, lengths=lengths)
+    logits = model.apply(variables, tokens, lengths=lengths)
     """
 
     def features(

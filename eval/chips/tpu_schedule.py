@@ -333,9 +333,11 @@ def _recurrence(
         more = {"is_causal": True, "normalize": False, "feature_map": "identity"}
 
     def attend(query, key, value, numbers):
-        gates = {} if name == "linear" else {"log_decay": -numbers}
+        gates = {}
         if name in ("gated delta", "kda"):
             gates["beta"] = numbers[..., 0] if by_feature else numbers
+        if name != "linear":
+            gates["log_decay"] = -numbers
         if pallas:
             walked = Walked(query, key, value, state, **gates)
             return walk_on_tpu(walked, interpret=False).total.astype(query.dtype)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
 
-from eval.harness.options import OutputOptions
+from eval.harness.options import OutputOptions, PictureOptions, command
 from eval.harness.pictures import save
-from train.cli.options import parse_options
 from train.engine.errors import UserError
 from train.engine.storage import check_writable, try_to_write
 
+M = TypeVar("M")
 O = TypeVar("O", bound=OutputOptions)  # noqa: E741
+P = TypeVar("P", bound=PictureOptions)
 
 # What is known of a run before it is measured; these come on the second line.
 _FACTS = ("parameters", "step", "seed", "length", "sequences", "examples", "ngram", "layer")
@@ -88,34 +88,32 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Study(Generic[O]):
-    """A command that prints each result as soon as it is known, and then draws all of them.
+def study(
+    options: O,
+    name: str,
+    about: str,
+    measure: Callable[[O], Iterable[dict[str, Any] | Measured]],
+    draw: Callable[[list[Any]], Figure],
+) -> Callable[[Sequence[str]], None]:
+    """The main function of `python -m NAME`, which prints each result as soon as it is known, and then draws all of
+    them."""
 
-    Attributes:
-      options: the options with their defaults.
-      name: the command's module, "eval.jacobian". about: a line for --help.
-      measure: yields the results of the options, or `Measured` ones where a picture needs more.
-      draw: makes the picture of all that `measure` has yielded.
-    """
-
-    options: O
-    name: str
-    about: str
-    measure: Callable[[O], Iterable[dict[str, Any] | Measured]]
-    draw: Callable[[list[Any]], Figure] | None = None
-
-    def main(self, argv: Sequence[str]) -> None:
-        """Prints the results and draws the picture; see --help."""
-        options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
+    @command(options, name, about)
+    def main(options: O) -> None:
         path = picture_path(getattr(options, "picture", None))
         known = []
-        for each in self.measure(options):
+        for each in measure(options):
             known.append(each)
             emit(each.result if isinstance(each, Measured) else each, options.json)
         if path is not None:
-            assert self.draw is not None
-            save(self.draw(known), path)
+            save(draw(known), path)
+
+    return main
+
+
+def each_run(measure: Callable[[P, str], M]) -> Callable[[P], Iterator[M]]:
+    """The function of options that measures each run of --workdir."""
+    return lambda options: (measure(options, workdir) for workdir in options.workdir)
 
 
 def make_folder(folder: Path) -> None:

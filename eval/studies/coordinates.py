@@ -26,7 +26,7 @@ from brl_jax.fields import Count, Length, Positive, Rows, Steps, Width
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
 from train.engine.batch import Batch
 from train.engine.errors import UserError
@@ -192,10 +192,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     CoordinateOptions(),
     "eval.coordinates",
     "How activations grow with the width in the first steps, with muP and without.",
     lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
     draw,
-).main
+)

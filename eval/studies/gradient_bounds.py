@@ -47,7 +47,7 @@ from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.studies.locality import layer_weights
@@ -300,10 +300,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     BoundOptions(),
     "eval.gradient_bounds",
     "Gradients by attention scores and their bounds.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import Natural
 from eval.harness.options import PictureOptions
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import run_labels
 from train.cli.summary import mechanism_names
@@ -79,10 +79,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     GradientStdOptions(),
     "eval.gradient_std",
     "How much the gradients of runs varied.",
     lambda options: (last_values(folder, options.after) for folder in options.workdir),
     draw,
-).main
+)

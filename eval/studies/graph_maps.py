@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from brl_jax.fields import MOST, Range
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
 from eval.harness.options import PictureOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, open_run
 from eval.studies.locality import layer_weights
@@ -256,6 +256,4 @@ def _lines(axes: Axes, places: np.ndarray, weights: np.ndarray, colour: str) -> 
         axes.plot(*zip(start, end), color=colour, linewidth=0.3, alpha=0.6, zorder=1)
 
 
-main = Study(
-    GraphMapsOptions(), "eval.graph_maps", "What transformers on graphs attend to.", measure, draw
-).main
+main = study(GraphMapsOptions(), "eval.graph_maps", "What transformers on graphs attend to.", measure, draw)

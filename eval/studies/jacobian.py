@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from brl_jax.fields import Count, Rows, Seed
 from brl_jax.models.stack import Stack
 from eval.harness.options import StudyOptions
-from eval.harness.output import Study
+from eval.harness.output import each_run, study
 from eval.harness.pictures import legend_outside, line_styles, panels, plain_log_axis
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.tasks.context import window_reach
@@ -181,10 +181,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     JacobianOptions(),
     "eval.jacobian",
     "How strongly outputs depend on far inputs.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

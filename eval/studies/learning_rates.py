@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
 from brl_jax.fields import Positive, Steps, Width
-from eval.harness.output import Study
+from eval.harness.output import study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
 from train.engine.optimizer import OptimizerConfig, optimizer_of
@@ -113,10 +113,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     RateOptions(),
     "eval.learning_rates",
     "Which learning rate is best at which width, with muP and without.",
     lambda options: (measure(options, name) for name in PARAMETRIZATIONS),
     draw,
-).main
+)

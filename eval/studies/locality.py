@@ -28,7 +28,7 @@ from brl_jax.fields import Range, Rows
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import legend_outside, line_styles
 from eval.harness.runs import open_run, run_labels
 from train.cli.summary import mechanism_names
@@ -208,10 +208,10 @@ def draw(measured: Sequence[Measured]) -> Figure:
     return whole
 
 
-main = Study(
+main = study(
     LocalityOptions(),
     "eval.locality",
     "How local a trained model's attention is.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

@@ -25,7 +25,7 @@ from brl_jax.fields import Natural, Rows
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, first_rows, open_run
 from eval.studies.locality import layer_weights, sown_maps
@@ -158,6 +158,6 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     RegularizerOptions(), "eval.regularizer", "Which tokens BRL's compressed tokens connect.", measure, draw
-).main
+)

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import Rows
 from eval.harness.options import StudyOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, each_run, study
 from eval.harness.pictures import panels
 from eval.harness.runs import open_run, run_names
 from eval.studies.locality import layer_weights, sown_maps
@@ -191,10 +191,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     SignalToNoiseOptions(),
     "eval.signal_to_noise",
     "How well BRL's compressed tokens tell records from noise.",
-    lambda options: (measure_run(options, workdir) for workdir in options.workdir),
+    each_run(measure_run),
     draw,
-).main
+)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.fields import Length
 from eval.harness.options import OutputOptions
-from eval.harness.output import Measured, Study
+from eval.harness.output import Measured, study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.table import straight_line
 from eval.speed.generation import TLINFORMER, NetworkOptions
@@ -129,10 +129,10 @@ def draw(measured: list[Measured]) -> Figure:
     return figure
 
 
-main = Study(
+main = study(
     OperationsOptions(heads=12, head_dim=36),
     "eval.tlinformer_operations",
     "TLinFormer's operations and its equations.",
     measure,
     draw,
-).main
+)

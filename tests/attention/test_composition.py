@@ -93,6 +93,14 @@ def test_derivatives_of_any_order(name):
     np.testing.assert_allclose(second[0], second[2], rtol=2e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", slow_unless(CALLS, ("delta", "performer")))
+def test_no_array_outlives_its_call(name):
+    """JAX's caches keep the functions that a call makes, and with them what these close over."""
+    make, call = CALLS[name]
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda *arrays: jnp.square(call(*arrays)).sum())).lower(*make(1))
+
+
 @pytest.mark.parametrize("name", _EACH)
 def test_a_symbolic_batch(name):
     make, call = CALLS[name]

@@ -590,6 +590,13 @@ def test_what_annotations_of_a_configuration_say(name):
     check_refused(kind, {x.name: hints[x.name] for x in dataclasses.fields(kind)}, given)
 
 
+def test_a_list_becomes_a_tuple():
+    """Flax hashes configurations."""
+    config = brl.MLRConfig(ranks=[4, 4], block_sizes=[None, 8])
+    assert hash(config) == hash(brl.MLRConfig(ranks=(4, 4), block_sizes=(None, 8)))
+    assert hash(brl.LocalConfig(window=4, pattern="block_mask", block_mask=["10", "11"]))
+
+
 def test_flags_numbers_and_keys_are_found():
     hints = typing.get_type_hints(brl.sinkhorn_attention, include_extras=True)
     names = ("is_causal", "temperature", "block_size", "rng")

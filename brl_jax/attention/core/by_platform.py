@@ -110,17 +110,18 @@ def recomputed(function: Callable[..., Any], *operands: Any) -> Any:
     """
     if traced_for.value is not None:
         return jax.checkpoint(function, prevent_cse=False)(*operands)
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    # JAX's caches keep `run`: it must not keep the arrays over which the function closes.
+    jaxpr, number, outputs = closed.jaxpr, len(closed.consts), jax.tree.structure(shapes)
 
     def run(*leaves: Array) -> Any:
-        arrays, leaves = leaves[: len(jaxpr.consts)], leaves[len(jaxpr.consts) :]
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, list(arrays)))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, list(leaves[:number])))(*leaves[number:])
+        return jax.tree.unflatten(outputs, results)
 
     form = without_kept(run)
-    leaves, structure = jax.tree.flatten((*jaxpr.consts, *jax.tree.leaves(operands)))
+    leaves, structure = jax.tree.flatten((*closed.consts, *jax.tree.leaves(operands)))
     # Inside `jax.shard_map` operands and results vary over the axes that the operations say.
-    results = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+    results = jax.tree.unflatten(outputs, closed.out_avals)
     called = _Function(lambda *_: form, run, structure, results, (), _Context.current())
     outs = _call.bind(*leaves, function=called, keep=False, asks=None)
     return jax.tree.unflatten(called.out_structure, outs)

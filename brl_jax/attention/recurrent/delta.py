@@ -337,10 +337,13 @@ def _attend(
             f"{expected}{x.dtype} of shape {x.shape}",
         )
     state = check_state(state, init_delta_state, key.shape[0], *key.shape[2:], value.shape[3])
+    dtype = (
+        query.dtype
+    )  # JAX's caches keep what follows: functions that close over `query` would keep it, too
 
     def step(state: DeltaState, chunk: Any, visibility: ChunkVisibility) -> tuple[DeltaState, Array]:
         state, out = _step(chunk, state, visibility, normalize_keys)
-        return state, out.astype(query.dtype)
+        return state, out.astype(dtype)
 
     inputs = {
         "query": prepared.query,
@@ -361,17 +364,17 @@ def _attend(
         arrays = (inputs["query"], k, inputs["value"], state.key_value, None)
         gates = (inputs.get("log_decay"), inputs["beta"].astype(jnp.float32))
         sums = walk(Walked(*arrays, *gates, segments), **options)
-        return DeltaState(sums.key_value), sums.total.astype(query.dtype)
+        return DeltaState(sums.key_value), sums.total.astype(dtype)
 
     backends = recurrence_backends(
-        kernel, query, key, value, features=key.shape[3], chunk_size=chunk_size, out_dtype=query.dtype, delta=True,
+        kernel, query, key, value, features=key.shape[3], chunk_size=chunk_size, out_dtype=dtype, delta=True,
         log_decay=gates.get("log_decay"), refused=_REFUSED.get(name),
     )  # fmt: skip
     state, out = dispatch(
         name, implementation, backends,
         functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),
         state, inputs, prepared.segments,
-        results=(state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)),
+        results=(state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), dtype)),
         **kept_by_scan(step, state, inputs, chunk_size=chunk_size, recurrence=recurrence),
     )  # fmt: skip
     return (out, state) if return_state else out

@@ -32,7 +32,7 @@ CompressPositions = Literal["none", "rope"]
 class BRLConfig(PatternConfig):
     """BRL attention: local attention plus compressed tokens (OpenReview Vpyg3fqXbl; its symbols in brackets).
 
-    config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
+        config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
 
     The local attention has a `window` [w] and a `pattern` [D], any of the mechanism "local".
     """
