@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from brl_jax.json_files import parse_json
 from train.data.files import SPLIT_OF, belongs, file_stats, numbered_lines, parsed, rows_of
@@ -16,6 +17,7 @@ from train.engine.errors import UserError, reason
 
 NUM_CLASSES = 2
 _CLASSES = ("neg", "pos")
+T = TypeVar("T")
 
 
 def open_tfds_source() -> Source:
@@ -36,8 +38,7 @@ def open_tfds_source() -> Source:
 
 def open_files(folder: Path) -> Source | None:
     """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
-    or its aclImdb; every tenth training review is for validation, of aclImdb's every tenth of each class. None if
-    there are none.
+    or its aclImdb; every tenth training review of each class is for validation. None if there are none.
     """
     for ending in (".jsonl", ".jsonl.gz"):
         paths = {name: folder / (name + ending) for name in ("train", "test")}
@@ -47,7 +48,7 @@ def open_files(folder: Path) -> Source | None:
         if (place / "train" / "pos").is_dir():
             files = {name: _review_files(place / name) for name in ("train", "test")}
             stats = [
-                [file_stats(path for path, _ in paths), [label for _, label in paths], "by class"]
+                [file_stats(path for path, _ in paths), [label for _, label in paths]]
                 for paths in files.values()
             ]
             return _source(f"texts of {place}", stats, _read_reviews, files)
@@ -56,7 +57,7 @@ def open_files(folder: Path) -> Source | None:
 
 def _source(name: str, stats: Any, read: Callable[..., Any], places: Mapping[str, Any]) -> Source:
     splits = {split: functools.partial(read, places[of], split) for split, of in SPLIT_OF.items()}
-    return Source(name, digest("text files", name, stats), splits)
+    return Source(name, digest("text files by class", name, stats), splits)
 
 
 def _parse(line: bytes) -> tuple[bytes, int]:
@@ -71,9 +72,14 @@ def _parse(line: bytes) -> tuple[bytes, int]:
 
 
 def _read_jsonl(path: Path, split: str) -> Iterator[tuple[bytes, int]]:
-    for number, row in enumerate(parsed(path, numbered_lines(path), _parse)):
-        if belongs(number, split):
-            yield row
+    return _of_split(parsed(path, numbered_lines(path), _parse), split)
+
+
+def _of_split(rows: Iterable[tuple[T, int]], split: str) -> Iterator[tuple[T, int]]:
+    """The rows and their labels that belong to the split. They are counted by class: where classes alternate, every
+    tenth of all rows would be of one of them."""
+    counts: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+    return ((row, label) for row, label in rows if belongs(next(counts[label]), split))
 
 
 def _review_files(folder: Path) -> list[tuple[Path, int]]:
@@ -90,11 +96,8 @@ def _review_files(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _read_reviews(files: list[tuple[Path, int]], split: str) -> Iterator[tuple[bytes, int]]:
-    # Counted by class: as the classes alternate, every tenth of all files would mostly be of one of them.
-    counts = [itertools.count() for _ in _CLASSES]
-    for path, label in files:
-        if belongs(next(counts[label]), split):
-            try:
-                yield path.read_bytes(), label
-            except OSError as error:
-                raise UserError(f"--data_dir: cannot read {path}: {reason(error)}") from error
+    for path, label in _of_split(files, split):
+        try:
+            yield path.read_bytes(), label
+        except OSError as error:
+            raise UserError(f"--data_dir: cannot read {path}: {reason(error)}") from error
