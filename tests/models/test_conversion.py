@@ -79,7 +79,7 @@ def test_what_is_taken_over_and_what_is_new(teacher, late):
             other = name.replace("block_0", "block_1")
             np.testing.assert_array_equal(got[other], theirs[name][np.array([1, 3])])
             taken.add(other)
-    assert {f"{mixer}/compressed/compress_key/kernel", f"{mixer}/lambda", "stack/carrier_0/tokens"} <= set(
+    assert {f"{mixer}/compressed/compress_source/kernel", f"{mixer}/lambda", "stack/carrier_0/tokens"} <= set(
         got
     ) - taken
     for name in set(got) - taken:

@@ -78,8 +78,8 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
                 np.arange(length),
             )
         q = project(ct, c["compress_query"])
-        k1, v = project(source, c["compress_key"]), project(source, c["compress_value"])
-        k2 = project(source, c["compress_contrast_key"]) if m.gamma != 0.0 else None
+        k1, v, *contrast = np.moveaxis(project(source, c["compress_source"]), 1, 0)
+        k2 = contrast[0] if contrast else None
         if m.compress_positions == "rope":
             q, k1 = rotary(q, query_places), rotary(k1, key_places)
             k2 = None if k2 is None else rotary(k2, key_places)

@@ -101,13 +101,12 @@ class CompressedStream(nn.Module):
         axes = ("compressed_embed", "heads", "head_dim")
         query = scale_scores(dense(d, shape, axes, name="compress_query")(tokens), d.head_score_factor)
         gamma: Any = None if mechanism.gamma == 0.0 else mechanism.gamma
-        of_source = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
-        project = {
-            name: dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")
-            for name in of_source
-        }
-        read = {name: function(source) for name, function in project.items()}
-        before = {} if earlier is None else {name: function(earlier) for name, function in project.items()}
+        names = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
+        project = dense(d, (len(names), *shape), ("embed", None, "heads", "head_dim"), name="compress_source")
+        read, before = (
+            {} if part is None else dict(zip(names, jnp.moveaxis(project(part), -3, 0)))
+            for part in (source, earlier)
+        )
         if mechanism.gamma is None:
             g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
             gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])

@@ -31,8 +31,8 @@ class _Dense(nn.DenseGeneral):
     With a rank it adds lora_scale * (x A) B, where B starts at zero (LoRA, arXiv:2106.09685, equation 3).
     """
 
-    input_axes: tuple[str, ...] = ()
-    output_axes: tuple[str, ...] = ()
+    input_axes: tuple[str | None, ...] = ()
+    output_axes: tuple[str | None, ...] = ()
     lora_rank: int = 0
     lora_scale: float = 1.0
 
@@ -59,12 +59,12 @@ class _Dense(nn.DenseGeneral):
         narrow = jnp.tensordot(x, down, contract) * jnp.asarray(self.lora_scale, self.dtype)
         return jnp.tensordot(narrow, up, 1)
 
-    def _factor(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+    def _factor(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
         value: Any = self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
         return gather_parameter(value, axes).astype(self.dtype)
 
 
-def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+def _gathering_product(axes: tuple[str | None, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """`jax.lax.dot_general` that first gathers the kernel, whose dimensions have the logical names `axes`."""
     return jax.lax.dot_general(x, gather_parameter(kernel, axes), *args, **kwargs)
 
@@ -72,7 +72,7 @@ def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, *
 def dense(
     dimensions: Dimensions,
     features: int | tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     *,
     name: str,
     **kwargs: Any,

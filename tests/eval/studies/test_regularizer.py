@@ -59,9 +59,9 @@ def _direct(config, params, tokens):
     for start in range(8, len(tokens), 8):
         source = u[max(0, start - 12) : start]
         every = np.ones((3, len(source)), bool)
+        keys = project(source, c["compress_source"])  # (T, 3, N, H): keys, values, contrasting keys
         weights = [
-            [softmax(query[:, a] @ project(source, c[name])[:, a].T * scale, every) for a in range(2)]
-            for name in ("compress_key", "compress_contrast_key")
+            [softmax(query[:, a] @ keys[:, part, a].T * scale, every) for a in range(2)] for part in (0, 2)
         ]
         yield start, np.stack(weights[0]), np.stack(weights[1]), gamma, u, mixer
 
