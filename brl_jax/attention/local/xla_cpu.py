@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,14 +133,14 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
     q, k, v = tiling.pad_queries(query), tiling.pad_keys(key), tiling.pad_keys(value)
 
     @jax.jit  # chains are alike: they are traced and lowered once
-    def attend(results: tuple[Array, Array], place: Place, keys: list[Array], values: list[Array]):
+    def attend(results: tuple[Array, Array], place: Place, keys: Sequence[Array], values: Sequence[Array]):
         chain = walk.chain(place, walk.query_tile(q, place), keys)
         out_tile, lse_tile = _softmax(chain, values)
         return walk.put_rows(results[0], place, out_tile), walk.put_lse(results[1], place, lse_tile)
 
     def run(results: tuple[Array, Array], number: Array):
         first = walk.place(number)
-        keys, values = walk.key_tiles(k, first), walk.key_tiles(v, first)
+        keys, values = walk.key_tiles(first, k, v)
         for i, visited in tiling.visits():
             place = first._replace(block=first.block + i)
             results = attend(results, place, keys[visited], values[visited])
@@ -164,7 +164,7 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
     total = jnp.zeros((key.shape[0], before * tile + tiling.size, *key.shape[2:]), jnp.float32)
 
     @jax.jit
-    def differentiate(d_query: Array, place: Place, keys: list[Array], values: list[Array]):
+    def differentiate(d_query: Array, place: Place, keys: Sequence[Array], values: Sequence[Array]):
         do_tile = walk.query_tile(do, place)
         delta = jnp.sum(do_tile * walk.query_tile(o, place), -1)
         if d_lse is not None:
@@ -181,7 +181,7 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
     def run(totals: tuple[Array, Array, Array], number: Array):
         d_query, d_key, d_value = totals
         first = walk.place(number)
-        keys, values = walk.key_tiles(k, first), walk.key_tiles(v, first)
+        keys, values = walk.key_tiles(first, k, v)
         d_keys: list[list[Array]] = [[] for _ in keys]
         d_values: list[list[Array]] = [[] for _ in keys]
         for i, visited in tiling.visits():
@@ -331,21 +331,24 @@ class _Walk:
     def lse_tile(self, x: Float[Array, "B K G T"], place: Place) -> Float[Array, "k G t"]:
         return _slice(x, self._lse_rows(place), (1, self.tiling.heads, x.shape[2], self.tiling.tile))[0]
 
-    def _tile_start(self, place: Place, j: int) -> Array:
+    def _tile_start(self, block: Array, j: int) -> Array:
         """The first row of tile j of a block, in the arranged keys."""
         t = self.tiling
-        return jnp.maximum(place.block + (j - t.before + t.front), 0) * t.tile
+        return jnp.maximum(block + (j - t.before + t.front), 0) * t.tile
 
-    def key_tiles(self, x: Float[Array, "B S K H"], first: Place) -> list[Float[Array, "k s H"]]:
-        """The tiles of keys that the blocks of the step visit."""
+    def key_tiles(
+        self, first: Place, *arrays: Float[Array, "B S K H"]
+    ) -> Iterable[Sequence[Float[Array, "k s H"]]]:
+        """For each array, its tiles that the blocks of the step visit."""
         t = self.tiling
 
-        @jax.jit
-        def read(start: Array) -> Array:
-            rows = _slice(x, starts(first.sequence, start, first.head, 0), (1, t.tile, t.heads, x.shape[3]))
-            return rows[0].transpose(1, 0, 2).astype(jnp.float32)
+        @jax.jit  # traced and lowered once, for all tiles
+        def read(block: Array) -> list[Array]:
+            start = starts(first.sequence, self._tile_start(block, 0), first.head, 0)
+            rows = [_slice(x, start, (1, t.tile, t.heads, x.shape[3])) for x in arrays]
+            return [x[0].transpose(1, 0, 2).astype(jnp.float32) for x in rows]
 
-        return [read(self._tile_start(first, j)) for j in range(t.chains + t.before)]
+        return zip(*(read(first.block + j) for j in range(t.chains + t.before)))
 
     def chain(self, place: Place, query: Array, keys: Sequence[Array]) -> Chain:
         t = self.tiling
@@ -385,7 +388,7 @@ class _Walk:
             mask = ((index >= 0) & (index < stop))[None]
         if self.query_segments is not None and self.key_segments is not None:
             rows = _slice(self.query_segments, (place.sequence, place.block * t.tile), (1, t.tile))
-            keys = _slice(self.key_segments, (place.sequence, self._tile_start(place, j)), (1, t.tile))
+            keys = _slice(self.key_segments, (place.sequence, self._tile_start(place.block, j)), (1, t.tile))
             same = rows[0][:, None] == keys
             mask = same if mask is None else mask & same
         return mask
