@@ -12,6 +12,7 @@ from brl_jax.fields import Checked, NonNegative, Positive, Range, Width
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
 from brl_jax.layers.core.side_by_side import SideBySideConfig
+from brl_jax.models.inputs import Positions
 from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]
@@ -140,7 +141,12 @@ class StackConfig(Checked):
     @property
     def rotary_base(self) -> float | None:
         """Base of the rotary frequencies that the layers use; None if they do not rotate."""
-        return self.rope_theta
+        return self.rope_theta if self.positions == "rope" else None
+
+    @property
+    def positions(self) -> Positions:
+        """How positions enter the network; a field of networks with a choice."""
+        return "rope"
 
     @property
     def _head_dim(self) -> int:

@@ -14,7 +14,7 @@ from brl_jax.fields import Count, Natural, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
-from brl_jax.models.inputs import Inputs, Positions, check_ints
+from brl_jax.models.inputs import Inputs, check_ints
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack, check_goes_back
@@ -62,11 +62,6 @@ class DecoderConfig(StackConfig):
         return self.make_dimensions(is_causal=True, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
 
     @property
-    def added_positions(self) -> Positions:
-        """How positions enter the inputs; "rope" adds nothing here and leaves them to the layers."""
-        return "rope"
-
-    @property
     def cross_attention(self) -> CrossConfig | None:
         """The layers' cross-attention to an encoder; None without an encoder."""
         return None
@@ -95,7 +90,7 @@ class DecoderLM(nn.Module):
             c.vocab_size,
             embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
-            added=c.added_positions,
+            added=c.positions,
         )
         nn.share_scope(self, self.inputs)
         if not c.tied_embeddings:

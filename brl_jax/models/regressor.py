@@ -44,10 +44,6 @@ class RegressorConfig(StackConfig):
         """The dimensions that each layer is built with."""
         return self.make_dimensions(self.is_causal)
 
-    @property
-    def rotary_base(self) -> float | None:
-        return self.rope_theta if self.positions == "rope" else None
-
 
 class Regressor(nn.Module):
     """Float32 outputs (B, T, O) for sequences of vectors (B, T, I).
