@@ -101,6 +101,8 @@ class StackConfig(Checked):
         if self.reversible and self.remat != "none":
             raise ValueError(f"remat must be 'none' with reversible layers, got {self.remat!r}")
         self._check_schedule()
+        if self.is_causal is not None:
+            _ = self.dimensions  # raises for mechanisms that have no such form
 
     def _check_schedule(self) -> None:
         group = self.mechanism.group
@@ -153,11 +155,6 @@ class StackConfig(Checked):
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def embedding_width(self) -> int:
-        """The width that scales the embedding table: inputs are its rows times the square root of this width."""
-        return self.d_model if self.mup_base_width is None else self.mup_base_width
-
-    @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """The mechanism of each layer."""
         if self.late_mechanism is None:
@@ -183,6 +180,17 @@ class StackConfig(Checked):
             mechanism=self.mechanism.for_training(length),
             late_mechanism=None if late is None else late.for_training(length),
         )
+
+    @property
+    def is_causal(self) -> bool | None:
+        """Whether the layers are a decoder's; None if the configuration leaves it open."""
+        return None
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The dimensions that each layer of the network is built with."""
+        assert self.is_causal is not None
+        return self.make_dimensions(self.is_causal)
 
     def make_dimensions(self, is_causal: bool, **options: Any) -> Dimensions:
         """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.

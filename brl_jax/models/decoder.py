@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class DecoderConfig(StackConfig):
       ValueError: an option is out of range or contradicts another, or the mechanism has no causal form.
     """
 
+    is_causal: ClassVar[bool] = True
+
     vocab_size: Count = 256
     """Number of tokens."""
     tied_embeddings: bool = True
@@ -54,11 +56,9 @@ class DecoderConfig(StackConfig):
             for name, alone in (("tied_embeddings", True), ("embedding_scale", None), ("lora_rank", 0)):
                 if getattr(self, name) != alone:
                     raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
-        self.make_dimensions(is_causal=True)  # raises for mechanisms without a causal form
 
     @property
     def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
         return self.make_dimensions(is_causal=True, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
 
     @property
@@ -88,7 +88,6 @@ class DecoderLM(nn.Module):
         self.inputs = Inputs(
             dimensions,
             c.vocab_size,
-            embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
             added=c.positions,
         )

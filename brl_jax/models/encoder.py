@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
-from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, only_existing
 from brl_jax.models.networks import make_stack
@@ -31,6 +30,8 @@ class EncoderConfig(StackConfig):
       ValueError: an option is out of range or contradicts another, or the mechanism has no bidirectional form.
     """
 
+    is_causal: ClassVar[bool] = False
+
     inputs: InputKind = "embed"
     """What a sequence consists of: tokens that each have a learned vector ("embed"); tokens that are grey levels,
     scaled to -1..1 and mapped linearly ("scale"); or vectors of num_features numbers, mapped linearly ("features")."""
@@ -47,15 +48,6 @@ class EncoderConfig(StackConfig):
     """Tokens of the longest sequence; "learned" positions have one vector for each."""
     num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
-        return self.make_dimensions(is_causal=False)
 
     @property
     def packs(self) -> bool:
@@ -98,7 +90,6 @@ class Encoder(nn.Module):
             d,
             c.num_features if c.inputs == "features" else c.vocab_size,
             kind=c.inputs,
-            embedding_width=c.embedding_width,
             added=c.positions,
             max_length=c.max_length,
         )
@@ -147,6 +138,8 @@ class _PooledEncoder(nn.Module):
         nn.share_scope(self, self.pooling)
 
     def __call__(self, inputs: Array, *, lengths: Any = None, deterministic: bool = True):
+        # Checks before the prefix reads the shape; the embedding also draws its random numbers first.
+        self.encoder.inputs.check(inputs, lengths)
         prefix = self.pooling.prefix(inputs.shape[0])
         outputs = self.encoder(inputs, lengths=lengths, prefix=prefix, deterministic=deterministic)
         return self.pooling(outputs, lengths)

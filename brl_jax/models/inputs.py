@@ -74,8 +74,8 @@ class Inputs(nn.Module):
 
     Kinds:
       "embed": looks up a learned vector for each of `size` tokens and multiplies it by `embedding_scale`, by default
-        sqrt(embedding_width). With that factor one table gives both inputs and logits unit size; without it, the
-        layers' outputs would drown the tokens at the start of training.
+        the square root of the width (with muP, of the base width). With that factor one table gives both inputs and
+        logits unit size; without it, the layers' outputs would drown the tokens at the start of training.
       "scale": scales a token's number to -1..1 and maps it linearly.
       "features": maps vectors of `size` numbers linearly.
     Positions "learned" and "sinusoidal" are added here, "rope" is left to the layers, and "none" leaves order out.
@@ -88,7 +88,6 @@ class Inputs(nn.Module):
     dimensions: Dimensions
     size: int
     kind: InputKind = "embed"
-    embedding_width: int | None = None
     embedding_scale: float | None = None
     added: Positions = "rope"
     max_length: int | None = None
@@ -96,7 +95,7 @@ class Inputs(nn.Module):
     def setup(self):
         d = self.dimensions
         if self.kind == "embed":
-            width = d.d_model if self.embedding_width is None else self.embedding_width
+            width = d.d_model if d.base_width is None else d.base_width
             init = nn.initializers.normal(width**-0.5)
             shape, axes = (self.size, d.d_model), ("vocab", "embed")
             self.embedding: Any = parameter(self, "embedding", init, shape, axes, d.weight_dtype)

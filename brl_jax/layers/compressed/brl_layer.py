@@ -110,9 +110,6 @@ class BRLAttention(_PastOwner, MechanismLayer):
         offered = jnp.zeros((batch, mechanism.num_compressed, d.num_heads, d.d_model // d.num_heads), d.dtype)
         return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), self.init_past(batch))
 
-    def num_tokens(self, cache: BRLCache | BRLMemory) -> Any:
-        return 0 if isinstance(cache, BRLMemory) else cache.length
-
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, BRLCarry, Any]:
         mechanism, d = self.mechanism, self.dimensions
         cache, carry, lengths = call.cache, call.carry, call.lengths

@@ -110,9 +110,7 @@ class ConvolvedLayer(StateLayer):
         heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
         return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         """`StateLayer.attention`; it must call convolve(array, *axes, name=...), or its `previous`,
         once for each name."""
         raise NotImplementedError
@@ -129,7 +127,7 @@ class ConvolvedLayer(StateLayer):
         cache = call.cache
         before = None if cache is None else cache.state.recent
         convolve = Convolutions(self.dimensions, self.mechanism.conv_size, call, before)
-        attention = self.convolved_attention(x, call.positions, convolve)
+        attention = self.convolved_attention(x, convolve)
         state = None if cache is None else cache.state.attention
         attended, state = self.attend(attention, call, state)
         y = self.output(x, attended)

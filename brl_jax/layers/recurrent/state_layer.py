@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.fields import Count
 from brl_jax.layers.core.caches import StateCache
@@ -53,7 +53,7 @@ class StateLayer(MechanismLayer):
         """Returns the attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         """Returns the attention function and its values for these tokens."""
         raise NotImplementedError
 
@@ -66,10 +66,12 @@ class StateLayer(MechanismLayer):
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         cache = call.cache
-        attention = self.attention(x, call.positions)
+        attention = self.attention(x, call)
         attended, state = self.attend(attention, call, None if cache is None else cache.state)
         y = self.output(x, attended)
-        return y, None if cache is None else StateCache(state, call.start + call.num_new(x.shape[1]))
+        if cache is None:
+            return y, None
+        return y, cache._replace(state=state, length=call.start + call.num_new(x.shape[1]))
 
     def attend(
         self, attention: StateAttention, call: LayerCall, state: Any
