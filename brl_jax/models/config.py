@@ -192,11 +192,8 @@ class StackConfig(Checked):
         assert self.is_causal is not None
         return self.make_dimensions(self.is_causal)
 
-    def make_dimensions(self, is_causal: bool, **options: Any) -> Dimensions:
+    def make_dimensions(self, is_causal: bool) -> Dimensions:
         """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.
-
-        Args:
-          options: further fields of `Dimensions`.
 
         Raises:
           ValueError: a mechanism does not support this kind of network, or an option is incompatible with it.
@@ -207,29 +204,21 @@ class StackConfig(Checked):
                 f"mup_base_width must be a multiple of the {base_heads} heads of its network (mup_base_heads), got "
                 f"{base_width}"
             )
-        dimensions = Dimensions(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_dim=self._head_dim,
-            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
-            ffn=self.ffn,
-            is_causal=is_causal,
-            rope_theta=self.rotary_base,
-            norm=self.norm,
-            norm_epsilon=self.norm_epsilon,
-            output_norms=self.output_norms,
-            reversible=self.reversible,
-            use_bias=self.use_bias,
-            ffn_bias=self.use_bias if self.ffn_bias is None else self.ffn_bias,
-            dropout=self.dropout,
-            residual_scale=1.0 / (2 * self.num_layers),
-            dtype=jnp.dtype(self.dtype),
-            implementation=self.implementation,
-            base_width=base_width,
-            base_head_dim=None if base_width is None else base_width // base_heads,
-            **options,
-        )
+        names = {field.name for field in dataclasses.fields(Dimensions)}
+        same: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
+        resolved: dict[str, Any] = {
+            "num_kv_heads": self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            "head_dim": self._head_dim,
+            "d_ff": 4 * self.d_model if self.d_ff is None else self.d_ff,
+            "is_causal": is_causal,
+            "rope_theta": self.rotary_base,
+            "ffn_bias": self.use_bias if self.ffn_bias is None else self.ffn_bias,
+            "residual_scale": 1.0 / (2 * self.num_layers),
+            "dtype": jnp.dtype(self.dtype),
+            "base_width": base_width,
+            "base_head_dim": None if base_width is None else base_width // base_heads,
+        }
+        dimensions = Dimensions(**same | resolved)
         for mechanism in set(self.mechanisms):
             _check_options(mechanism, dimensions)
             mechanism.check(dimensions)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.fields import Count, Natural, Positive
-from brl_jax.layers.core.protocol import Dimensions, token_positions
+from brl_jax.layers.core.protocol import token_positions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.inputs import Inputs, check_ints
@@ -56,10 +56,6 @@ class DecoderConfig(StackConfig):
             for name, alone in (("tied_embeddings", True), ("embedding_scale", None), ("lora_rank", 0)):
                 if getattr(self, name) != alone:
                     raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
-
-    @property
-    def dimensions(self) -> Dimensions:
-        return self.make_dimensions(is_causal=True, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
 
     @property
     def cross_attention(self) -> CrossConfig | None:
