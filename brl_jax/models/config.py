@@ -17,6 +17,7 @@ from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]
 ComputationType = Literal["float32", "bfloat16"]
+_NAMES = frozenset(field.name for field in dataclasses.fields(Dimensions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +205,7 @@ class StackConfig(Checked):
                 f"mup_base_width must be a multiple of the {base_heads} heads of its network (mup_base_heads), got "
                 f"{base_width}"
             )
-        names = {field.name for field in dataclasses.fields(Dimensions)}
-        same: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
+        same: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _NAMES}
         resolved: dict[str, Any] = {
             "num_kv_heads": self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             "head_dim": self._head_dim,

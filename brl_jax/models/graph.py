@@ -42,6 +42,7 @@ class GraphConfig(StackConfig):
     """
 
     is_causal: ClassVar[bool] = False
+    positions: ClassVar[Literal["none"]] = "none"  # tokens form a set
 
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
@@ -76,10 +77,6 @@ class GraphConfig(StackConfig):
     def has_edges(self) -> bool:
         """Whether the network reads edges."""
         return self.network not in ("tokens", "nodes", "mlp")
-
-    @property
-    def rotary_base(self) -> None:
-        return None  # tokens form a set, without positions
 
 
 def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
