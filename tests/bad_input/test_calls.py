@@ -423,6 +423,7 @@ CALLS = [
     (lambda: bilinear_btt(right=array(3, 3, N, 3, 1)), r"right must have shape .* c \* e = 8"),
     (lambda: bilinear_btt(left=array(N, 4, 4, 2, 1)), "left must have shape"),
     (lambda: feature_attention(Q, K, V, implementation="pallas"), "implementation must be None or 'xla'"),
+    (lambda: brl.local_attention(Q, K, V, local_window_size=2, implementation="mosaic"), "'cudnn', 'triton'"),
     (lambda: feature_attention(Q, K[:, :, :1], V), "the heads of value must divide the 1 of the keys"),
     (lambda: ours("global_window", ranks=(5,)), r"ranks must be a tuple of 2, got \(5,\)"),
     (lambda: ours("global_window", scale=(1.0, math.nan)), "scale must be finite, got nan"),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from brl_jax.attention.core.by_platform import by_platform, gradient_of_known
 from brl_jax.attention.core.checks import pad_features
-from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch, triton_backend
+from brl_jax.attention.core.dispatch import (
+    Backend,
+    Implementation,
+    check_implementation,
+    dispatch,
+    triton_backend,
+)
 from brl_jax.attention.local import cudnn, gpu, tpu, xla
 from brl_jax.attention.local.patterns import CallArrays, PatternCall
 
@@ -38,6 +44,7 @@ def attend(call: PatternCall, implementation: Implementation | None, x: CallArra
         return by_platform(lambda *_: form, x, results=results, kept=kept, plain=plain, needs_devices=True)
     backends = _backends(call)
     if implementation is not None:
+        check_implementation(implementation, None, *get_args(Implementation))
         backends["cuda"] = backends["cuda"][1:]
     return dispatch(
         "local_attention",

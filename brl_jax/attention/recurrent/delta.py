@@ -337,9 +337,8 @@ def _attend(
             f"{expected}{x.dtype} of shape {x.shape}",
         )
     state = check_state(state, init_delta_state, key.shape[0], *key.shape[2:], value.shape[3])
-    dtype = (
-        query.dtype
-    )  # JAX's caches keep what follows: functions that close over `query` would keep it, too
+    # JAX's caches keep the functions below: they must not close over `query`.
+    dtype = query.dtype
 
     def step(state: DeltaState, chunk: Any, visibility: ChunkVisibility) -> tuple[DeltaState, Array]:
         state, out = _step(chunk, state, visibility, normalize_keys)

@@ -178,9 +178,7 @@ def compress_blocks(
 
 
 def _in_blocks(query, key, contrast_key, value, gamma, lengths, known, call: _CompressCall):
-    reason = compress_unsupported(query, value)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    bridge.refuse(compress_unsupported(query, value))
     if lengths is None:
         lengths = jnp.full(query.shape[:2], call.history)
     if contrast_key is None or gamma is None:
@@ -203,7 +201,7 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, known, ca
 
 
 def _forward_parts(query, key, contrast_key, value, lengths, call: _CompressCall) -> Parts:
-    totals, tops, sums = _run_forward(call)(query, key, contrast_key, value, lengths)
+    totals, tops, sums = _run_forward(call, query, key, contrast_key, value, lengths)
     if totals.shape[2] == 1:
         outs, log_sums = totals[:, :, 0], tops[:, :, 0]
     elif call.score == "softmax":
@@ -227,7 +225,8 @@ def _compress_backward(call: _CompressCall, saved, gradients):
     wide = d_out.astype(jnp.float32)
     deltas = jnp.stack([jnp.einsum("bcmnh,bcmnh->bcnm", wide, out) for out in outs], 1)
     log_sums = jnp.zeros_like(deltas) if log_sums[0] is None else jnp.stack(log_sums, 1)
-    d_query, d_key, d_contrast, d_value = _run_backward(call)(
+    d_query, d_key, d_contrast, d_value = _run_backward(
+        call,
         query, key, contrast_key, value, lengths, d_out.astype(query.dtype), log_sums, deltas,
         jnp.broadcast_to(gamma, (query.shape[0], *gamma.shape)),
     )  # fmt: skip
@@ -262,72 +261,67 @@ def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile)
     }
 
 
-@functools.lru_cache(maxsize=64)
-def _run_forward(call: _CompressCall):
+@bridge.fold_vmap
+def _run_forward(call: _CompressCall, query, key, contrast_key, value, lengths):
     from pallas_kernels.triton.compress import forward
 
     attentions = 2 if call.contrast else 1
-
-    def run(query, key, contrast_key, value, lengths):
-        batch, blocks, tokens, heads, _ = query.shape
-        tile = choose_tiles(query).forward
-        constants = _constants(call, query, key, tile)
-        splits = constants["SPLITS"]
-        rows = jax.ShapeDtypeStruct((attentions, splits, batch, blocks, heads, tokens), jnp.float32)
-        results = jax.ShapeDtypeStruct((attentions, splits, *query.shape), jnp.float32)
-        totals, tops, sums = bridge.launch(
-            forward.compress_forward,
-            (query, key, contrast_key, value, lengths),
-            (results, rows, rows),
-            (splits * blocks, heads, batch),
-            constants,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        return tuple(jnp.moveaxis(x, 2, 0) for x in (totals, tops, sums))
-
-    return bridge.fold_vmap(run)
+    batch, blocks, tokens, heads, _ = query.shape
+    tile = choose_tiles(query).forward
+    constants = _constants(call, query, key, tile)
+    splits = constants["SPLITS"]
+    rows = jax.ShapeDtypeStruct((attentions, splits, batch, blocks, heads, tokens), jnp.float32)
+    results = jax.ShapeDtypeStruct((attentions, splits, *query.shape), jnp.float32)
+    totals, tops, sums = bridge.launch(
+        forward.compress_forward,
+        (query, key, contrast_key, value, lengths),
+        (results, rows, rows),
+        (splits * blocks, heads, batch),
+        constants,
+        tile,
+    )
+    return tuple(jnp.moveaxis(x, 2, 0) for x in (totals, tops, sums))
 
 
-@functools.lru_cache(maxsize=64)
-def _run_backward(call: _CompressCall):
+@bridge.fold_vmap
+def _run_backward(
+    call: _CompressCall, query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma
+):
     from pallas_kernels.triton.compress import backward, tiled_backward
 
-    def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
-        batch, blocks, tokens, heads, head_dim = query.shape
-        tile = choose_tiles(query).backward
-        constants = _constants(call, query, key, tile)
-        splits = constants["SPLITS"]
-        statistics = (jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas))
-        arrays = (query, key, contrast_key, value, lengths, d_out, *statistics, gamma)
-        parts = jax.ShapeDtypeStruct((splits, batch, blocks, heads, tokens, head_dim), jnp.float32)
-        history = jax.ShapeDtypeStruct(key.shape, key.dtype)
-        unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
-        gradients = (history, history if call.contrast else unused, history)
-        launch = functools.partial(bridge.launch, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        if call.step or is_large_for_ampere(query):
-            (d_query,) = launch(
-                tiled_backward.compress_token_gradient,
-                arrays, (parts,), (splits * blocks, heads, batch), constants,
-            )  # fmt: skip
-            by_tile = {name: x for name, x in constants.items() if name not in ("SPLITS", "SEGMENT")}
-            by_tile["BM"] = min(_TILED_TOKENS, constants["BM"])
-            tiles = -(-key.shape[1] // tile.block_k)
-            d_key, d_contrast, d_value = launch(
-                tiled_backward.compress_history_gradient, arrays, gradients, (tiles, heads, batch), by_tile
-            )
-        else:
-            constants = {name: x for name, x in constants.items() if name not in ("C", "STEP", "R")}
-            if head_dim > 64 and not bridge.interprets():
-                constants["BM"] = MOST_TOKENS  # the kernel spills with 64 rows, but not with 128
-            full = key.shape[1] % constants["SEGMENT"] == 0 and constants["HP"] == head_dim
-            constants["EVEN"] = call.every_key and full
-            d_query, d_key, d_contrast, d_value = launch(
-                backward.compress_gradient,
-                arrays, (parts, *gradients), (splits, heads, batch), constants,
-            )  # fmt: skip
-        if not call.contrast:
-            d_contrast = jnp.zeros_like(contrast_key)
-        return jnp.moveaxis(d_query, 1, 0), d_key, d_contrast, d_value
-
-    return bridge.fold_vmap(run)
+    batch, blocks, tokens, heads, head_dim = query.shape
+    tile = choose_tiles(query).backward
+    constants = _constants(call, query, key, tile)
+    splits = constants["SPLITS"]
+    statistics = (jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas))
+    arrays = (query, key, contrast_key, value, lengths, d_out, *statistics, gamma)
+    parts = jax.ShapeDtypeStruct((splits, batch, blocks, heads, tokens, head_dim), jnp.float32)
+    history = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
+    gradients = (history, history if call.contrast else unused, history)
+    if call.step or is_large_for_ampere(query):
+        (d_query,) = bridge.launch(
+            tiled_backward.compress_token_gradient,
+            arrays, (parts,), (splits * blocks, heads, batch), constants, tile,
+        )  # fmt: skip
+        constants["BM"] = min(_TILED_TOKENS, constants["BM"])
+        tiles = -(-key.shape[1] // tile.block_k)
+        d_key, d_contrast, d_value = bridge.launch(
+            tiled_backward.compress_history_gradient,
+            arrays,
+            gradients,
+            (tiles, heads, batch),
+            constants,
+            tile,
+        )
+    else:
+        if head_dim > 64 and not bridge.interprets():
+            constants["BM"] = MOST_TOKENS  # the kernel spills with 64 rows, but not with 128
+        full = key.shape[1] % constants["SEGMENT"] == 0 and constants["HP"] == head_dim
+        constants["EVEN"] = call.every_key and full
+        d_query, d_key, d_contrast, d_value = bridge.launch(
+            backward.compress_gradient, arrays, (parts, *gradients), (splits, heads, batch), constants, tile
+        )
+    if not call.contrast:
+        d_contrast = jnp.zeros_like(contrast_key)
+    return jnp.moveaxis(d_query, 1, 0), d_key, d_contrast, d_value

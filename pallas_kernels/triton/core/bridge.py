@@ -96,13 +96,18 @@ def triton_version() -> str:
     return version[1] if version else ""
 
 
+def dtype_unsupported(query: Any) -> str | None:
+    """Returns why kernels do not run here on queries of this dtype; None if they do."""
+    missing = unsupported()
+    if missing is None and query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    return missing
+
+
 def array_unsupported(query: Any, value: Any, *, most_head_dim: int) -> str | None:
     """Returns why kernels with up to `most_head_dim` features do not support these arrays; None if they do."""
-    missing = unsupported()
-    if missing is not None:
-        return missing
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if (reason := dtype_unsupported(query)) is not None:
+        return reason
     if query.shape[-1] > most_head_dim:
         return f"head_dim must be at most {most_head_dim}, got {query.shape[-1]}"
     if value.shape[-1] != query.shape[-1]:
@@ -111,6 +116,12 @@ def array_unsupported(query: Any, value: Any, *, most_head_dim: int) -> str | No
     if largest >= _ADDRESSABLE:
         return f"a row of query and of value must have fewer than 2^31 numbers, got {largest}"
     return None
+
+
+def refuse(reason: str | None) -> None:
+    """Raises NotImplementedError if there is a reason why the kernels do not support a call."""
+    if reason is not None:
+        raise NotImplementedError(reason)
 
 
 def target_capability() -> int:
@@ -133,6 +144,15 @@ def tuned_for(capabilities: Iterable[int]) -> int:
     return max(capability for capability in capabilities if capability <= target)
 
 
+def tuned(table: Mapping[tuple, Any], dtype: Any, size: int, float32: Any, interpreted: Any) -> Any:
+    """Returns a table's sizes for the target's capability and for `size`, unless the others are for this call."""
+    if interprets():
+        return interpreted
+    if jnp.dtype(dtype).itemsize > 2:
+        return float32
+    return table[tuned_for(capability for capability, _ in table), size]
+
+
 @functools.cache
 def _device_capability() -> int:
     try:
@@ -149,11 +169,11 @@ def launch(
     results: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
     constants: Mapping[str, Any],
-    *,
-    num_warps: int,
-    num_stages: int,
+    tile: Any,
 ) -> tuple[Array, ...]:
     """Returns the results of `kernel(*arrays, *results, **constants)` over a grid of programs.
+
+    A kernel gets those of the constants that it names.
 
     Args:
       kernel: a function in Triton's language, not decorated.
@@ -161,11 +181,12 @@ def launch(
       results: shapes and dtypes of the arrays that it writes; a kernel writes every element.
       grid: number of programs along each axis.
       constants: its `tl.constexpr` arguments by name.
-      num_warps, num_stages: Triton's.
+      tile: sizes, with Triton's `num_warps` and `num_stages`.
     """
-    results = tuple(results)
+    results, named = tuple(results), inspect.signature(kernel).parameters
+    constants = {name: x for name, x in constants.items() if name in named}
     if interprets():
-        run = functools.partial(_interpret, kernel, grid, results, dict(constants))
+        run = functools.partial(_interpret, kernel, grid, results, constants)
         out = jax.pure_callback(run, results, *arrays)
     else:
         out = _launch.bind(
@@ -174,8 +195,8 @@ def launch(
             results=results,
             grid=grid,
             constants=tuple(constants.items()),
-            num_warps=num_warps,
-            num_stages=num_stages,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             compute_capability=target_capability(),
         )
     # Under shard_map, results vary over the same mesh axes as the inputs.
@@ -301,30 +322,33 @@ _NUMBERS = 2**30
 _ROWS = 65_535
 
 
-def in_slices(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Wraps `function` of arrays with a leading batch axis so that it is called in slices within a launch's limits."""
-
-    def run(*arrays: Array) -> tuple[Array, ...]:
-        batch = arrays[0].shape[0]
-        row = max(math.prod(x.shape[1:]) for x in arrays)
-        rows = max(1, min(_ROWS, _NUMBERS // max(row, 1)))
-        if batch <= rows:
-            return function(*arrays)
-        parts = [function(*(x[first : first + rows] for x in arrays)) for first in range(0, batch, rows)]
-        return tuple(jnp.concatenate(part) for part in zip(*parts))
-
-    return run
-
-
 def fold_vmap(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Wraps `function` of arrays with a leading batch axis so that `jax.vmap` makes one call with a longer batch, or
-    several calls if the batch is too long for one (`in_slices`)."""
-    batched = custom_vmap(in_slices(function))
+    """Wraps `function` of something static and of arrays with a leading batch axis.
 
-    @batched.def_vmap
-    def rule(size, mapped, *arguments):
-        rows = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arguments, mapped)]
-        out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows))
-        return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True,) * len(out)
+    `jax.vmap` then makes one call with a longer batch, and a batch beyond a launch's limits makes several calls.
+    """
 
-    return batched
+    @functools.lru_cache(maxsize=64)
+    def of(static: Any) -> Callable[..., tuple[Array, ...]]:
+        @custom_vmap
+        def batched(*arrays: Array) -> tuple[Array, ...]:
+            batch = arrays[0].shape[0]
+            row = max(math.prod(x.shape[1:]) for x in arrays)
+            rows = max(1, min(_ROWS, _NUMBERS // max(row, 1)))
+            if batch <= rows:
+                return function(static, *arrays)
+            parts = [
+                function(static, *(x[first : first + rows] for x in arrays))
+                for first in range(0, batch, rows)
+            ]
+            return tuple(jnp.concatenate(part) for part in zip(*parts))
+
+        @batched.def_vmap
+        def rule(size, mapped, *arguments):
+            rows = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arguments, mapped)]
+            out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows))
+            return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True,) * len(out)
+
+        return batched
+
+    return lambda static, *arrays: of(static)(*arrays)

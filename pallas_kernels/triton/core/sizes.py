@@ -7,13 +7,22 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 #: Number of streaming multiprocessors that one wave of programs should fill (H100, H200; A100 has 108, B200 148).
 MULTIPROCESSORS = 132
 
 #: The kernels' numbers for the score functions.
 SCORES = {"softmax": 0, "relu2": 1, "laplace": 2}
+
+
+class PairTile(NamedTuple):
+    """Queries and keys in a block, and Triton's warps and stages."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
 def padded(size: int) -> int:

@@ -12,61 +12,48 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import adjustable, padded
+from pallas_kernels.triton.core.sizes import PairTile, adjustable, padded
 from pallas_kernels.triton.local.lists import BlockLists, Pattern, make_lists
 from pallas_kernels.varying import vary_alike
-
-
-class LocalTile(NamedTuple):
-    """Sizes of one kernel's program: queries and keys in a block, and Triton's warps and stages."""
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 class LocalTiles(NamedTuple):
     """The three kernels' sizes."""
 
-    forward: LocalTile
-    query_gradient: LocalTile
-    key_gradient: LocalTile
+    forward: PairTile
+    query_gradient: PairTile
+    key_gradient: PairTile
 
 
 # By minimum compute capability and padded head dimension. Chosen by the compiler's counts of registers and spills
 # (`python -m eval.gpu_costs`), and (90, 128) by times on an H200.
 _TILES = {
-    (100, 64): LocalTiles(LocalTile(128, 64, 4, 3), LocalTile(128, 64, 8, 2), LocalTile(64, 128, 8, 2)),
-    (100, 128): LocalTiles(LocalTile(128, 64, 8, 3), LocalTile(64, 64, 4, 2), LocalTile(64, 128, 8, 2)),
-    (100, 256): LocalTiles(LocalTile(64, 32, 8, 2), LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1)),
-    (90, 64): LocalTiles(*3 * [LocalTile(64, 64, 4, 2)]),
-    (90, 128): LocalTiles(*3 * [LocalTile(64, 64, 4, 2)]),
-    (90, 256): LocalTiles(LocalTile(64, 32, 8, 2), LocalTile(32, 32, 4, 2), LocalTile(32, 32, 8, 1)),
-    (80, 64): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 4, 2), LocalTile(64, 32, 4, 2)),
-    (80, 128): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 8, 1), LocalTile(64, 64, 8, 1)),
-    (80, 256): LocalTiles(LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1), LocalTile(32, 32, 8, 1)),
+    (100, 64): LocalTiles(PairTile(128, 64, 4, 3), PairTile(128, 64, 8, 2), PairTile(64, 128, 8, 2)),
+    (100, 128): LocalTiles(PairTile(128, 64, 8, 3), PairTile(64, 64, 4, 2), PairTile(64, 128, 8, 2)),
+    (100, 256): LocalTiles(PairTile(64, 32, 8, 2), PairTile(64, 32, 8, 1), PairTile(32, 32, 8, 1)),
+    (90, 64): LocalTiles(*3 * [PairTile(64, 64, 4, 2)]),
+    (90, 128): LocalTiles(*3 * [PairTile(64, 64, 4, 2)]),
+    (90, 256): LocalTiles(PairTile(64, 32, 8, 2), PairTile(32, 32, 4, 2), PairTile(32, 32, 8, 1)),
+    (80, 64): LocalTiles(PairTile(64, 64, 4, 2), PairTile(64, 64, 4, 2), PairTile(64, 32, 4, 2)),
+    (80, 128): LocalTiles(PairTile(64, 64, 4, 2), PairTile(64, 64, 8, 1), PairTile(64, 64, 8, 1)),
+    (80, 256): LocalTiles(PairTile(64, 32, 8, 1), PairTile(32, 32, 8, 1), PairTile(32, 32, 8, 1)),
 }
 # With a soft cap, whose derivative needs additional registers.
 _CAPPED = {
-    (90, 128): _TILES[90, 128]._replace(key_gradient=LocalTile(64, 64, 8, 2)),
-    (90, 256): _TILES[90, 256]._replace(query_gradient=LocalTile(32, 32, 8, 1)),
+    (90, 128): _TILES[90, 128]._replace(key_gradient=PairTile(64, 64, 8, 2)),
+    (90, 256): _TILES[90, 256]._replace(query_gradient=PairTile(32, 32, 8, 1)),
 }
 # float32 needs twice the registers and shared memory of a 16-bit type.
-_FLOAT32 = LocalTiles(LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1))
+_FLOAT32 = LocalTiles(PairTile(32, 32, 4, 1), PairTile(32, 32, 4, 1), PairTile(32, 32, 4, 1))
 # Small tiles keep Triton's interpreter fast and exercise every kind of edge.
-_INTERPRETED = LocalTiles(LocalTile(32, 16, 4, 1), LocalTile(32, 16, 4, 1), LocalTile(16, 32, 4, 1))
+_INTERPRETED = LocalTiles(PairTile(32, 16, 4, 1), PairTile(32, 16, 4, 1), PairTile(16, 32, 4, 1))
 
 
 @adjustable("local")
 def choose_tiles(head_dim: int, dtype: Any, capped: bool) -> LocalTiles:
     """Returns the sizes for a head dimension and dtype, with or without a soft cap, on the target GPU."""
-    if bridge.interprets():
-        return _INTERPRETED
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32
-    size = bridge.tuned_for(c for c, _ in _TILES), max(64, padded(head_dim))
-    return _CAPPED.get(size, _TILES[size]) if capped else _TILES[size]
+    table = _TILES | _CAPPED if capped else _TILES
+    return bridge.tuned(table, dtype, max(64, padded(head_dim)), _FLOAT32, _INTERPRETED)
 
 
 class _LocalCall(NamedTuple):
@@ -126,9 +113,7 @@ def local_attention(
     Raises:
       NotImplementedError: Triton is missing, the GPU is too old, or the dtype or head dimension is not supported.
     """
-    reason = local_unsupported(query, key, value)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    bridge.refuse(local_unsupported(query, key, value))
     batch, length, _, head_dim = query.shape
     num_keys = key.shape[1]
     exists = [
@@ -180,7 +165,7 @@ def _attend(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCal
 
 def _attend_forward(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCall):
     if known is None:
-        out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
+        out, log_sums = _run_forward(call, query, key, value, query_ids, key_ids, sinks)
     else:
         out, log_sums = known
     natural = (
@@ -198,8 +183,8 @@ def _attend_backward(call: _LocalCall, saved, gradients):
         d_log_sums = jnp.zeros((query.shape[0], 1), jnp.float32)
     else:
         d_log_sums = jnp.where(jnp.isposinf(log_sums), 0.0, d_log_sums)
-    *gradients, delta = _run_backward(call)(
-        query, key, value, query_ids, key_ids, out, d_out.astype(query.dtype), log_sums, d_log_sums
+    *gradients, delta = _run_backward(
+        call, query, key, value, query_ids, key_ids, out, d_out.astype(query.dtype), log_sums, d_log_sums
     )
     d_sinks = jnp.zeros_like(sinks)
     if call.sinks:  # a sink acts as one more key, whose value is 0
@@ -212,7 +197,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _constants(
-    call: _LocalCall, query: Array, key: Array, tile: LocalTile, lists: BlockLists
+    call: _LocalCall, query: Array, key: Array, tile: PairTile, lists: BlockLists
 ) -> dict[str, Any]:
     (_, length, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     return {
@@ -232,74 +217,64 @@ def _constants(
     }
 
 
-def _options(tile: LocalTile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-@functools.lru_cache(maxsize=64)
-def _run_forward(call: _LocalCall):
+@bridge.fold_vmap
+def _run_forward(call: _LocalCall, query, key, value, query_ids, key_ids, sinks):
     from pallas_kernels.triton.local import forward
 
-    def run(query, key, value, query_ids, key_ids, sinks):
-        batch, length, heads, _ = query.shape
-        tile = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None).forward
-        lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
-        return bridge.launch(
-            forward.local_forward,
-            (query, key, value, *map(jnp.asarray, lists.arrays()), query_ids, key_ids, sinks),
-            (
-                jax.ShapeDtypeStruct(query.shape, query.dtype),
-                jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-            ),
-            (-(-length // tile.block_q), heads, batch),
-            _constants(call, query, key, tile, lists) | {"SINKS": call.sinks},
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    batch, length, heads, _ = query.shape
+    tile = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None).forward
+    lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
+    return bridge.launch(
+        forward.local_forward,
+        (query, key, value, *map(jnp.asarray, lists.arrays()), query_ids, key_ids, sinks),
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        ),
+        (-(-length // tile.block_q), heads, batch),
+        _constants(call, query, key, tile, lists) | {"SINKS": call.sinks},
+        tile,
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def _run_backward(call: _LocalCall):
+@bridge.fold_vmap
+def _run_backward(call: _LocalCall, query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
     from pallas_kernels.triton.local import backward
 
-    def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
-        ids = (query_ids, key_ids)
-        batch, length, heads, _ = query.shape
-        tiles = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None)
-        tile = tiles.query_gradient
-        lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
-        d_query, delta = bridge.launch(
-            backward.local_query_gradient,
-            (query, key, value, out, d_out, log_sums, d_log_sums, *map(jnp.asarray, lists.arrays()), *ids),
-            (
-                jax.ShapeDtypeStruct(query.shape, query.dtype),
-                jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-            ),
-            (-(-length // tile.block_q), heads, batch),
-            _constants(call, query, key, tile, lists) | {"LOG_SUMS": call.with_log_sum},
-            **_options(tile),
-        )  # fmt: skip
-        tile = tiles.key_gradient
-        lists = make_lists(call.pattern, tile.block_q, tile.block_k, True)
-        d_key, d_value = bridge.launch(
-            backward.local_key_gradient,
-            (
-                query,
-                key,
-                value,
-                d_out,
-                log_sums,
-                delta,
-                *map(jnp.asarray, lists.arrays()),
-                query_ids,
-                key_ids,
-            ),
-            (jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
-            (-(-key.shape[1] // tile.block_k), key.shape[2], batch),
-            _constants(call, query, key, tile, lists),
-            **_options(tile),
-        )
-        return d_query, d_key, d_value, delta
-
-    return bridge.fold_vmap(run)
+    ids = (query_ids, key_ids)
+    batch, length, heads, _ = query.shape
+    tiles = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None)
+    tile = tiles.query_gradient
+    lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
+    d_query, delta = bridge.launch(
+        backward.local_query_gradient,
+        (query, key, value, out, d_out, log_sums, d_log_sums, *map(jnp.asarray, lists.arrays()), *ids),
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        ),
+        (-(-length // tile.block_q), heads, batch),
+        _constants(call, query, key, tile, lists) | {"LOG_SUMS": call.with_log_sum},
+        tile,
+    )  # fmt: skip
+    tile = tiles.key_gradient
+    lists = make_lists(call.pattern, tile.block_q, tile.block_k, True)
+    d_key, d_value = bridge.launch(
+        backward.local_key_gradient,
+        (
+            query,
+            key,
+            value,
+            d_out,
+            log_sums,
+            delta,
+            *map(jnp.asarray, lists.arrays()),
+            query_ids,
+            key_ids,
+        ),
+        (jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
+        (-(-key.shape[1] // tile.block_k), key.shape[2], batch),
+        _constants(call, query, key, tile, lists),
+        tile,
+    )
+    return d_query, d_key, d_value, delta

@@ -107,9 +107,7 @@ def propagate(
     Raises:
       NotImplementedError: `propagate_unsupported` gives a reason.
     """
-    reason = propagate_unsupported(query, key, value)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    bridge.refuse(propagate_unsupported(query, key, value))
     rows = jnp.broadcast_to(strength.astype(jnp.float32), (query.shape[0], *strength.shape))
     return _propagate(*vary_alike(query, key, value, rows), _PropagateCall(float(scale), score))
 
@@ -120,13 +118,13 @@ def _propagate(query, key, value, strength, call: _PropagateCall):
 
 
 def _propagate_forward(query, key, value, strength, call: _PropagateCall):
-    (out,) = _run_forward(call)(query, key, value, strength)
+    (out,) = _run_forward(call, query, key, value, strength)
     return out, (query, key, value, strength)
 
 
 def _propagate_backward(call: _PropagateCall, saved, d_out):
     query, key, _, _ = saved
-    d_query, d_key, d_value, d_strength = _run_backward(call)(*saved, d_out.astype(query.dtype))
+    d_query, d_key, d_value, d_strength = _run_backward(call, *saved, d_out.astype(query.dtype))
     d_key, d_value = (x.sum(1).transpose(0, 2, 1, 3).astype(key.dtype) for x in (d_key, d_value))
     return d_query, d_key, d_value, d_strength.sum(2)
 
@@ -149,67 +147,57 @@ def _constants(call: _PropagateCall, query: Array, key: Array, tile: RowTile) ->
     }
 
 
-def _options(tile: RowTile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-@functools.lru_cache(maxsize=64)
-def _run_forward(call: _PropagateCall):
+@bridge.fold_vmap
+def _run_forward(call: _PropagateCall, query, key, value, strength):
     from pallas_kernels.triton.propagate import forward
 
-    def run(query, key, value, strength):
-        batch, length, heads, _ = query.shape
-        tile = choose_tiles(key.shape[1], query.shape[3], query.dtype).forward
-        splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
-        return bridge.launch(
-            forward.propagate_forward,
-            (query, key, value, strength),
-            (jax.ShapeDtypeStruct(query.shape, query.dtype),),
-            (splits, heads, batch),
-            _constants(call, query, key, tile) | {"SEGMENT": segment},
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    batch, length, heads, _ = query.shape
+    tile = choose_tiles(key.shape[1], query.shape[3], query.dtype).forward
+    splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
+    return bridge.launch(
+        forward.propagate_forward,
+        (query, key, value, strength),
+        (jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        (splits, heads, batch),
+        _constants(call, query, key, tile) | {"SEGMENT": segment},
+        tile,
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def _run_backward(call: _PropagateCall):
+@bridge.fold_vmap
+def _run_backward(call: _PropagateCall, query, key, value, strength, d_out):
     from pallas_kernels.triton.propagate import backward
 
-    def run(query, key, value, strength, d_out):
-        batch, length, heads, head_dim = query.shape
-        tokens = key.shape[1]
-        tiles = choose_tiles(tokens, head_dim, query.dtype)
-        tile = tiles.query_gradient
-        splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
-        rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-        d_query, log_sums, deltas, d_strength = bridge.launch(
-            backward.propagate_query_gradient,
-            (query, key, value, strength, d_out),
-            (
-                jax.ShapeDtypeStruct(query.shape, query.dtype),
-                rows,
-                rows,
-                jax.ShapeDtypeStruct((batch, heads, splits), jnp.float32),
-            ),
-            (splits, heads, batch),
-            _constants(call, query, key, tile) | {"SEGMENT": segment},
-            **_options(tile),
-        )
-        tile = tiles.key_gradient
-        constants = _constants(call, query, key, tile)
-        count = -(-tokens // constants["BM"])
-        splits, segment = split(length, batch * heads * count, tile.block_t)
-        parts = jax.ShapeDtypeStruct((splits, batch, heads, tokens, head_dim), jnp.float32)
-        d_key, d_value = bridge.launch(
-            backward.propagate_key_gradient,
-            (query, key, value, strength, d_out, log_sums, deltas),
-            (parts, parts),
-            (splits * count, heads, batch),
-            constants | {"TILES": count, "SEGMENT": segment},
-            **_options(tile),
-        )
-        return d_query, jnp.moveaxis(d_key, 1, 0), jnp.moveaxis(d_value, 1, 0), d_strength
-
-    return bridge.fold_vmap(run)
+    batch, length, heads, head_dim = query.shape
+    tokens = key.shape[1]
+    tiles = choose_tiles(tokens, head_dim, query.dtype)
+    tile = tiles.query_gradient
+    splits, segment = split(length, batch * heads, tile.block_t, tile.resident)
+    rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    d_query, log_sums, deltas, d_strength = bridge.launch(
+        backward.propagate_query_gradient,
+        (query, key, value, strength, d_out),
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            rows,
+            rows,
+            jax.ShapeDtypeStruct((batch, heads, splits), jnp.float32),
+        ),
+        (splits, heads, batch),
+        _constants(call, query, key, tile) | {"SEGMENT": segment},
+        tile,
+    )
+    tile = tiles.key_gradient
+    constants = _constants(call, query, key, tile)
+    count = -(-tokens // constants["BM"])
+    splits, segment = split(length, batch * heads * count, tile.block_t)
+    parts = jax.ShapeDtypeStruct((splits, batch, heads, tokens, head_dim), jnp.float32)
+    d_key, d_value = bridge.launch(
+        backward.propagate_key_gradient,
+        (query, key, value, strength, d_out, log_sums, deltas),
+        (parts, parts),
+        (splits * count, heads, batch),
+        constants | {"TILES": count, "SEGMENT": segment},
+        tile,
+    )
+    return d_query, jnp.moveaxis(d_key, 1, 0), jnp.moveaxis(d_value, 1, 0), d_strength

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import adjustable, padded
 
@@ -171,51 +169,31 @@ _INTERPRETED = (
 @adjustable("sum")
 def sum_sizes(features: int, dtype: Any) -> SumSizes:
     """The sizes for queries with this many features and this type, on the GPU that is compiled for."""
-    if bridge.interprets():
-        return _INTERPRETED[0]
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32[0]
-    return _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
+    return bridge.tuned(_SUMS, dtype, max(128, padded(features)), _FLOAT32[0], _INTERPRETED[0])
 
 
 @adjustable("sum_by_feature")
 def feature_sizes(features: int, dtype: Any) -> FeatureSizes:
     """The same for sums with a decay by feature."""
-    if bridge.interprets():
-        return _INTERPRETED[1]
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32[1]
-    return _BY_FEATURE[bridge.tuned_for(c for c, _ in _BY_FEATURE), max(128, padded(features))]
+    return bridge.tuned(_BY_FEATURE, dtype, max(128, padded(features)), _FLOAT32[1], _INTERPRETED[1])
 
 
 @adjustable("delta")
 def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     """The same for the delta rule."""
-    if bridge.interprets():
-        return _INTERPRETED[2]
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32[2]
-    return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
+    return bridge.tuned(_DELTAS, dtype, max(128, padded(features)), _FLOAT32[2], _INTERPRETED[2])
 
 
 @adjustable("delta_by_feature")
 def feature_delta_sizes(features: int, dtype: Any) -> DeltaSizes:
     """The same for the delta rule with a decay by feature."""
-    if bridge.interprets():
-        return _INTERPRETED[3]
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32[3]
-    capability = bridge.tuned_for(c for c, _ in _DELTAS_BY_FEATURE)
-    return _DELTAS_BY_FEATURE[capability, max(128, padded(features))]
+    return bridge.tuned(_DELTAS_BY_FEATURE, dtype, max(128, padded(features)), _FLOAT32[3], _INTERPRETED[3])
 
 
 def recurrence_unsupported(query: Any, key: Any, value: Any) -> str | None:
     """Why the kernels cannot run on arrays of these shapes and dtypes; None if they can."""
-    missing = bridge.unsupported()
-    if missing is not None:
-        return missing
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if (reason := bridge.dtype_unsupported(query)) is not None:
+        return reason
     if query.shape[3] > MOST_FEATURES:
         return f"queries must have at most {MOST_FEATURES} features, got {query.shape[3]}"
     if value.shape[3] > MOST_VALUES:

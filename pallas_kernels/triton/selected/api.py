@@ -96,9 +96,7 @@ def selected_attention(
     Raises:
       NotImplementedError: `selected_unsupported` gives a reason.
     """
-    reason = selected_unsupported(query, key)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    bridge.refuse(selected_unsupported(query, key))
     arrays = vary_alike(query, key, value, starts.astype(jnp.int32), positions.astype(jnp.int32))
     found = _attend(*arrays, known, _SelectedCall(size, float(scale)))
     return found if return_log_sum_exp else found[0]
@@ -111,7 +109,7 @@ def _attend(query, key, value, starts, positions, known, call: _SelectedCall):
 
 def _attend_forward(query, key, value, starts, positions, known, call: _SelectedCall):
     if known is None:
-        known = _run_forward(call)(query, key, value, starts, positions)
+        known = _run_forward(call, query, key, value, starts, positions)
     return tuple(known), (query, key, value, starts, positions, *known)
 
 
@@ -120,10 +118,10 @@ def _attend_backward(call: _SelectedCall, saved, gradients):
     d_out, _ = gradients
     deltas = jnp.einsum("btnh,btnh->btn", d_out, out)
     rest = (positions, d_out.astype(query.dtype), log_sums, deltas)
-    (d_query,) = _run_query_gradient(call)(query, key, value, starts, *rest)
+    (d_query,) = _run_query_gradient(call, query, key, value, starts, *rest)
     tile = choose_tiles(query.dtype).by_key.block_k
     lists = transposed_lists(starts, key.shape[1], call.size, tile)
-    d_key, d_value = _run_key_gradient(call)(query, key, value, *lists, *rest)
+    d_key, d_value = _run_key_gradient(call, query, key, value, *lists, *rest)
     return d_query, d_key, d_value, None, None, None
 
 
@@ -191,7 +189,7 @@ def _sizes(call: _SelectedCall, query: Array, key: Array, blocks: int, tile: Sel
         "S": keys,
         "K": kv_heads,
         "G": heads // kv_heads,
-        "GP": max(16, padded(heads // kv_heads)),
+        "GP": padded(heads // kv_heads),
         "H": head_dim,
         "HP": padded(head_dim),
         "M": blocks,
@@ -202,80 +200,79 @@ def _sizes(call: _SelectedCall, query: Array, key: Array, blocks: int, tile: Sel
     }
 
 
-def _options(tile: SelectedTile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-@functools.lru_cache(maxsize=64)
-def _run_forward(call: _SelectedCall):
+@bridge.fold_vmap
+def _run_forward(call: _SelectedCall, query, key, value, starts, positions):
     from pallas_kernels.triton.selected import forward
 
-    def run(query, key, value, starts, positions):
-        batch, length, heads, _ = query.shape
-        tile = choose_tiles(query.dtype).by_query
-        return bridge.launch(
-            forward.selected_forward,
-            (query, key, value, starts, positions),
-            (
-                jax.ShapeDtypeStruct(query.shape, jnp.float32),
-                jax.ShapeDtypeStruct((batch, length, heads), jnp.float32),
-            ),
-            (length, key.shape[2], batch),
-            _sizes(call, query, key, starts.shape[3], tile),
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    batch, length, heads, _ = query.shape
+    tile = choose_tiles(query.dtype).by_query
+    return bridge.launch(
+        forward.selected_forward,
+        (query, key, value, starts, positions),
+        (
+            jax.ShapeDtypeStruct(query.shape, jnp.float32),
+            jax.ShapeDtypeStruct((batch, length, heads), jnp.float32),
+        ),
+        (length, key.shape[2], batch),
+        _sizes(call, query, key, starts.shape[3], tile),
+        tile,
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def _run_query_gradient(call: _SelectedCall):
+@bridge.fold_vmap
+def _run_query_gradient(call: _SelectedCall, query, key, value, starts, positions, d_out, log_sums, deltas):
     from pallas_kernels.triton.selected import backward
 
-    def run(query, key, value, starts, positions, d_out, log_sums, deltas):
-        tile = choose_tiles(query.dtype).by_query
-        return bridge.launch(
-            backward.selected_query_gradient,
-            (query, key, value, starts, positions, d_out, log_sums, deltas),
-            (jax.ShapeDtypeStruct(query.shape, query.dtype),),
-            (query.shape[1], key.shape[2], query.shape[0]),
-            _sizes(call, query, key, starts.shape[3], tile),
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    tile = choose_tiles(query.dtype).by_query
+    return bridge.launch(
+        backward.selected_query_gradient,
+        (query, key, value, starts, positions, d_out, log_sums, deltas),
+        (jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        (query.shape[1], key.shape[2], query.shape[0]),
+        _sizes(call, query, key, starts.shape[3], tile),
+        tile,
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def _run_key_gradient(call: _SelectedCall):
+@bridge.fold_vmap
+def _run_key_gradient(
+    call: _SelectedCall,
+    query,
+    key,
+    value,
+    pairs,
+    pair_starts,
+    tiles,
+    begins,
+    ends,
+    firsts,
+    positions,
+    d_out,
+    log_sums,
+    deltas,
+):
     from pallas_kernels.triton.selected import backward
 
-    def run(
-        query, key, value, pairs, pair_starts, tiles, begins, ends, firsts, positions, d_out, log_sums, deltas
-    ):
-        batch, _, kv_heads, head_dim = key.shape
-        tile = choose_tiles(query.dtype).by_key
-        sizes = _sizes(call, query, key, pairs.shape[2] // query.shape[1], tile)
-        group = 1 << (sizes["G"] - 1).bit_length()
-        parts = jax.ShapeDtypeStruct((batch, kv_heads, tiles.shape[2], tile.block_k, head_dim), jnp.float32)
-        sums = bridge.launch(
-            backward.selected_key_gradient,
-            (query, key, value, pairs, pair_starts, tiles, begins, ends, positions, d_out, log_sums, deltas),
-            (parts, parts),
-            (tiles.shape[2], kv_heads, batch),
-            {**sizes, "GP": group, "BM": max(tile.rows, group), "PARTS": tiles.shape[2]},
-            **_options(tile),
-        )
-        gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
-        of_sum = {name: sizes[name] for name in ("S", "K", "H", "HP", "BN")}
-        count = firsts.shape[2] - 1
-        return bridge.launch(
-            backward.selected_sum_of_parts,
-            (*sums, firsts),
-            (gradient, gradient),
-            (count, kv_heads, batch),
-            {**of_sum, "PARTS": tiles.shape[2], "TILES": count},
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    batch, _, kv_heads, head_dim = key.shape
+    tile = choose_tiles(query.dtype).by_key
+    sizes = _sizes(call, query, key, pairs.shape[2] // query.shape[1], tile)
+    group = 1 << (sizes["G"] - 1).bit_length()
+    parts = jax.ShapeDtypeStruct((batch, kv_heads, tiles.shape[2], tile.block_k, head_dim), jnp.float32)
+    sums = bridge.launch(
+        backward.selected_key_gradient,
+        (query, key, value, pairs, pair_starts, tiles, begins, ends, positions, d_out, log_sums, deltas),
+        (parts, parts),
+        (tiles.shape[2], kv_heads, batch),
+        {**sizes, "GP": group, "BM": max(tile.rows, group), "PARTS": tiles.shape[2]},
+        tile,
+    )
+    gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    count = firsts.shape[2] - 1
+    return bridge.launch(
+        backward.selected_sum_of_parts,
+        (*sums, firsts),
+        (gradient, gradient),
+        (count, kv_heads, batch),
+        {**sizes, "PARTS": tiles.shape[2], "TILES": count},
+        tile,
+    )

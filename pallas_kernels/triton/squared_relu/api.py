@@ -10,20 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import adjustable, padded
+from pallas_kernels.triton.core.sizes import PairTile, adjustable, padded
 from pallas_kernels.varying import vary_alike
 
 #: Maximum number of features of queries and keys in one program.
 MOST_FEATURES = 256
-
-
-class PairTile(NamedTuple):
-    """Queries and keys in a block, and Triton's warps and stages."""
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 class PairTiles(NamedTuple):
@@ -75,11 +66,8 @@ class Ranges(NamedTuple):
 
 def squared_relu_unsupported(query: Any) -> str | None:
     """Returns why the kernels do not support queries of this shape and dtype; None if they do."""
-    missing = bridge.unsupported()
-    if missing is not None:
-        return missing
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if (reason := bridge.dtype_unsupported(query)) is not None:
+        return reason
     if query.shape[3] > MOST_FEATURES:
         return f"head_dim must be at most {MOST_FEATURES}, got {query.shape[3]}"
     return None
@@ -108,9 +96,7 @@ def squared_relu_attention(
     Raises:
       NotImplementedError: `squared_relu_unsupported` gives a reason.
     """
-    reason = squared_relu_unsupported(query)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    bridge.refuse(squared_relu_unsupported(query))
     dtype = query.dtype
     precision = "ieee" if dtype == jnp.float32 else "tf32"
     if dtype == jnp.float16:
@@ -125,12 +111,12 @@ def _attend(query, key, value, first, stop, begin, end, precision: str):
 
 
 def _attend_forward(query, key, value, first, stop, begin, end, precision: str):
-    (out,) = _run_forward(precision)(query, key, value, first, stop)
+    (out,) = _run_forward(precision, query, key, value, first, stop)
     return out, (query, key, value, first, stop, begin, end)
 
 
 def _attend_backward(precision: str, saved, d_out):
-    return *_run_backward(precision)(*saved, d_out.astype(saved[0].dtype)), None, None, None, None
+    return *_run_backward(precision, *saved, d_out.astype(saved[0].dtype)), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -139,11 +125,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 @adjustable("squared_relu")
 def choose_tiles(features: int, dtype: Any) -> PairTiles:
     """Returns the sizes for a number of query features and a dtype on the target GPU."""
-    if bridge.interprets():
-        return _INTERPRETED
-    if jnp.dtype(dtype).itemsize > 2:
-        return _FLOAT32
-    return _TILES[bridge.tuned_for(c for c, _ in _TILES), max(128, padded(features))]
+    return bridge.tuned(_TILES, dtype, max(128, padded(features)), _FLOAT32, _INTERPRETED)
 
 
 def _sizes(query: Array, key: Array, value: Array, precision: str, tile: PairTile) -> dict[str, Any]:
@@ -169,63 +151,53 @@ def _value_tile(value: Array) -> int:
     return min(most, padded(value.shape[3]))
 
 
-def _options(tile: PairTile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-@functools.lru_cache(maxsize=8)
-def _run_forward(precision: str):
+@bridge.fold_vmap
+def _run_forward(precision: str, query, key, value, first, stop):
     from pallas_kernels.triton.squared_relu import forward
 
-    def run(query, key, value, first, stop):
-        batch, length, heads, features = query.shape
-        tile = choose_tiles(features, query.dtype).forward
-        value_tiles = -(-value.shape[3] // _value_tile(value))
-        return bridge.launch(
-            forward.squared_relu_forward,
-            (query, key, value, first, stop),
-            (jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), query.dtype),),
-            (-(-length // tile.block_q), heads * value_tiles, batch),
-            _sizes(query, key, value, precision, tile),
-            **_options(tile),
-        )
-
-    return bridge.fold_vmap(run)
+    batch, length, heads, features = query.shape
+    tile = choose_tiles(features, query.dtype).forward
+    value_tiles = -(-value.shape[3] // _value_tile(value))
+    return bridge.launch(
+        forward.squared_relu_forward,
+        (query, key, value, first, stop),
+        (jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), query.dtype),),
+        (-(-length // tile.block_q), heads * value_tiles, batch),
+        _sizes(query, key, value, precision, tile),
+        tile,
+    )
 
 
-@functools.lru_cache(maxsize=8)
-def _run_backward(precision: str):
+@bridge.fold_vmap
+def _run_backward(precision: str, query, key, value, first, stop, begin, end, d_out):
     from pallas_kernels.triton.squared_relu import backward
 
-    def run(query, key, value, first, stop, begin, end, d_out):
-        batch, length, heads, features = query.shape
-        num_keys, kv_heads = key.shape[1:3]
-        tiles = choose_tiles(features, query.dtype)
-        value_tiles = -(-value.shape[3] // _value_tile(value))
+    batch, length, heads, features = query.shape
+    num_keys, kv_heads = key.shape[1:3]
+    tiles = choose_tiles(features, query.dtype)
+    value_tiles = -(-value.shape[3] // _value_tile(value))
 
-        def launch(kernel, tile, arrays, result, grid):
-            (gradient,) = bridge.launch(
-                kernel, arrays, (jax.ShapeDtypeStruct(result.shape, result.dtype),), grid,
-                _sizes(query, key, value, precision, tile), **_options(tile),
-            )  # fmt: skip
-            return gradient
+    def launch(kernel, tile, arrays, result, grid):
+        (gradient,) = bridge.launch(
+            kernel, arrays, (jax.ShapeDtypeStruct(result.shape, result.dtype),), grid,
+            _sizes(query, key, value, precision, tile), tile,
+        )  # fmt: skip
+        return gradient
 
-        seen, seen_by = (first, stop), (begin, end)
-        tile = tiles.query_gradient
-        d_query = launch(
-            backward.squared_relu_query_gradient, tile, (query, key, value, d_out, *seen), query,
-            (-(-length // tile.block_q), heads, batch),
-        )  # fmt: skip
-        tile = tiles.key_gradient
-        d_key = launch(
-            backward.squared_relu_key_gradient, tile, (query, key, value, d_out, *seen, *seen_by), key,
-            (-(-num_keys // tile.block_k), kv_heads, batch),
-        )  # fmt: skip
-        tile = tiles.value_gradient
-        d_value = launch(
-            backward.squared_relu_value_gradient, tile, (query, key, d_out, *seen, *seen_by), value,
-            (-(-num_keys // tile.block_k), kv_heads * value_tiles, batch),
-        )  # fmt: skip
-        return d_query, d_key, d_value
-
-    return bridge.fold_vmap(run)
+    seen, seen_by = (first, stop), (begin, end)
+    tile = tiles.query_gradient
+    d_query = launch(
+        backward.squared_relu_query_gradient, tile, (query, key, value, d_out, *seen), query,
+        (-(-length // tile.block_q), heads, batch),
+    )  # fmt: skip
+    tile = tiles.key_gradient
+    d_key = launch(
+        backward.squared_relu_key_gradient, tile, (query, key, value, d_out, *seen, *seen_by), key,
+        (-(-num_keys // tile.block_k), kv_heads, batch),
+    )  # fmt: skip
+    tile = tiles.value_gradient
+    d_value = launch(
+        backward.squared_relu_value_gradient, tile, (query, key, d_out, *seen, *seen_by), value,
+        (-(-num_keys // tile.block_k), kv_heads * value_tiles, batch),
+    )  # fmt: skip
+    return d_query, d_key, d_value

@@ -94,12 +94,12 @@ def test_a_cpu_has_no_kernels_to_time():
 
 
 def test_tilings_around_one():
-    tile = local.LocalTile(128, 64, 8, 2)
+    tile = local.PairTile(128, 64, 8, 2)
     found = gpu_worker.neighbours(tile)
     assert found[0] == tile
     assert 10 <= len(found) <= 14
     assert len(set(found)) == len(found)
-    assert {local.LocalTile(64, 64, 4, 2), local.LocalTile(128, 64, 8, 3)} < set(found)
+    assert {local.PairTile(64, 64, 4, 2), local.PairTile(128, 64, 8, 3)} < set(found)
     with adjusted_tiles(lambda operation, tiles: tiles._replace(forward=found[3])):
         assert local.choose_tiles(128, np.float16, False).forward == found[3]
     assert local.choose_tiles(128, np.float16, False).forward != found[3]

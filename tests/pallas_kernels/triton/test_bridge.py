@@ -1,5 +1,6 @@
 """The path to a GPU kernel, as far as it goes without Triton: the target, the launch, vmap."""
 
+import functools
 import importlib
 import sys
 
@@ -9,15 +10,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import PairTile
 
 
-def no_kernel(x, out):
+def no_kernel(x, out, SIZE):
     """Never compiled in this file."""
 
 
 def launch(x):
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return bridge.launch(no_kernel, (x,), (result,), (1,), {"SIZE": 3}, num_warps=4, num_stages=1)[0]
+    return bridge.launch(no_kernel, (x,), (result,), (1,), {"SIZE": 3}, PairTile(16, 16, 4, 1))[0]
 
 
 def test_the_target_is_given_or_else_hoppers(monkeypatch):
@@ -50,7 +52,7 @@ def test_long_batches_are_several_calls(monkeypatch):
     """Split by the rows that a grid allows and by the range of int32, in a mapped call too."""
     rows = []
 
-    def run(x, y):
+    def run(_, x, y):
         rows.append(len(x))
         return x + y[:, None], 2 * y
 
@@ -63,7 +65,8 @@ def test_long_batches_are_several_calls(monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(bridge, *limits)
-            for got in (bridge.fold_vmap(run)(x, y), jax.vmap(bridge.fold_vmap(run))(x[None], y[None])):
+            folded = functools.partial(bridge.fold_vmap(run), None)
+            for got in (folded(x, y), jax.vmap(folded)(x[None], y[None])):
                 np.testing.assert_array_equal(jnp.squeeze(got[0]), x + y[:, None])
                 np.testing.assert_array_equal(jnp.squeeze(got[1]), 2 * y)
                 assert rows[-len(expected) :] == expected
@@ -75,12 +78,12 @@ def test_long_batches_are_several_calls(monkeypatch):
 def test_vmap_is_one_call_on_a_longer_batch():
     shapes = []
 
-    def run(x, y):
+    def run(_, x, y):
         shapes.append((x.shape, y.shape))
         return x + y, x * y
 
     x, y = (np.random.default_rng(i).normal(size=(5, 2, 3)).astype(np.float32) for i in range(2))
-    folded = bridge.fold_vmap(run)
+    folded = functools.partial(bridge.fold_vmap(run), None)
     got = jax.vmap(folded)(x, y)
     assert shapes[-1] == ((10, 3), (10, 3))
     for a, b in zip(got, (x + y, x * y)):
