@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,9 @@ from pallas_kernels.tpu.block.plan import (
     plan_block,
 )
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
-from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
+from pallas_kernels.tpu.core.distances import DistanceTable, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, pack_rows, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, positive_scale, refusal, zero_absent
+from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal, zero_absent
 from pallas_kernels.varying import vary_alike
 
 
@@ -64,35 +63,9 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def block_unsupported(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    *,
-    key_blocks: Sequence[Sequence[int]],
-    block_q: int,
-    block_k: int,
-    granules: Granules | None = None,
-    chosen_runs: int = 0,
-    bias: RelativeBias | None = None,
-    chip: str | None = None,
-) -> str | None:
-    """Returns why `block_attention` does not support a call, or None, from shapes, dtypes and lists without tracing it.
-
-    Args:
-      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
-      key_blocks, block_q, block_k, granules, chip: as in `block_attention`.
-      chosen_runs: M of its chosen_starts, 0 without them.
-      bias: the number of distances for which its bias has numbers, and the first of them.
-
-    Returns:
-      The message of the error that `block_attention` would raise: an unsupported dtype or head dimension, shapes or
-      lists that do not match, a block's list that exceeds scalar memory, or too little VMEM. None if the call is
-      supported.
-    """
-    options: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
-    options |= {"chosen_runs": chosen_runs, "bias": bias}
-    return refusal(plan_block, query, key, value, key_blocks=key_blocks, **options)
+#: Why `block_attention` does not support a call, with the same options. `chosen_runs` is M of its chosen_starts, and
+#: `bias` a description. None if it does.
+block_unsupported = refusal(plan_block)
 
 
 def block_attention(

@@ -285,10 +285,10 @@ def plan_block(
     key_blocks: Sequence[Sequence[int]],
     block_q: int,
     block_k: int,
-    granules: Granules | None,
-    chip: str | None,
+    granules: Granules | None = None,
     chosen_runs: int = 0,
     bias: RelativeBias | None = None,
+    chip: str | None = None,
 ) -> BlockCall:
     """Returns the part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
 

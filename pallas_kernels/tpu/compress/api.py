@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from pallas_kernels.tpu.compress.differentiable import compress_packed
 from pallas_kernels.tpu.compress.parts import Parts, from_parts, to_parts
 from pallas_kernels.tpu.compress.plan import CompressCall, plan_compress, plan_compress_blocks
 from pallas_kernels.tpu.core.heads import pack
-from pallas_kernels.tpu.core.inputs import Shaped, positive_scale, refusal
-from pallas_kernels.tpu.core.score_bias import ScoreBias, described, lay_out
+from pallas_kernels.tpu.core.inputs import positive_scale, refusal
+from pallas_kernels.tpu.core.score_bias import lay_out
 from pallas_kernels.varying import vary_alike
 
 
@@ -69,37 +68,8 @@ def _run(
     return result.astype(query.dtype), (outs, log_sums)
 
 
-def compress_unsupported(
-    query: Shaped,
-    key: Shaped,
-    contrast_key: Shaped | None,
-    value: Shaped,
-    *,
-    bias: Shaped | None = None,
-    mask: Shaped | None = None,
-    chip: str | None = None,
-    block: int | None = None,
-    splits: int | None = None,
-) -> str | None:
-    """Returns why `compress` does not support a call, or None, from shapes and dtypes without tracing it.
-
-    Args:
-      query, key, contrast_key, value, bias, mask: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh
-        matter.
-      chip, block, splits: as in `compress`.
-
-    Returns:
-      The message of the error that `compress` would raise: an unsupported dtype or head dimension, shapes that do not
-      match, too many compressed tokens, or too little VMEM. None if the call is supported.
-    """
-    options: dict[str, Any] = {"chip": chip, "block": block, "splits": splits}
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-
-    def plan():
-        given = described(bias, mask, full)
-        plan_compress(query, key, contrast_key, value, bounded=True, bias=given, **options)
-
-    return refusal(plan)
+#: Why `compress` does not support a call, with the same options. None if it does.
+compress_unsupported = refusal(plan_compress)
 
 
 def compress(
@@ -159,18 +129,8 @@ def compress(
         exceeds the chip's memory.
       NotImplementedError: the dtype or the head dimension is not supported.
     """
-    bounded = key_lengths is not None
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     call = plan_compress(
-        query,
-        key,
-        contrast_key,
-        value,
-        bounded=bounded,
-        chip=chip,
-        block=block,
-        splits=splits,
-        bias=described(bias, mask, full),
+        query, key, contrast_key, value, bias=bias, mask=mask, chip=chip, block=block, splits=splits
     )
     length = key.shape[1]
     bounds = jnp.asarray([[[0, length]]], jnp.int32)
@@ -182,50 +142,16 @@ def compress(
             )
         stop = jnp.minimum(key_lengths.astype(jnp.int32), length)
         bounds = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
-    call = dataclasses.replace(call, score=score, axis_name=axis_name, interpret=interpret)
+    above = call.above or key_lengths is not None
+    call = dataclasses.replace(call, above=above, score=score, axis_name=axis_name, interpret=interpret)
     known = jax.tree.map(lambda x: x[:, None], known)
     found = _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, bias, mask, known, call)
     result, parts = jax.tree.map(lambda x: x[:, 0], found)
     return (result, parts) if return_parts else result
 
 
-def compress_blocks_unsupported(
-    query: Shaped,
-    key: Shaped,
-    contrast_key: Shaped | None,
-    value: Shaped,
-    *,
-    block_size: int,
-    history_size: int,
-    bias: Shaped | None = None,
-    chip: str | None = None,
-) -> str | None:
-    """Returns why `compress_blocks` does not support a call, or None, from shapes and dtypes without tracing it.
-
-    Args:
-      query, key, contrast_key, value, bias: as for `compress_unsupported`.
-      block_size, history_size, chip: as in `compress_blocks`.
-
-    Returns:
-      The message of the error that `compress_blocks` would raise, as for `compress_unsupported` or because of an
-      unsupported block size. None if the call is supported.
-    """
-    options: dict[str, Any] = {"block_size": block_size, "history_size": history_size, "chip": chip}
-
-    def plan():
-        given = _of_blocks(bias, query, history_size)
-        plan_compress_blocks(query, key, contrast_key, value, bounded=True, bias=given, **options)
-
-    return refusal(plan)
-
-
-def _of_blocks(bias: Shaped | None, query: Shaped, history_size: int) -> ScoreBias | None:
-    *_, count, heads, _ = query.shape
-    if bias is None:
-        return None
-    if bias.shape != (heads, count, history_size):
-        raise ValueError(f"bias must have shape {(heads, count, history_size)}, got {bias.shape}")
-    return ScoreBias(batches=False, heads=heads > 1)
+#: The same for `compress_blocks`.
+compress_blocks_unsupported = refusal(plan_compress_blocks)
 
 
 def compress_blocks(
@@ -276,9 +202,8 @@ def compress_blocks(
         value,
         block_size=block_size,
         history_size=history_size,
-        bounded=history_lengths is not None,
+        bias=bias,
         chip=chip,
-        bias=_of_blocks(bias, query, history_size),
     )
     batch, readers = query.shape[:2]
     stop = jnp.arange(readers, dtype=jnp.int32)[None] * block_size + history_size
@@ -290,7 +215,7 @@ def compress_blocks(
             )
         start = stop - jnp.minimum(history_lengths.astype(jnp.int32), history_size)
     bounds = jnp.stack(jnp.broadcast_arrays(start, stop), axis=-1)
-    call = dataclasses.replace(call, score=score, interpret=interpret)
+    call = dataclasses.replace(call, below=history_lengths is not None, score=score, interpret=interpret)
     added = None if bias is None else bias[None]
     found = _run(query, key, contrast_key, value, gamma, scale, bounds, added, None, known, call)
     return found if return_parts else found[0]

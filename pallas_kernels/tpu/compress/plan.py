@@ -23,7 +23,7 @@ from pallas_kernels.tpu.core.inputs import (
     check_compressed,
     check_multiple_of_128,
 )
-from pallas_kernels.tpu.core.score_bias import ScoreBias
+from pallas_kernels.tpu.core.score_bias import ScoreBias, described
 
 #: Blocks of a sequence start at multiples of this number, the rows of a bfloat16 register.
 _ROWS = 16
@@ -222,16 +222,13 @@ def plan_compress(
     contrast_key: Shaped | None,
     value: Shaped,
     *,
-    bounded: bool,
-    chip: str | None,
-    block: int | None,
-    splits: int | None,
-    bias: ScoreBias | None = None,
+    bias: Shaped | None = None,
+    mask: Shaped | None = None,
+    chip: str | None = None,
+    block: int | None = None,
+    splits: int | None = None,
 ) -> CompressCall:
     """Returns the part of a call that shapes and dtypes determine; arguments as for `compress`.
-
-    Args:
-      bounded: whether the history has lengths.
 
     Raises:
       ValueError, NotImplementedError: as `compress`, for all errors in shapes and dtypes.
@@ -242,7 +239,8 @@ def plan_compress(
         check_multiple_of_128(block=block)
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
-    sizes = _sizes(query, key, contrast_key, value, chip, bias)
+    kind = described(bias, mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+    sizes = _sizes(query, key, contrast_key, value, chip, kind)
     length = sizes.length
     size = block or sizes.largest_block(length)
     parts = splits or (1 if math.prod(query.shape) // sizes.count >= 2 * sizes.layout.width else 2)
@@ -262,10 +260,10 @@ def plan_compress(
         stride=blocks // parts,
         own_queries=False,
         slots=1,
-        above=bounded or length % size != 0,
+        above=length % size != 0,
         below=False,
         vmem_limit=sizes.limit(size),
-        bias=bias,
+        bias=kind,
     )
 
 
@@ -277,14 +275,10 @@ def plan_compress_blocks(
     *,
     block_size: int,
     history_size: int,
-    bounded: bool,
-    chip: str | None,
-    bias: ScoreBias | None = None,
+    bias: Shaped | None = None,
+    chip: str | None = None,
 ) -> CompressCall:
     """Returns the part of a call that shapes and dtypes determine; arguments as for `compress_blocks`.
-
-    Args:
-      bounded: whether the histories have lengths.
 
     Raises:
       ValueError, NotImplementedError: as `compress_blocks`, for all errors in shapes and dtypes.
@@ -300,7 +294,13 @@ def plan_compress_blocks(
         )
     if readers > 1 and block_size % _ROWS:
         raise NotImplementedError(f"block_size must be a multiple of {_ROWS}, got {block_size}")
-    sizes = _sizes(query, key, contrast_key, value, chip, bias)
+    *_, count, heads, _ = query.shape
+    kind = None
+    if bias is not None:
+        if bias.shape != (heads, count, history_size):
+            raise ValueError(f"bias must have shape {(heads, count, history_size)}, got {bias.shape}")
+        kind = ScoreBias(batches=False, heads=heads > 1)
+    sizes = _sizes(query, key, contrast_key, value, chip, kind)
     size = sizes.largest_block(history_size)
     if readers > 1:
         size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
@@ -317,8 +317,8 @@ def plan_compress_blocks(
         own_queries=True,
         slots=min(-(-steps // stride), readers),
         above=history_size % size != 0,
-        below=bounded,
+        below=False,
         # All readers share the gradient of a bias, which stays in VMEM.
         vmem_limit=sizes.limit(size, 4 * sizes.bias_blocks * steps * size * sizes.queries),
-        bias=bias,
+        bias=kind,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,23 @@ MAX_COMPRESSED = 1024
 Shaped = Array | jax.ShapeDtypeStruct
 
 
-def refusal(plan_call: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
-    """Returns the message of the error that `plan_call` raises for these arguments; None if it accepts them."""
-    try:
-        plan_call(*arguments, **options)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return None
+_P = ParamSpec("_P")
+
+
+def refusal(plan: Callable[_P, object]) -> Callable[_P, str | None]:
+    """Makes a function of `plan` that returns the message of the error that it raises; None if it raises none.
+
+    Arrays may be tracers or `jax.ShapeDtypeStruct`: only shape, dtype and mesh matter, and nothing is traced.
+    """
+
+    def refused(*arguments: _P.args, **options: _P.kwargs) -> str | None:
+        try:
+            plan(*arguments, **options)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+    return refused
 
 
 def check_arrays(arrays: dict[str, Shaped]) -> None:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.core.heads import pack, unpack
-from pallas_kernels.tpu.core.inputs import Shaped, positive_scale, refusal
-from pallas_kernels.tpu.core.score_bias import described, gradient_like, lay_out
+from pallas_kernels.tpu.core.inputs import positive_scale, refusal
+from pallas_kernels.tpu.core.score_bias import gradient_like, lay_out
 from pallas_kernels.tpu.propagate.backward import propagate_backward
 from pallas_kernels.tpu.propagate.forward import propagate_forward
 from pallas_kernels.tpu.propagate.plan import PropagateCall, plan_propagate
@@ -38,36 +38,8 @@ def _packed_bwd(call: PropagateCall, residuals, grad):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def propagate_unsupported(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    *,
-    bias: Shaped | None = None,
-    chip: str | None = None,
-    block: int | None = None,
-) -> str | None:
-    """Returns why `propagate` does not support a call, or None, from shapes and dtypes without tracing it.
-
-    Args:
-      query, key, value, bias: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
-      chip, block: as in `propagate`.
-
-    Returns:
-      The message of the error that `propagate` would raise: an unsupported dtype or head dimension, shapes that do not
-      match, too many compressed tokens, or too little VMEM. None if the call is supported.
-    """
-
-    def plan():
-        plan_propagate(
-            query, key, value, block=block, chip=chip, bias=described(bias, None, _pairs(query, key))
-        )
-
-    return refusal(plan)
-
-
-def _pairs(query: Shaped, key: Shaped) -> tuple[int, int, int, int]:
-    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+#: Why `propagate` does not support a call, with the same options. None if it does.
+propagate_unsupported = refusal(plan_propagate)
 
 
 def propagate(
@@ -111,8 +83,7 @@ def propagate(
       NotImplementedError: the dtype or the head dimension is not supported.
     """
     check_score(score)
-    kind = described(bias, None, _pairs(query, key))
-    call = plan_propagate(query, key, value, block=block, chip=chip, bias=kind)
+    call = plan_propagate(query, key, value, bias=bias, chip=chip, block=block)
     heads, head_dim = query.shape[2:]
     if strength.shape != (heads,):
         raise ValueError(f"strength must have shape {(heads,)}, got {strength.shape}")
@@ -128,9 +99,9 @@ def propagate(
         packed_key, packed_value = jnp.pad(packed_key, pad), jnp.pad(packed_value, pad)
     call = dataclasses.replace(call, scale=scale, score=score, interpret=interpret)
     added = None
-    if kind is not None:
+    if call.bias is not None:
         shape, padded = (call.length, call.keys), (call.length, call.padded_keys)
-        added = lay_out(bias, None, kind, layout, scale, shape, padded)
+        added = lay_out(bias, None, call.bias, layout, scale, shape, padded)
         packed_query, packed_key, packed_value, added = vary_alike(
             packed_query, packed_key, packed_value, added
         )

@@ -22,7 +22,7 @@ from pallas_kernels.tpu.core.inputs import (
     check_compressed,
     check_multiple_of_128,
 )
-from pallas_kernels.tpu.core.score_bias import ScoreBias
+from pallas_kernels.tpu.core.score_bias import ScoreBias, described
 
 #: The compressed tokens are padded to a multiple of this number of rows, those of a bfloat16 register.
 _ROWS = 16
@@ -157,15 +157,16 @@ def plan_propagate(
     key: Shaped,
     value: Shaped,
     *,
-    block: int | None,
-    chip: str | None,
-    bias: ScoreBias | None = None,
+    bias: Shaped | None = None,
+    chip: str | None = None,
+    block: int | None = None,
 ) -> PropagateCall:
     """Returns the part of a call that shapes and dtypes determine; arguments as for `propagate`.
 
     Raises:
       ValueError, NotImplementedError: as `propagate`, for all errors in shapes and dtypes.
     """
+    kind = described(bias, None, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     check_attention(query, key, value)
     chip = resolve_chip(chip, query)
     _, length, count, head_dim = query.shape
@@ -175,11 +176,11 @@ def plan_propagate(
     check_compressed("key", keys)
     layout = layout_of(count, count, head_dim)
     padded = keys + -keys % _ROWS
-    bias_heads = 0 if bias is None else layout.packed
+    bias_heads = 0 if kind is None else layout.packed
     tile, chosen = propagate_blocks(length, padded, layout.width, itemsize, bias_heads)
     if block is not None:
         check_multiple_of_128(block=block)
         tile, chosen = math.gcd(tile, block), block
     needed = propagate_bytes(chosen, tile, padded, layout.width, itemsize, bias_heads)
     limit = vmem_limit("propagate", needed, chip, f"choose a block below {chosen}")
-    return PropagateCall(length, keys, padded, tile, chosen, layout, limit, bias)
+    return PropagateCall(length, keys, padded, tile, chosen, layout, limit, kind)

@@ -86,7 +86,7 @@ def recurrence_unsupported(
     """Returns why `recurrence` does not support a call, from shapes and dtypes without tracing it; None if it does."""
     numbers = NUMBERS if delta else NUMBERS[:-1]
     most = {"by_feature": by_feature, "totals": True, "weighs": True, "segments": True}
-    return refusal(plan_recurrent, query, key, value, numbers=numbers, **most, chip=chip)
+    return refusal(plan_recurrent)(query, key, value, numbers=numbers, **most, chip=chip)
 
 
 def recurrence(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
-from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
+from pallas_kernels.tpu.core.distances import DistanceTable, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, positive_scale, refusal, zero_absent
+from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal, zero_absent
 from pallas_kernels.tpu.window.backward import window_backward
 from pallas_kernels.tpu.window.bias import lay_out
 from pallas_kernels.tpu.window.forward import window_forward
@@ -52,31 +51,9 @@ def _packed_bwd(call: WindowCall, residuals, grads):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def window_unsupported(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    *,
-    left: int,
-    right: int,
-    bias: RelativeBias | None = None,
-    chip: str | None = None,
-    blocks: WindowBlocks | None = None,
-) -> str | None:
-    """Returns why `window_attention` does not support a call, or None, from shapes and dtypes without tracing it.
-
-    Args:
-      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
-      left, right, chip, blocks: as in `window_attention`.
-      bias: the number of distances for which its bias has numbers, and the first of them.
-
-    Returns:
-      The message of the error that `window_attention` would raise: an unsupported dtype or head dimension, shapes that
-      do not match, a window that is too wide (`block_attention` supports it), or too little VMEM. None if the call is
-      supported.
-    """
-    options: dict[str, Any] = {"left": left, "right": right, "chip": chip, "blocks": blocks, "bias": bias}
-    return refusal(plan_window, query, key, value, **options)
+#: Why `window_attention` does not support a call, with the same options; `bias` is a description. None if it does.
+#: `block_attention` supports windows that are too wide.
+window_unsupported = refusal(plan_window)
 
 
 def window_attention(

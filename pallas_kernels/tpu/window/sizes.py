@@ -129,9 +129,9 @@ def plan_window(
     *,
     left: int,
     right: int,
-    chip: str | None,
-    blocks: WindowBlocks | None,
     bias: RelativeBias | None = None,
+    chip: str | None = None,
+    blocks: WindowBlocks | None = None,
 ) -> WindowCall:
     """Returns the part of a call that shapes and dtypes determine; arguments as for `window_attention`.
 
