@@ -128,7 +128,7 @@ def generate_requests(
         length = max((len(request.prompt) + request.max_tokens for _, request in known), default=1)
         numbered = iter(known)
     rng = jax.random.key(0) if rng is None else rng
-    settings = _Settings(jnp.float32(temperature), jnp.asarray(stops, jnp.int32))
+    settings = (jnp.float32(temperature), jnp.asarray(stops, jnp.int32))
     choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
     return _Batch(model, variables, int(length), vocabulary, rng, settings, choice).run(
         numbered, int(slots), int(every)
@@ -158,13 +158,6 @@ class _Slots(NamedTuple):
     stopped: Any
 
 
-class _Settings(NamedTuple):
-    """Settings that stay the same over the steps, as arrays."""
-
-    temperature: Any
-    stop_tokens: Any
-
-
 class _Batch(NamedTuple):
     """Arguments that all requests share."""
 
@@ -173,7 +166,7 @@ class _Batch(NamedTuple):
     length: int
     vocabulary: int | None
     rng: Any
-    settings: _Settings
+    settings: tuple[Array, Array]
     choice: dict[str, Any]
 
     def run(self, numbered: Iterator[tuple[int, Request]], slots: int, every: int) -> Iterator[Completion]:
@@ -295,8 +288,9 @@ def _insert(state: _Slots, slot, cache, logits, key, most) -> _Slots:
 @functools.partial(
     jax.jit, static_argnums=0, static_argnames=("greedy", "top_k", "top_p"), donate_argnames="state"
 )
-def _advance(model, variables, state: _Slots, settings: _Settings, most, *, greedy, top_k, top_p) -> _Slots:
+def _advance(model, variables, state: _Slots, settings, most, *, greedy, top_k, top_p) -> _Slots:
     """Runs `most` steps, or fewer if a request ends."""
+    temperature, stop_tokens = settings
     before = state.active
 
     def goes_on(loop):
@@ -309,7 +303,7 @@ def _advance(model, variables, state: _Slots, settings: _Settings, most, *, gree
 
     def draw(key, count, logits):
         key = jax.random.fold_in(key, count)
-        return sample(key, logits[None] / settings.temperature, top_k=top_k, top_p=top_p)[0]
+        return sample(key, logits[None] / temperature, top_k=top_k, top_p=top_p)[0]
 
     def step(loop):
         steps, state = loop
@@ -322,7 +316,7 @@ def _advance(model, variables, state: _Slots, settings: _Settings, most, *, gree
         places = jnp.where(state.active, state.count, state.tokens.shape[1])
         tokens = state.tokens.at[jnp.arange(len(token)), places].set(token, mode="drop")
         count = state.count + state.active.astype(jnp.int32)
-        stops = state.active & (token[:, None] == settings.stop_tokens[None]).any(axis=1)
+        stops = state.active & (token[:, None] == stop_tokens[None]).any(axis=1)
         active = state.active & ~stops & (count < state.most)
         stopped = jnp.where(state.active, stops, state.stopped)
         state = state._replace(

@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,26 +52,6 @@ from brl_jax.attention.structured.mlr_generation import init_mlr_state
 from brl_jax.fields import argument_checks
 
 State = Any
-Name = Literal[
-    "local",
-    "diag",
-    "linear",
-    "norm",
-    "cosformer",
-    "performer",
-    "deltanet",
-    "gated_deltanet",
-    "kda",
-    "gated_deltanet_2",
-    "rwkv7",
-    "flowformer",
-    "luna",
-    "gau",
-    "flash",
-    "bsbr",
-    "mlr",
-    "long_short",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +171,7 @@ class StateFunctions:
         return summarize_sums(self._init, extend, key, value, log_decay)
 
 
-def state_functions(name: Name, **settings: Any) -> StateFunctions:
+def state_functions(name: str, **settings: Any) -> StateFunctions:
     """Returns `init`, `extend` and `step` of a mechanism's causal attention, for decoding in any code base.
 
     (B, T, N, H), (B, T, K, H) x 2, a state -> (B, T, N, H), the state after these tokens::

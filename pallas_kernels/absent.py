@@ -8,7 +8,12 @@ it, whatever ids the caller uses.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+
+def zero_absent(x: Float[Array, "B T N H"], exists: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
+    """Returns x with zeros at absent tokens, which may hold NaN that must not reach a sum or a gradient."""
+    return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 def mark_absent(

@@ -12,10 +12,12 @@ from brl_jax.fields import Checked, NonNegative, Positive, Range, Width
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
 from brl_jax.layers.core.side_by_side import SideBySideConfig
+from brl_jax.models.inputs import Positions
 from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]
 ComputationType = Literal["float32", "bfloat16"]
+_NAMES = frozenset(field.name for field in dataclasses.fields(Dimensions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,8 @@ class StackConfig(Checked):
         if self.reversible and self.remat != "none":
             raise ValueError(f"remat must be 'none' with reversible layers, got {self.remat!r}")
         self._check_schedule()
+        if self.is_causal is not None:
+            _ = self.dimensions  # raises for mechanisms that have no such form
 
     def _check_schedule(self) -> None:
         group = self.mechanism.group
@@ -140,16 +144,16 @@ class StackConfig(Checked):
     @property
     def rotary_base(self) -> float | None:
         """Base of the rotary frequencies that the layers use; None if they do not rotate."""
-        return self.rope_theta
+        return self.rope_theta if self.positions == "rope" else None
+
+    @property
+    def positions(self) -> Positions:
+        """How positions enter the network; a field of networks with a choice."""
+        return "rope"
 
     @property
     def _head_dim(self) -> int:
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def embedding_width(self) -> int:
-        """The width that scales the embedding table: inputs are its rows times the square root of this width."""
-        return self.d_model if self.mup_base_width is None else self.mup_base_width
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -178,11 +182,19 @@ class StackConfig(Checked):
             late_mechanism=None if late is None else late.for_training(length),
         )
 
-    def make_dimensions(self, is_causal: bool, **options: Any) -> Dimensions:
-        """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.
+    @property
+    def is_causal(self) -> bool | None:
+        """Whether the layers are a decoder's; None if the configuration leaves it open."""
+        return None
 
-        Args:
-          options: further fields of `Dimensions`.
+    @property
+    def dimensions(self) -> Dimensions:
+        """The dimensions that each layer of the network is built with."""
+        assert self.is_causal is not None
+        return self.make_dimensions(self.is_causal)
+
+    def make_dimensions(self, is_causal: bool) -> Dimensions:
+        """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.
 
         Raises:
           ValueError: a mechanism does not support this kind of network, or an option is incompatible with it.
@@ -193,29 +205,20 @@ class StackConfig(Checked):
                 f"mup_base_width must be a multiple of the {base_heads} heads of its network (mup_base_heads), got "
                 f"{base_width}"
             )
-        dimensions = Dimensions(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_dim=self._head_dim,
-            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
-            ffn=self.ffn,
-            is_causal=is_causal,
-            rope_theta=self.rotary_base,
-            norm=self.norm,
-            norm_epsilon=self.norm_epsilon,
-            output_norms=self.output_norms,
-            reversible=self.reversible,
-            use_bias=self.use_bias,
-            ffn_bias=self.use_bias if self.ffn_bias is None else self.ffn_bias,
-            dropout=self.dropout,
-            residual_scale=1.0 / (2 * self.num_layers),
-            dtype=jnp.dtype(self.dtype),
-            implementation=self.implementation,
-            base_width=base_width,
-            base_head_dim=None if base_width is None else base_width // base_heads,
-            **options,
-        )
+        same: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _NAMES}
+        resolved: dict[str, Any] = {
+            "num_kv_heads": self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            "head_dim": self._head_dim,
+            "d_ff": 4 * self.d_model if self.d_ff is None else self.d_ff,
+            "is_causal": is_causal,
+            "rope_theta": self.rotary_base,
+            "ffn_bias": self.use_bias if self.ffn_bias is None else self.ffn_bias,
+            "residual_scale": 1.0 / (2 * self.num_layers),
+            "dtype": jnp.dtype(self.dtype),
+            "base_width": base_width,
+            "base_head_dim": None if base_width is None else base_width // base_heads,
+        }
+        dimensions = Dimensions(**same | resolved)
         for mechanism in set(self.mechanisms):
             _check_options(mechanism, dimensions)
             mechanism.check(dimensions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.fields import Count, Natural, Positive
-from brl_jax.layers.core.protocol import Dimensions, token_positions
+from brl_jax.layers.core.protocol import token_positions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
-from brl_jax.models.inputs import Inputs, Positions, check_ints
+from brl_jax.models.inputs import Inputs, check_ints
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack, check_goes_back
@@ -32,6 +32,8 @@ class DecoderConfig(StackConfig):
     Raises:
       ValueError: an option is out of range or contradicts another, or the mechanism has no causal form.
     """
+
+    is_causal: ClassVar[bool] = True
 
     vocab_size: Count = 256
     """Number of tokens."""
@@ -54,17 +56,6 @@ class DecoderConfig(StackConfig):
             for name, alone in (("tied_embeddings", True), ("embedding_scale", None), ("lora_rank", 0)):
                 if getattr(self, name) != alone:
                     raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
-        self.make_dimensions(is_causal=True)  # raises for mechanisms without a causal form
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
-        return self.make_dimensions(is_causal=True, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha)
-
-    @property
-    def added_positions(self) -> Positions:
-        """How positions enter the inputs; "rope" adds nothing here and leaves them to the layers."""
-        return "rope"
 
     @property
     def cross_attention(self) -> CrossConfig | None:
@@ -93,9 +84,8 @@ class DecoderLM(nn.Module):
         self.inputs = Inputs(
             dimensions,
             c.vocab_size,
-            embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
-            added=c.added_positions,
+            added=c.positions,
         )
         nn.share_scope(self, self.inputs)
         if not c.tied_embeddings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
-from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig, check_config
-from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, existing
+from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, only_existing
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling, PoolingKind
 
@@ -30,6 +29,8 @@ class EncoderConfig(StackConfig):
     Raises:
       ValueError: an option is out of range or contradicts another, or the mechanism has no bidirectional form.
     """
+
+    is_causal: ClassVar[bool] = False
 
     inputs: InputKind = "embed"
     """What a sequence consists of: tokens that each have a learned vector ("embed"); tokens that are grey levels,
@@ -47,19 +48,6 @@ class EncoderConfig(StackConfig):
     """Tokens of the longest sequence; "learned" positions have one vector for each."""
     num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
-        return self.make_dimensions(is_causal=False)
-
-    @property
-    def rotary_base(self) -> float | None:
-        return self.rope_theta if self.positions == "rope" else None
 
     @property
     def packs(self) -> bool:
@@ -102,7 +90,6 @@ class Encoder(nn.Module):
             d,
             c.num_features if c.inputs == "features" else c.vocab_size,
             kind=c.inputs,
-            embedding_width=c.embedding_width,
             added=c.positions,
             max_length=c.max_length,
         )
@@ -128,25 +115,11 @@ class Encoder(nn.Module):
             # Rotary positions must restart too: rotating all tokens alike changes Performer's random features.
             positions = places_in_sequences(jnp.asarray(segment_ids))
         x = self.inputs.place(self.inputs.clear(inputs, lengths), positions)
-        return self.transform(x, lengths, prefix, deterministic, segment_ids, positions)
-
-    def transform(
-        self,
-        x: Float[Array, "B T D"],
-        lengths: Int[Array, "B"] | None,
-        prefix: Float[Array, "B P D"] | None,
-        deterministic: bool,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B P+T D"]:
-        """Returns the outputs for embedded inputs; arguments as for the call. `positions` belong to packed rows."""
         if prefix is not None:
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
             lengths = None if lengths is None else jnp.asarray(lengths).astype(jnp.int32) + prefix.shape[1]
-        if lengths is not None:
-            # A token outside the vocabulary is NaN even where it is padding.
-            x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
-        x = self.dropout(x, deterministic=deterministic)
+        # A token outside the vocabulary is NaN even where it is padding.
+        x = self.dropout(only_existing(x, lengths), deterministic=deterministic)
         y, _ = self.stack(
             x, lengths=lengths, segment_ids=segment_ids, positions=positions, deterministic=deterministic
         )
@@ -165,8 +138,10 @@ class _PooledEncoder(nn.Module):
         nn.share_scope(self, self.pooling)
 
     def __call__(self, inputs: Array, *, lengths: Any = None, deterministic: bool = True):
-        x = self.encoder.inputs(inputs, lengths)
-        outputs = self.encoder.transform(x, lengths, self.pooling.prefix(x.shape[0]), deterministic)
+        # Checks before the prefix reads the shape; the embedding also draws its random numbers first.
+        self.encoder.inputs.check(inputs, lengths)
+        prefix = self.pooling.prefix(inputs.shape[0])
+        outputs = self.encoder(inputs, lengths=lengths, prefix=prefix, deterministic=deterministic)
         return self.pooling(outputs, lengths)
 
 
@@ -187,8 +162,12 @@ class _Head(nn.Module):
         return logits.astype(jnp.float32)
 
 
-class _VectorClassifier(nn.Module):
-    """Logits of what `features` returns for sequences, or for pairs of them."""
+class Classifier(nn.Module):
+    """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
+
+    model = Classifier(EncoderConfig(num_classes=10))
+    logits = model.apply(variables, tokens, lengths=lengths)
+    """
 
     config: EncoderConfig
 
@@ -207,25 +186,12 @@ class _VectorClassifier(nn.Module):
         return self.head(self.features(inputs, lengths=lengths, deterministic=deterministic), deterministic)
 
     def features(
-        self, inputs: Any, *, lengths: Any = None, deterministic: bool = True
-    ) -> Float[Array, "B D"]:
-        raise NotImplementedError
-
-
-class Classifier(_VectorClassifier):
-    """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
-
-    model = Classifier(EncoderConfig(num_classes=10))
-    logits = model.apply(variables, tokens, lengths=lengths)
-    """
-
-    def features(
         self,
-        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        inputs: Int[Array, "B *P T"] | Float[Array, "B *P T F"],
         *,
-        lengths: Int[Array, "B"] | None = None,
+        lengths: Int[Array, "B *P"] | None = None,
         deterministic: bool = True,
-    ) -> Float[Array, "B D"]:
+    ) -> Float[Array, "B E"]:
         """Returns the head's inputs: the encoder's pooled outputs in float32. Arguments as for the call."""
         return self.encoder(inputs, lengths=lengths, deterministic=deterministic)
 
@@ -254,7 +220,7 @@ class TokenClassifier(nn.Module):
         return self.head(outputs, deterministic)
 
 
-class PairClassifier(_VectorClassifier):
+class PairClassifier(Classifier):
     """Float32 logits (B, C) of pairs of sequences, (B, 2, T) ints or (B, 2, T, F) floats, with lengths (B, 2).
 
         model = PairClassifier(EncoderConfig(num_classes=2))

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated, Any, Literal, Self
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.fields import Count, Range
@@ -14,7 +13,7 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_config, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
-from brl_jax.models.inputs import Positions, existing
+from brl_jax.models.inputs import only_existing
 from brl_jax.models.networks import make_stack
 
 SequencePositions = Literal["rope", "sinusoidal", "none"]
@@ -69,10 +68,6 @@ class EncoderDecoderConfig(DecoderConfig):
         )
 
     @property
-    def rotary_base(self) -> float | None:
-        return self.rope_theta if self.positions == "rope" else None
-
-    @property
     def encoder(self) -> StackConfig:
         """The encoder's configuration."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(StackConfig)}
@@ -96,10 +91,6 @@ class EncoderDecoderConfig(DecoderConfig):
     def num_summary(self) -> int:
         """How many compressed tokens of the encoder the decoder reads."""
         return self.encoder.mechanism.num_summary if self.cross_compressed else 0
-
-    @property
-    def added_positions(self) -> Positions:
-        return self.positions
 
     @property
     def cross_attention(self) -> CrossConfig:
@@ -150,11 +141,8 @@ class EncoderDecoder(nn.Module):
         """
         inputs = self.decoder.inputs
         inputs.check(source, lengths)
-        x = inputs.place(source)
-        if lengths is not None:
-            # A token outside the vocabulary is NaN even where it is padding.
-            x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
-        x = self.dropout(x, deterministic=deterministic)
+        # A token outside the vocabulary is NaN even where it is padding.
+        x = self.dropout(only_existing(inputs.place(source), lengths), deterministic=deterministic)
         encoded = self.encoder.encode(x, lengths=lengths, deterministic=deterministic)
         return encoded if self.config.num_summary else encoded._replace(compressed=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -41,6 +41,9 @@ class GraphConfig(StackConfig):
     model = NodeClassifier(config)
     """
 
+    is_causal: ClassVar[bool] = False
+    positions: ClassVar[Literal["none"]] = "none"  # tokens form a set
+
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
     attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
@@ -69,21 +72,11 @@ class GraphConfig(StackConfig):
             raise ValueError(
                 "identities must be False with network 'tokens', whose tokens are means of nodes"
             )
-        self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property
     def has_edges(self) -> bool:
         """Whether the network reads edges."""
         return self.network not in ("tokens", "nodes", "mlp")
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
-        return self.make_dimensions(is_causal=False)
-
-    @property
-    def rotary_base(self) -> None:
-        return None  # tokens form a set, without positions
 
 
 def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:

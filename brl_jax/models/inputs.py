@@ -35,21 +35,14 @@ def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
 
     Traced values are not checked; those beyond `longest` mean all tokens.
     """
-    if lengths is None:
-        return
-    given = (getattr(lengths, "shape", None), getattr(lengths, "dtype", type(lengths).__name__))
-    require(
-        given[0] == shape and jnp.issubdtype(given[1], jnp.integer),
-        f"lengths must be integers of shape {shape}, got {given[1]} {given[0]}",
-    )
-    known = concrete_values(lengths)
-    if known is not None:
-        wrong = known[(known < 1) | (known > longest)]
-        require(wrong.size == 0, f"lengths must be 1 to {longest}, got {wrong[:5].tolist()}")
+    check_ints("lengths", lengths, (shape,), within=(1, longest))
 
 
-def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Raises ValueError unless `array` is None or integers of one of the shapes."""
+def check_ints(
+    name: str, array: Any, shapes: tuple[tuple[int, ...], ...], within: tuple[int, int] | None = None
+) -> None:
+    """Raises ValueError unless `array` is None or integers of one of the shapes, from within[0] to within[1] unless
+    they are traced."""
     if array is None:
         return
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
@@ -57,6 +50,10 @@ def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> No
         shape in shapes and jnp.issubdtype(dtype, jnp.integer),
         f"{name} must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got {dtype} {shape}",
     )
+    known = None if within is None else concrete_values(array)
+    if within is not None and known is not None:
+        wrong = known[(known < within[0]) | (known > within[1])]
+        require(wrong.size == 0, f"{name} must be {within[0]} to {within[1]}, got {wrong[:5].tolist()}")
 
 
 def existing(lengths: Int[Array, "B"], length: int) -> Array:
@@ -65,13 +62,20 @@ def existing(lengths: Int[Array, "B"], length: int) -> Array:
     return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
 
 
+def only_existing(x: Float[Array, "B T F"], lengths: Int[Array, "B"] | None) -> Float[Array, "B T F"]:
+    """Returns x with zeros beyond each row's first `lengths` tokens."""
+    if lengths is None:
+        return x
+    return jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), jnp.asarray(x).dtype))
+
+
 class Inputs(nn.Module):
     """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or real features (B, T, `size`).
 
     Kinds:
       "embed": looks up a learned vector for each of `size` tokens and multiplies it by `embedding_scale`, by default
-        sqrt(embedding_width). With that factor one table gives both inputs and logits unit size; without it, the
-        layers' outputs would drown the tokens at the start of training.
+        the square root of the width (with muP, of the base width). With that factor one table gives both inputs and
+        logits unit size; without it, the layers' outputs would drown the tokens at the start of training.
       "scale": scales a token's number to -1..1 and maps it linearly.
       "features": maps vectors of `size` numbers linearly.
     Positions "learned" and "sinusoidal" are added here, "rope" is left to the layers, and "none" leaves order out.
@@ -84,7 +88,6 @@ class Inputs(nn.Module):
     dimensions: Dimensions
     size: int
     kind: InputKind = "embed"
-    embedding_width: int | None = None
     embedding_scale: float | None = None
     added: Positions = "rope"
     max_length: int | None = None
@@ -92,7 +95,7 @@ class Inputs(nn.Module):
     def setup(self):
         d = self.dimensions
         if self.kind == "embed":
-            width = d.d_model if self.embedding_width is None else self.embedding_width
+            width = d.d_model if d.base_width is None else d.base_width
             init = nn.initializers.normal(width**-0.5)
             shape, axes = (self.size, d.d_model), ("vocab", "embed")
             self.embedding: Any = parameter(self, "embedding", init, shape, axes, d.weight_dtype)
@@ -150,10 +153,7 @@ class Inputs(nn.Module):
 
     def clear(self, inputs: Array, lengths: Int[Array, "B"] | None) -> Array:
         """Features with zeros beyond the lengths: NaN there would get into the gradient of the linear map."""
-        if self.kind != "features" or lengths is None:
-            return inputs
-        there = existing(lengths, inputs.shape[1])[..., None]
-        return jnp.where(there, inputs, jnp.zeros((), jnp.asarray(inputs).dtype))
+        return only_existing(inputs, lengths) if self.kind == "features" else inputs
 
     def embed(self, inputs: Array) -> Float[Array, "B T D"]:
         """The rows without what is added for their positions; the inputs are not checked."""

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.fields import Length, Width
 from brl_jax.layers.core.modules import dense
-from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.inputs import Inputs, Positions
 from brl_jax.models.networks import make_stack
@@ -34,19 +33,6 @@ class RegressorConfig(StackConfig):
     """Numbers in each output vector."""
     max_length: Length = 1024
     """Tokens of the longest sequence; "learned" positions have one vector for each."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.make_dimensions(self.is_causal)  # raises for mechanisms without this form
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with."""
-        return self.make_dimensions(self.is_causal)
-
-    @property
-    def rotary_base(self) -> float | None:
-        return self.rope_theta if self.positions == "rope" else None
 
 
 class Regressor(nn.Module):

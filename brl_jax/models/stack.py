@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -221,14 +221,7 @@ class Stack(nn.Module):
 
     def init_memory(self, batch: int) -> Any:
         """Returns what training on streams carries from batch to batch, or None if it carries nothing."""
-        parts = self._parts()
-        memory = StackMemory(
-            carriers={key: module.init_memory(batch) for key, module in parts.carriers.items()},
-            layers=tuple(
-                tuple(_repeat(module.init_memory(batch), repeats) for module in modules)
-                for modules, repeats in parts.layers
-            ),
-        )
+        memory = self._each(lambda module: module.init_memory(batch))
         return memory if jax.tree.leaves(memory) else None
 
     def absorbable(self, length: int) -> int:
@@ -256,26 +249,25 @@ class Stack(nn.Module):
         cache = self.init_cache(batch, length).stacked()
         if memory is None:
             return cache
-        parts = self._parts()
-        carriers = {
-            key: module.resume(cache.carriers[key], memory.carriers[key])
-            for key, module in parts.carriers.items()
-        }
-        layers = tuple(
-            tuple(module.resume(c, m) for module, c, m in zip(modules, caches, memories))
-            for (modules, _), caches, memories in zip(parts.layers, cache.layers, memory.layers)
-        )
-        return cache._replace(carriers=carriers, layers=layers)
+        resumed = self._each(lambda module, *own: module.resume(*own), cache, memory)
+        return cache._replace(carriers=resumed.carriers, layers=resumed.layers)
 
-    def _memory_from_cache(self, cache: ScannedCache) -> StackMemory:
+    def _each(self, call: Callable[..., Any], *caches: ScannedCache | StackMemory) -> StackMemory:
+        """Returns what `call` makes of each carrier and layer, given its parts of the caches."""
         parts = self._parts()
         return StackMemory(
             carriers={
-                key: module.memory_from_cache(cache.carriers[key]) for key, module in parts.carriers.items()
+                key: call(module, *(cache.carriers[key] for cache in caches))
+                for key, module in parts.carriers.items()
             },
             layers=tuple(
-                tuple(jax.vmap(module.memory_from_cache)(c) for module, c in zip(modules, caches))
-                for (modules, _), caches in zip(parts.layers, cache.layers)
+                tuple(
+                    jax.vmap(functools.partial(call, module), axis_size=repeats)(
+                        *(cache.layers[i][j] for cache in caches)
+                    )
+                    for j, module in enumerate(modules)
+                )
+                for i, (modules, repeats) in enumerate(parts.layers)
             ),
         )
 
@@ -351,7 +343,9 @@ class Stack(nn.Module):
         if not is_memory:
             return self._unaligned_segments(x, cache, call, deterministic)
         y, new = self._aligned_segments(x, cache, call, deterministic)
-        return y, None if cache is None else self._memory_from_cache(new)
+        if cache is None:
+            return y, None
+        return y, self._each(lambda module, own: module.memory_from_cache(own), new)
 
     def encode(
         self, x: Float[Array, "B T D"], *, lengths: Int[Array, "B"] | None = None, deterministic: bool = True
@@ -528,7 +522,3 @@ def _branches(block: Block, deterministic: bool) -> Branches:
 def carrier_keys(mechanisms: Sequence[Mechanism]) -> dict[Mechanism, str]:
     """Returns the name of each distinct mechanism's carrier."""
     return {mechanism: f"carrier_{i}" for i, mechanism in enumerate(dict.fromkeys(mechanisms))}
-
-
-def _repeat(cache: Any, repeats: int) -> Any:
-    return jax.tree.map(lambda a: jnp.repeat(a[None], repeats, axis=0), cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -28,38 +28,37 @@ from brl_jax.sharding import constrain, sequence_axis
 _SPIKE_LIMIT = 10.0
 
 
-def _empty_memory(module: CacheOwner, batch: int) -> BRLMemory:
-    d = module.dimensions
-    return BRLMemory.empty(batch, module.mechanism.history, d.d_model, d.dtype)
+class _PastOwner(CacheOwner):
+    """A module whose cache has a `past`, with what the compressed tokens read if the mechanism's memory is `memory`."""
+
+    memory: ClassVar[str]
+
+    def init_memory(self, batch: int) -> BRLMemory | None:
+        m, d = self.mechanism, self.dimensions
+        return BRLMemory.empty(batch, m.history, d.d_model, d.dtype) if m.memory == self.memory else None
+
+    def init_past(self, batch: int) -> BRLPast | None:
+        m, d = self.mechanism, self.dimensions
+        owns = m.memory == self.memory
+        return BRLPast.empty(batch, m.history, m.block, d.d_model, d.dtype) if owns else None
+
+    def memory_from_cache(self, cache: BRLCache | BRLCarrierCache) -> BRLMemory | None:
+        return None if cache.past is None else cache.past.memory(cache.length)
+
+    def resume(self, cache: Any, memory: BRLMemory | None) -> Any:
+        return cache if memory is None else cache._replace(past=cache.past._replace(before=memory))
 
 
-def _empty_past(module: CacheOwner, batch: int) -> BRLPast:
-    m, d = module.mechanism, module.dimensions
-    return BRLPast.empty(batch, m.history, m.block, d.d_model, d.dtype)
-
-
-def _resume(cache: Any, memory: BRLMemory | None) -> Any:
-    return cache if memory is None else cache._replace(past=cache.past._replace(before=memory))
-
-
-class BRLCarrier(CacheOwner):
+class BRLCarrier(_PastOwner):
     """Owns the compressed tokens' learned initial values and, for memory "output", the queue of the network's outputs.
 
     See `Mechanism.carrier` for the calls.
     """
 
-    def init_memory(self, batch: int) -> BRLMemory | None:
-        return None if self.mechanism.memory == "layer" else _empty_memory(self, batch)
+    memory: ClassVar[str] = "output"
 
     def init_cache(self, batch: int, length: int) -> BRLCarrierCache:
-        past = None if self.mechanism.memory == "layer" else _empty_past(self, batch)
-        return BRLCarrierCache(jnp.zeros((), jnp.int32), past)
-
-    def memory_from_cache(self, cache: BRLCarrierCache) -> BRLMemory | None:
-        return None if cache.past is None else cache.past.memory(cache.length)
-
-    def resume(self, cache: BRLCarrierCache, memory: BRLMemory | None) -> BRLCarrierCache:
-        return _resume(cache, memory)
+        return BRLCarrierCache(jnp.zeros((), jnp.int32), self.init_past(batch))
 
     def summary(self, carry: BRLCarry) -> Float[Array, "B M E"]:
         return carry.tokens[:, 0]
@@ -97,30 +96,19 @@ class BRLCarrier(CacheOwner):
         return BRLCarrierCache(cache.length + count, past)
 
 
-class BRLAttention(MechanismLayer):
+class BRLAttention(_PastOwner, MechanismLayer):
     """F_BRL of algorithm 1: local attention plus what the tokens read from the compressed tokens.
 
     See `brl_jax.layers.core.protocol` for the call, whose carry is a `BRLCarry` from `BRLCarrier`.
     """
 
-    def init_memory(self, batch: int) -> BRLMemory | None:
-        return None if self.mechanism.memory == "output" else _empty_memory(self, batch)
+    memory: ClassVar[str] = "layer"
 
     def init_cache(self, batch: int, length: int) -> BRLCache:
         mechanism, d = self.mechanism, self.dimensions
         window = mechanism.local.layer(d, parent=None).init_cache(batch, length)
         offered = jnp.zeros((batch, mechanism.num_compressed, d.num_heads, d.d_model // d.num_heads), d.dtype)
-        past = None if mechanism.memory == "output" else _empty_past(self, batch)
-        return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), past)
-
-    def memory_from_cache(self, cache: BRLCache) -> BRLMemory | None:
-        return None if cache.past is None else cache.past.memory(cache.length)
-
-    def resume(self, cache: BRLCache, memory: BRLMemory | None) -> BRLCache:
-        return _resume(cache, memory)
-
-    def num_tokens(self, cache: BRLCache | BRLMemory) -> Any:
-        return 0 if isinstance(cache, BRLMemory) else cache.length
+        return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), self.init_past(batch))
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, BRLCarry, Any]:
         mechanism, d = self.mechanism, self.dimensions

@@ -26,6 +26,11 @@ class BRLMemory(NamedTuple):
     def empty(cls, batch: int, size: int, width: int, dtype: Any) -> BRLMemory:
         return cls(jnp.zeros((batch, size, width), dtype), jnp.zeros((), jnp.int32))
 
+    @property
+    def length(self) -> int:
+        """0, as its tokens have no positions."""
+        return 0
+
     def append(self, new: Float[Array, "B T D"]) -> BRLMemory:
         """Returns the memory after these tokens."""
         size, length = self.history.shape[1], new.shape[1]

@@ -10,10 +10,9 @@ import flax.linen as nn
 import numpy as np
 from jaxtyping import Int
 
-from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.fields import Count, Natural
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.dense.full import FullAttention
+from brl_jax.layers.dense.full import FullAttention, FullConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +26,6 @@ class TLinFormerConfig(Mechanism):
     bidirectional: ClassVar[bool] = False
 
     network: ClassVar[str] = "tlinformer"
-
-    # Its layers are full attention's, without these options.
-    sinks: ClassVar[bool] = False
-    logits_soft_cap: ClassVar[float | None] = None
-    scale: ClassVar[float | None] = None
-    qk_norm: ClassVar[bool] = False
-    qkv_bias: ClassVar[bool | None] = None
-    rope_theta: ClassVar[float | None] = None
-    rope_scaling: ClassVar[RopeScaling] = RopeScaling()
-    rotary_dim: ClassVar[int | None] = None
-    output_gate: ClassVar[bool] = False
 
     window: Count = 256
     """Tokens that share one state of the history [W_og]; each full window then becomes part of the history."""
@@ -56,7 +44,7 @@ class TLinFormerConfig(Mechanism):
         return self.hidden + 2
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return FullAttention(self, dimensions, **kwargs)
+        return FullAttention(FullConfig(), dimensions, **kwargs)
 
     def context_sizes(self, windows: int) -> Int[np.ndarray, " windows"]:
         """Returns the number of context tokens in each of the first `windows` windows of a sequence."""

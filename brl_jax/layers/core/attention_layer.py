@@ -159,13 +159,14 @@ class SoftmaxConfig(Mechanism):
 
 
 class SoftmaxLayer(AttentionLayer):
-    """A layer around softmax attention; its mechanism has the fields of `SoftmaxConfig`."""
+    """A layer around softmax attention; its mechanism is a `SoftmaxConfig`."""
+
+    mechanism: SoftmaxConfig
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        mechanism: Any = self.mechanism
-        d = self.dimensions
+        mechanism, d = self.mechanism, self.dimensions
         if mechanism.rope_theta is not None and d.rope_theta is not None:
             d = dataclasses.replace(d, rope_theta=mechanism.rope_theta)
         return project_qkv(
@@ -179,14 +180,12 @@ class SoftmaxLayer(AttentionLayer):
         )
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        mechanism: Any = self.mechanism
-        if mechanism.output_gate:
+        if self.mechanism.output_gate:
             attended = attended * jax.nn.sigmoid(to_heads(self.dimensions, x, "gate"))
         return super().output(x, attended)
 
     def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        mechanism: Any = self.mechanism
-        sinks = None
+        mechanism, sinks = self.mechanism, None
         if mechanism.sinks:
             heads = self.dimensions.num_heads
             sinks = parameter(self, "sinks", nn.initializers.zeros_init(), (heads,), ("heads",))

@@ -75,17 +75,16 @@ def dense(
     axes: tuple[str | None, ...],
     *,
     name: str,
-    **kwargs: Any,
+    contract: int = 1,
+    scale: float = 1.0,
+    use_bias: bool | None = None,
 ) -> nn.Module:
     """Returns a linear map whose kernel carries the logical axis names `axes`, one for each dimension.
 
-    Further keywords: `contract`, how many trailing axes of the input to contract (default 1); `scale`, the variance
-    factor of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's. With
-    `dimensions.lora_rank` the map has a low-rank change too, in the parameters `LORA`.
+    It contracts the last `contract` axes of the input. `scale` is the variance factor of the initial weights (0 for
+    zeros), and `use_bias` overrides the network's. With `dimensions.lora_rank` the map has a low-rank change too, in
+    the parameters `LORA`.
     """
-    contract = kwargs.pop("contract", 1)
-    scale = kwargs.pop("scale", 1.0)
-    use_bias = kwargs.pop("use_bias", dimensions.use_bias)
     outputs = len(axes) - contract
     # DenseGeneral passes the flattened (in, out) shape to the initialiser, so fan-in counts every contracted axis.
     kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
@@ -96,7 +95,7 @@ def dense(
     return _Dense(
         features,
         axis=tuple(range(-contract, 0)),
-        use_bias=use_bias,
+        use_bias=dimensions.use_bias if use_bias is None else use_bias,
         kernel_init=nn.with_logical_partitioning(kernel_init, axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[-outputs:]),
         dtype=dimensions.dtype,
@@ -107,7 +106,6 @@ def dense(
         lora_scale=dimensions.lora_alpha / max(dimensions.lora_rank, 1),
         dot_general=product,
         name=name,
-        **kwargs,
     )
 
 

@@ -46,7 +46,8 @@ cache   is None in training; or a decoding cache from `layer.init_cache(batch, l
         tokens at a time, so that prefill and decoding are the same call; or a training memory from
         `layer.init_memory(batch)`, which passes from one batch of a stream to the next without gradient. Decoding
         caches and memories are NamedTuples of different types, and the layer returns the updated value in the same
-        type. `layer.memory_from_cache(cache)` returns the memory after the tokens in a decoding cache, and
+        type. Their `length` is the number of tokens whose positions precede the new ones, 0 in a memory.
+        `layer.memory_from_cache(cache)` returns the memory after the tokens in a decoding cache, and
         `layer.resume(cache, memory)` returns a new decoding cache that continues after a memory.
 count   with a decoding cache, how many of the T new tokens are valid, from the first (0 to T, traced; None for all).
         The outputs of the others are undefined, and the cache ignores them.
@@ -356,10 +357,6 @@ class CacheOwner(nn.Module):
 class MechanismLayer(CacheOwner):
     """Base of the layers, which checks and completes the arguments. A mechanism implements `mix` and `init_cache`."""
 
-    def num_tokens(self, cache: Any) -> Any:
-        """Returns how many tokens a decoding cache holds; 0 for a training memory, whose tokens have no positions."""
-        return cache.length
-
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         """Returns the layer's output (B, T, D) and its new cache."""
         raise NotImplementedError
@@ -393,7 +390,7 @@ class MechanismLayer(CacheOwner):
             check_packs(self.mechanism, self.dimensions)
             # Functions that compare ids would let a sequence see an earlier one with the same id.
             segment_ids = run_numbers(jnp.asarray(segment_ids))
-        start = 0 if cache is None else self.num_tokens(cache)
+        start = 0 if cache is None else cache.length
         positions = token_positions(x.shape[1], start) if positions is None else positions
         # Each device computes the angles of its own tokens.
         positions = constrain(positions, ("batch" if positions.shape[0] > 1 else None, "length"))

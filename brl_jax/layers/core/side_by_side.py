@@ -11,6 +11,11 @@ from jaxtyping import Array, Float
 from brl_jax.layers.core.protocol import CacheOwner, Dimensions, Mechanism
 
 
+def _of_both(flag: str) -> property:
+    """A capability flag: whether both mechanisms have it."""
+    return property(lambda self: getattr(self.first, flag) and getattr(self.second, flag))
+
+
 @dataclasses.dataclass(frozen=True)
 class SideBySideConfig(Mechanism):
     """Two mechanisms on the same input, whose outputs are concatenated and projected (TransNormer, arXiv:2210.10340,
@@ -28,33 +33,13 @@ class SideBySideConfig(Mechanism):
         """The mechanisms, by the names of their modules and caches."""
         return {"first": self.first, "second": self.second}
 
-    @property
-    def causal(self) -> bool:
-        return self.first.causal and self.second.causal
-
-    @property
-    def bidirectional(self) -> bool:
-        return self.first.bidirectional and self.second.bidirectional
-
-    @property
-    def linear_cost(self) -> bool:
-        return self.first.linear_cost and self.second.linear_cost
-
-    @property
-    def packs(self) -> bool:
-        return self.first.packs and self.second.packs
-
-    @property
-    def packs_bidirectional(self) -> bool:
-        return self.first.packs_bidirectional and self.second.packs_bidirectional
-
-    @property
-    def decodes(self) -> bool:
-        return self.first.decodes and self.second.decodes
-
-    @property
-    def any_head_dim(self) -> bool:
-        return self.first.any_head_dim and self.second.any_head_dim
+    causal = _of_both("causal")
+    bidirectional = _of_both("bidirectional")
+    linear_cost = _of_both("linear_cost")
+    packs = _of_both("packs")
+    packs_bidirectional = _of_both("packs_bidirectional")
+    decodes = _of_both("decodes")
+    any_head_dim = _of_both("any_head_dim")
 
     def check(self, dimensions: Dimensions) -> None:
         for mechanism in self.both.values():

@@ -28,14 +28,13 @@ class FullConfig(SoftmaxConfig):
 
 
 class FullAttention(SoftmaxLayer, config=FullConfig):
+    mechanism: FullConfig
+
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         return full_attention(query, key, value, **options)
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        mechanism, d = self.mechanism, self.dimensions
-        rate = (
-            mechanism.dropout if isinstance(mechanism, FullConfig) else 0.0
-        )  # TLinFormer has this layer too
+        d, rate = self.dimensions, self.mechanism.dropout
         if not rate or call.deterministic or call.cache is not None:
             return super().mix(x, call)
         # The residuals of bfloat16 would be too coarse.

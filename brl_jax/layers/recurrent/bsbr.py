@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import parameter, project_qkv, scale_scores, to_heads
-from brl_jax.layers.core.protocol import Mechanism
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -40,9 +40,9 @@ class BSBRAttention(StateLayer, config=BSBRConfig):
             num_compressed=m.num_compressed, chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         m, d = self.mechanism, self.dimensions
-        query, key, value = project_qkv(d, x, positions)
+        query, key, value = project_qkv(d, x, call.positions)
         function = functools.partial(
             bsbr_attention,
             query,

@@ -12,22 +12,21 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import init_delta_state
 from brl_jax.attention.recurrent.short_convolution import short_convolution
-from brl_jax.layers.core.caches import StateCache
 from brl_jax.layers.core.modules import parameter
 from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
-class ConvolvedState(NamedTuple):
-    """What a layer with short convolutions keeps from the tokens so far.
+class ConvolvedCache(NamedTuple):
+    """A `StateCache` of a layer with short convolutions.
 
     Attributes:
-      attention: the state of its attention function.
       recent: for each convolution, by name, its last size - 1 inputs (B, size - 1, ...).
     """
 
-    attention: Any
+    state: Any
     recent: Mapping[str, Float[Array, "B R ..."]]
+    length: Int[Array, ""]
 
 
 class ShortConvolution(nn.Module):
@@ -67,11 +66,11 @@ class ShortConvolution(nn.Module):
 class Convolutions:
     """The short convolutions of one call of a layer; `recent` collects the inputs for its cache."""
 
-    def __init__(self, dimensions: Any, size: int, call: LayerCall, recent: Mapping[str, Any] | None):
+    def __init__(self, dimensions: Any, size: int, call: LayerCall):
         self._dimensions = dimensions
         self._size = size
         self._call = call
-        self._before = recent
+        self._before = None if call.cache is None else call.cache.recent
         self.recent: dict[str, Any] = {}
 
     def __call__(
@@ -110,29 +109,18 @@ class ConvolvedLayer(StateLayer):
         heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
         return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         """`StateLayer.attention`; it must call convolve(array, *axes, name=...), or its `previous`,
         once for each name."""
         raise NotImplementedError
 
-    def init_cache(self, batch: int, length: int) -> StateCache:
+    def init_cache(self, batch: int, length: int) -> ConvolvedCache:
         d, reach = self.dimensions, self.mechanism.conv_size - 1
         recent = {
             name: jnp.zeros((batch, reach, *shape), d.dtype) for name, shape in self.convolved().items()
         }
-        state = ConvolvedState(self.init_state(batch, length), recent)
-        return StateCache(state, jnp.zeros((), jnp.int32))
+        return ConvolvedCache(self.init_state(batch, length), recent, jnp.zeros((), jnp.int32))
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        cache = call.cache
-        before = None if cache is None else cache.state.recent
-        convolve = Convolutions(self.dimensions, self.mechanism.conv_size, call, before)
-        attention = self.convolved_attention(x, call.positions, convolve)
-        state = None if cache is None else cache.state.attention
-        attended, state = self.attend(attention, call, state)
-        y = self.output(x, attended)
-        if cache is None:
-            return y, None
-        return y, StateCache(ConvolvedState(state, convolve.recent), call.start + call.num_new(x.shape[1]))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+        convolve = Convolutions(self.dimensions, self.mechanism.conv_size, call)
+        return self.convolved_attention(x, convolve)._replace(kept={"recent": convolve.recent})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import merge_heads, project_unrotated
+from brl_jax.layers.core.modules import project_unrotated
 from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
@@ -63,7 +63,7 @@ class CosformerAttention(StateLayer, config=CosformerConfig):
         state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim)
         return CosformerCache(state, jnp.zeros((), jnp.int32), jnp.asarray(furthest, jnp.int32))
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         cache, m = call.cache, self.mechanism
         query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
@@ -73,9 +73,4 @@ class CosformerAttention(StateLayer, config=CosformerConfig):
             max_length=m.furthest(x.shape[1]) if cache is None else cache.max_length,
             chunk_size=m.chunk_size,
         )
-        attention = StateAttention(function, value)
-        attended, state = self.attend(attention, call, None if cache is None else cache.state)
-        y = merge_heads(self.dimensions, attended)
-        if cache is None:
-            return y, None
-        return y, CosformerCache(state, call.start + call.num_new(x.shape[1]), cache.max_length)
+        return StateAttention(function, value)

@@ -8,7 +8,7 @@ import functools
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import delta_rule
 from brl_jax.fields import Natural
@@ -38,9 +38,7 @@ class DeltaNet(ConvolvedLayer, config=DeltaNetConfig):
     def convolved(self) -> dict[str, tuple[int, ...]]:
         return super().convolved() if self.mechanism.conv_size else {}
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         d, m = self.dimensions, self.mechanism
 
         def activated(part: Array, axis: str, name: str) -> Array:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.flowformer import (
     FlowformerState,
@@ -14,6 +14,7 @@ from brl_jax.attention.recurrent.flowformer import (
     init_flowformer_state,
 )
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -31,9 +32,9 @@ class FlowformerAttention(StateLayer, config=FlowformerConfig):
         d = self.dimensions
         return init_flowformer_state(batch, d.num_kv_heads, d.head_dim, num_heads=d.num_heads)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         query, key, value = project_unrotated(self.dimensions, x)
-        options = rotary_options(self.dimensions, positions)
+        options = rotary_options(self.dimensions, call.positions)
         function = functools.partial(
             flowformer_attention, query, key, chunk_size=self.mechanism.chunk_size, **options
         )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
 from brl_jax.fields import Count, NonNegative
@@ -81,9 +81,7 @@ class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
         _, values, key_dim, value_dim = self.mechanism.sizes(self.dimensions)
         return init_delta_state(batch, values, key_dim, value_dim)
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         d = self.dimensions
         keys, values, key_dim, value_dim = self.mechanism.sizes(d)
 

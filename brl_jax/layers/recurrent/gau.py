@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.biases import RotaryBias
 from brl_jax.attention.core.rotary import rotate
@@ -20,7 +20,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.fields import Count, Even
 from brl_jax.layers.core.modules import dense, parameter
-from brl_jax.layers.core.protocol import Mechanism, Residual
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, Residual
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -70,8 +70,8 @@ class GAUAttention(StateLayer, config=GAUConfig):
         m, d = self.mechanism, self.dimensions
         return init_gau_state(batch, 1, m.key_dim, m.expansion * d.d_model, length=length, dtype=d.dtype)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
-        return self.around(gau_attention, x, self.affine_maps(x, positions, 2))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+        return self.around(gau_attention, x, self.affine_maps(x, call.positions, 2))
 
     def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
         """Returns `count` maps of Z, each (B, T, 1, key_dim)."""
@@ -115,5 +115,5 @@ class MixedChunkAttention(GAUAttention, config=FlashConfig):
             batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
         )
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
-        return self.around(mixed_chunk_attention, x, self.affine_maps(x, positions, 4))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+        return self.around(mixed_chunk_attention, x, self.affine_maps(x, call.positions, 4))

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.modules import dense, gated_output, to_heads
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -47,7 +48,7 @@ class GLA(StateLayer, config=GLAConfig):
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, self.key_dim, d.head_dim, normalize=False)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query = to_heads(d, x, "query", size=self.key_dim)
         key = to_heads(d, x, "key", "kv_heads", size=self.key_dim)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import gated_delta_rule_2, kimi_delta_rule
 from brl_jax.fields import Count
@@ -44,9 +44,7 @@ class KDA(ConvolvedLayer, config=KDAConfig):
     sigmoid(x W_3 W_4). It uses no rotary positions: the recurrence already depends on the order.
     """
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         d = self.dimensions
 
         def project(name: str, axis: Any) -> Array:

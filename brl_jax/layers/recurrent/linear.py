@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -31,7 +32,7 @@ class LinearAttention(StateLayer, config=LinearConfig):
             batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=self.mechanism.normalize
         )
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         m = self.mechanism
         query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
@@ -41,6 +42,6 @@ class LinearAttention(StateLayer, config=LinearConfig):
             normalize=m.normalize,
             feature_map=m.feature_map,
             chunk_size=m.chunk_size,
-            **rotary_options(self.dimensions, positions),
+            **rotary_options(self.dimensions, call.positions),
         )
         return StateAttention(function, value)

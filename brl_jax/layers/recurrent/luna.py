@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
@@ -51,29 +51,22 @@ class LunaConfig(Mechanism):
         return LunaCarrier(self, dimensions, **kwargs)
 
 
-class LunaCarrierCache(NamedTuple):
-    """Number of tokens so far, () int32. A decoder's packed tokens do not depend on them."""
-
-    length: Int[Array, ""]
-
-
 class LunaCarrier(CacheOwner):
-    """Owns the packed tokens' learned initial values (B, M, D); see `Mechanism.carrier` for the calls."""
+    """Owns the packed tokens' learned initial values (B, M, D); see `Mechanism.carrier` for the calls. A
+    decoder's packed tokens do not depend on the tokens, so there is nothing to cache."""
 
-    def init_cache(self, batch: int, length: int) -> LunaCarrierCache:
-        return LunaCarrierCache(jnp.zeros((), jnp.int32))
+    def init_cache(self, batch: int, length: int) -> None:
+        return None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], cache: LunaCarrierCache | None) -> Float[Array, "B M D"]:
+    def __call__(self, x: Float[Array, "B T D"], cache: None) -> Float[Array, "B M D"]:
         d = self.dimensions
         shape = (self.mechanism.num_packed, d.d_model)
         table = parameter(self, "packed", nn.initializers.normal(1.0), shape, ("compressed", "embed"))
         return jnp.broadcast_to(table.astype(d.dtype)[None], (x.shape[0], *shape))
 
-    def close(self, y: Float[Array, "B T D"], cache: LunaCarrierCache | None, count: Any) -> Any:
-        if cache is None:
-            return None
-        return LunaCarrierCache(cache.length + (y.shape[1] if count is None else count))
+    def close(self, y: Float[Array, "B T D"], cache: None, count: Any) -> None:
+        return None
 
 
 class LunaAttention(MechanismLayer, config=LunaConfig):

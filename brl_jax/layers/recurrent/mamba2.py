@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
@@ -69,9 +69,7 @@ class Mamba2(ConvolvedLayer, config=Mamba2Config):
         groups = (m.num_groups, m.state_size)
         return {"x_conv": (self.num_heads, self.dimensions.head_dim), "B_conv": groups, "C_conv": groups}
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         inner = convolve(self._project(x, "x"), "heads", "head_dim", name="x_conv", use_bias=True)
 

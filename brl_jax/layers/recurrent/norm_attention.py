@@ -6,11 +6,12 @@ import dataclasses
 import functools
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
 from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -32,7 +33,7 @@ class NormAttention(StateLayer, config=NormConfig):
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, d.head_dim, normalize=False)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query, key, value = project_unrotated(d, x)
         scale = parameter(
@@ -41,7 +42,7 @@ class NormAttention(StateLayer, config=NormConfig):
         options = {
             "feature_map": m.feature_map,
             "chunk_size": m.chunk_size,
-            **rotary_options(d, positions),
+            **rotary_options(d, call.positions),
         }
         return StateAttention(
             functools.partial(

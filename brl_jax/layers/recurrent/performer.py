@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.performer import (
     PerformerState,
@@ -20,6 +20,7 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -43,9 +44,9 @@ class PerformerAttention(StateLayer, config=PerformerConfig):
             batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.num_features
         )
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, positions)
+        query, key, value = project_qkv(d, x, call.positions)
         num_features = m.num_features or default_features(d.head_dim)
         if self.has_rng("projection"):
             projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.modules import gated_output, rotary_options, to_heads
+from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
 
 
@@ -38,7 +39,7 @@ class RetNet(StateLayer, config=RetNetConfig):
         value_dim = self.mechanism.expansion * d.head_dim
         return init_linear_state(batch, d.num_kv_heads, d.head_dim, value_dim, normalize=False)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query, key = to_heads(d, x, "query"), to_heads(d, x, "key", "kv_heads")
         value = to_heads(d, x, "value", "kv_heads", size=m.expansion * d.head_dim)
@@ -51,7 +52,7 @@ class RetNet(StateLayer, config=RetNetConfig):
             normalize=False,
             feature_map="identity",
             chunk_size=m.chunk_size,
-            **rotary_options(d, positions),
+            **rotary_options(d, call.positions),
         )
         return StateAttention(function, value)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
@@ -50,9 +50,7 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
     def convolved(self) -> dict[str, tuple[int, ...]]:
         return {"shift": (self.dimensions.d_model,)}
 
-    def convolved_attention(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
-    ) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
         d, heads, kv_heads = self.dimensions, self.dimensions.num_heads, self.dimensions.num_kv_heads
         mixture = parameter(self, "mixture", _mixtures, (len(_POWERS), x.shape[-1]), (None, "embed"))
         change = convolve.previous(x, name="shift") - x

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.fields import Count
 from brl_jax.layers.core.caches import StateCache
@@ -20,15 +21,17 @@ class StateAttention(NamedTuple):
     """An attention function with fixed queries and keys.
 
     Attributes:
-      function: function(value, **options) computes the attention; `StateLayer.attend` gives the options.
+      function: function(value, **options) computes the attention; `StateLayer.mix` gives the options.
       value: (B, T, K, V).
       linear_part: a similar function that is linear in the values, for computing the attention matrix; None if
         `function` itself is linear.
+      kept: what the new cache has besides the state and the length, by field.
     """
 
     function: Callable[..., Any]
     value: Float[Array, "B T K V"]
     linear_part: Callable[..., Any] | None = None
+    kept: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class StateLayer(MechanismLayer):
         """Returns the attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
         """Returns the attention function and its values for these tokens."""
         raise NotImplementedError
 
@@ -65,27 +68,20 @@ class StateLayer(MechanismLayer):
         return StateCache(self.init_state(batch, length), jnp.zeros((), jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        cache = call.cache
-        attention = self.attention(x, call.positions)
-        attended, state = self.attend(attention, call, None if cache is None else cache.state)
-        y = self.output(x, attended)
-        return y, None if cache is None else StateCache(state, call.start + call.num_new(x.shape[1]))
-
-    def attend(
-        self, attention: StateAttention, call: LayerCall, state: Any
-    ) -> tuple[Float[Array, "B T N V"], Any]:
-        """Computes a call's attention and the state after its tokens; training passes None for the state."""
-        d, (function, value, linear_part) = self.dimensions, attention
+        d, cache = self.dimensions, call.cache
+        function, value, linear_part, kept = self.attention(x, call)
         options: dict[str, Any] = {"implementation": d.implementation}
         if self.mechanism.bidirectional:
             options["is_causal"] = d.is_causal
         if self.mechanism.packs:
             options["segment_ids"] = call.segment_ids
-        if state is None:
+        if cache is None:
             options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
             sow_weights(self, functools.partial(linear_part or function, **options), value)
-            return function(value, **options), None
+            return self.output(x, function(value, **options)), None
         # Invalid new tokens are padding, which a state ignores.
         if call.count is not None:
             options["key_value_seq_lengths"] = jnp.full((value.shape[0],), call.count, jnp.int32)
-        return function(value, state=state, return_state=True, **options)
+        attended, state = function(value, state=cache.state, return_state=True, **options)
+        y = self.output(x, attended)
+        return y, cache._replace(state=state, length=call.start + call.num_new(x.shape[1]), **kept)

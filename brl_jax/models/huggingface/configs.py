@@ -346,26 +346,20 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         )
 
     scale = math.sqrt(d.d_model) if config.embedding_scale is None else config.embedding_scale
+    same = (
+        "num_layers",
+        "mup_base_width",
+        "cross_attention",
+        "vocab_size",
+        "tied_embeddings",
+        "final_soft_cap",
+    )
+    resolves = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "ffn", "norm", "output_norms")
     return {
-        "num_layers": config.num_layers,
-        "d_model": d.d_model,
-        "num_heads": d.num_heads,
-        "num_kv_heads": d.num_kv_heads,
-        "head_dim": d.head_dim,
-        "d_ff": d.d_ff,
-        "ffn": d.ffn,
-        "norm": d.norm,
+        **{name: getattr(config, name) for name in same},
+        **{name: getattr(d, name) for name in (*resolves, "reversible", "use_bias", "ffn_bias")},
         "norm_epsilon": _rounded(d.norm_epsilon),
-        "output_norms": d.output_norms,
-        "reversible": d.reversible,
-        "use_bias": d.use_bias,
-        "ffn_bias": d.ffn_bias,
-        "mup_base_width": config.mup_base_width,
-        "cross_attention": config.cross_attention,
-        "vocab_size": config.vocab_size,
-        "tied_embeddings": config.tied_embeddings,
         "embedding_scale": _rounded(scale),
-        "final_soft_cap": config.final_soft_cap,
         "mechanism": tuple(resolved(mechanism) for mechanism in config.mechanisms),
     }
 

@@ -55,30 +55,6 @@ class _Layer(nn.Module):
         return x + self.dropout(mixed, deterministic=deterministic)
 
 
-def _attend_history(query: Array, key: Array, value: Array, length: Any, implementation: Any) -> Array:
-    """Attends from queries (B, T, N, H) to the first `length` of the keys (B, S, K, H); zeros if length is 0."""
-    rows = _rows_of_heads(query, key.shape[2])
-    lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
-
-    # Every device reads the whole history: `compress` alone would sum over devices in each window of the loop.
-    def attend(rows: Array, key: Array, value: Array, lengths: Array) -> Any:
-        return compress(
-            rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, scale=query.shape[3] ** -0.5,
-            implementation=None if implementation == "cudnn" else implementation,
-        )  # fmt: skip
-
-    names = ("batch", None, "kv_heads", None)
-    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
-    return _heads_of_rows(out, query)
-
-
-def _attend_cache(query: Array, key: Array, value: Array, length: Any) -> Array:
-    """`_attend_history` for a cache's keys and values (B, K, S, H), which it does not copy."""
-    rows = jnp.swapaxes(_rows_of_heads(query, key.shape[1]), 1, 2)
-    out = read_cache(rows, key, value, jnp.asarray(length, jnp.int32), scale=query.shape[3] ** -0.5)
-    return _heads_of_rows(jnp.swapaxes(out, 1, 2), query)
-
-
 def _rows_of_heads(query: Array, kv_heads: int) -> Array:
     """Reshapes (B, T, N, H) to (B, T * N / K, K, H): query heads that share a key head become rows of that head."""
     batch, count, heads, width = query.shape
@@ -130,22 +106,35 @@ class Layers:
         )
 
     def attend(self, query: Array, key: Array, value: Array, **kwargs: Any) -> Array:
-        return full_attention(query, key, value, implementation=self._full_implementation, **kwargs)
+        implementation = self.dimensions.implementation
+        implementation = None if implementation in ("pallas", "pallas_interpret") else implementation
+        return full_attention(query, key, value, implementation=implementation, **kwargs)
 
     def attend_history(self, query: Array, key: Array, value: Array, length: Any) -> Array:
-        return _attend_history(query, key, value, length, self.dimensions.implementation)
+        """Attends from queries (B, T, N, H) to the first `length` of the keys (B, S, K, H); zeros if length is 0."""
+        implementation = self.dimensions.implementation
+        rows = _rows_of_heads(query, key.shape[2])
+        lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
+
+        # Every device reads the whole history: `compress` alone would sum over devices in each window of the loop.
+        def attend(rows: Array, key: Array, value: Array, lengths: Array) -> Any:
+            return compress(
+                rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, scale=query.shape[3] ** -0.5,
+                implementation=None if implementation == "cudnn" else implementation,
+            )  # fmt: skip
+
+        names = ("batch", None, "kv_heads", None)
+        out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
+        return _heads_of_rows(out, query)
 
     def attend_kept(self, query: Array, key: Array, value: Array, length: Any) -> Array:
-        """Attends to the first `length` keys (B, K, S, H) of a cache without copying it; zeros if length is 0."""
+        """`attend_history` for a cache's keys and values (B, K, S, H), which it does not copy."""
         if query.shape[1] > 1:
-            return _attend_cache(query, key, value, length)
+            rows = jnp.swapaxes(_rows_of_heads(query, key.shape[1]), 1, 2)
+            out = read_cache(rows, key, value, jnp.asarray(length, jnp.int32), scale=query.shape[3] ** -0.5)
+            return _heads_of_rows(jnp.swapaxes(out, 1, 2), query)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         return self.attend(query, key, value, is_causal=True, query_offset=length - 1)
-
-    @property
-    def _full_implementation(self) -> Any:
-        implementation = self.dimensions.implementation
-        return None if implementation in ("pallas", "pallas_interpret") else implementation
 
     def context(
         self, first: int, x: Array, query: Array, read: Array, positions: Array, count: Any

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.state import write_places
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.layers.core.protocol import check_packs
 from brl_jax.models.cross_attention import CrossSizes
 from brl_jax.models.stack import Stack
 from brl_jax.models.stack_call import Recall, StackCall, check_room
@@ -122,6 +123,8 @@ class TLinFormerStack(Stack):
         return Layers(self._mechanism, self.dimensions, params, self.make_rng("dropout") if drops else None)
 
     def __call__(self, x, *, cache: Any = None, recall: Recall | None = None, **call: Any):
+        if call.get("segment_ids") is not None:
+            check_packs(self._mechanism, self.dimensions)
         if cache is not None:
             if call.get("positions") is not None:
                 raise ValueError(

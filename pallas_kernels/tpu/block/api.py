@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.absent import zero_absent
 from pallas_kernels.tpu.block.backward import block_backward
 from pallas_kernels.tpu.block.distances import lay_out
 from pallas_kernels.tpu.block.forward import block_forward
@@ -25,7 +26,7 @@ from pallas_kernels.tpu.block.plan import (
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, pack_rows, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal, zero_absent
+from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal
 from pallas_kernels.varying import vary_alike
 
 

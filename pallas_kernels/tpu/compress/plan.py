@@ -108,38 +108,6 @@ def _whole_lanes(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def compress_bytes(
-    block: int, queries: int, width: int, itemsize: int, keys: int, packed: int, bias_blocks: int
-) -> int:
-    """Returns the VMEM of a step of the backward pass, which needs more than the forward pass: double-buffered blocks,
-    results, the scores in flight, and `bias_blocks` arrays as large as the scores of a head.
-
-    A float32 product consists of several bfloat16 products, whose parts the compiler keeps for all packed heads.
-    """
-    history = (2 * keys + 2) * block * width * itemsize
-    resident = queries * width * (itemsize * (1 + keys) + 4 * (1 + keys)) + 8 * 4 * packed * keys * queries
-    scores = 28 * keys if itemsize == 4 else 6
-    return 2 * (history + resident) + (scores + 2 * bias_blocks) * block * queries * 4
-
-
-def compress_block(
-    length: int, queries: int, head_dim: int, width: int, itemsize: int, keys: int, bias_blocks: int
-) -> int:
-    """Returns the tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
-
-    Heads of fewer than 32 dimensions count as if they filled a tile without padding. With the number that really share
-    a tile, the estimate is too low and the compiler rejects some blocks (4 dimensions, 384 compressed tokens).
-    """
-    packed = max(1, LANES // head_dim)
-    block, most = 2048, GRANTED_MIB * MIB * 7 // 8
-    while block > 128 and (
-        block // 2 >= length
-        or compress_bytes(block, queries, width, itemsize, keys, packed, bias_blocks) > most
-    ):
-        block //= 2
-    return block
-
-
 @dataclasses.dataclass(frozen=True)
 class _CompressSizes:
     """What both plans derive from the shapes of a call."""
@@ -164,16 +132,30 @@ class _CompressSizes:
             return 0
         return 2 * self.layout.packed if self.bias.queries else 1
 
+    def step_bytes(self, block: int, packed: int) -> int:
+        """Returns the VMEM of a step of the backward pass, which needs more than the forward pass: double-buffered
+        blocks, results, the scores in flight, and the bias's arrays, as large as the scores of a head.
+
+        A float32 product consists of several bfloat16 products, whose parts the compiler keeps for all packed heads.
+        """
+        keys, queries, itemsize, width = self.keys, self.queries, self.itemsize, self.layout.width
+        history = (2 * keys + 2) * block * width * itemsize
+        resident = queries * width * (itemsize + 4) * (1 + keys) + 8 * 4 * packed * keys * queries
+        scores = 28 * keys if itemsize == 4 else 6
+        return 2 * (history + resident) + (scores + 2 * self.bias_blocks) * block * queries * 4
+
     def largest_block(self, length: int) -> int:
-        return compress_block(
-            length,
-            self.queries,
-            self.head_dim,
-            self.layout.width,
-            self.itemsize,
-            self.keys,
-            self.bias_blocks,
-        )
+        """Returns the tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
+
+        Heads of fewer than 32 dimensions count as if they filled a tile without padding. With the number that really
+        share a tile, the estimate is too low and the compiler rejects some blocks (4 dimensions, 384 compressed
+        tokens).
+        """
+        packed = max(1, LANES // self.head_dim)
+        block, most = 2048, GRANTED_MIB * MIB * 7 // 8
+        while block > 128 and (block // 2 >= length or self.step_bytes(block, packed) > most):
+            block //= 2
+        return block
 
     def limit(self, block: int, resident: int = 0) -> int | None:
         """Returns the VMEM limit to request for a block, plus `resident` bytes that every step needs.
@@ -181,16 +163,8 @@ class _CompressSizes:
         Raises:
           ValueError: the chip has too little.
         """
-        needed = compress_bytes(
-            block,
-            self.queries,
-            self.layout.width,
-            self.itemsize,
-            self.keys,
-            self.layout.packed,
-            self.bias_blocks,
-        )
-        return vmem_limit("compress", needed + resident, self.chip, f"choose a block below {block}")
+        needed = self.step_bytes(block, self.layout.packed) + resident
+        return vmem_limit("compress", needed, self.chip, f"choose a block below {block}")
 
 
 def _sizes(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.absent import mark_absent
+from pallas_kernels.absent import mark_absent, zero_absent
 from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM
 from pallas_kernels.varying import vary_alike
 
@@ -133,11 +133,6 @@ def _existing(
             f"{name}_lengths must be ints of shape {(batch,)}, got {lengths.dtype} of {lengths.shape}"
         )
     return jnp.arange(length, dtype=jnp.int32)[None, :] < lengths.astype(jnp.int32)[:, None]
-
-
-def zero_absent(x: Float[Array, "B T N H"], exists: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
-    """Returns x with zeros at absent tokens, which may hold NaN that must not reach a sum or a gradient."""
-    return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 class MarkedTokens(NamedTuple):

@@ -9,10 +9,11 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.absent import zero_absent
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, unpack, unpack_rows
-from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal, zero_absent
+from pallas_kernels.tpu.core.inputs import mark_tokens, positive_scale, refusal
 from pallas_kernels.tpu.window.backward import window_backward
 from pallas_kernels.tpu.window.bias import lay_out
 from pallas_kernels.tpu.window.forward import window_forward

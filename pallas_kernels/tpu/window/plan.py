@@ -116,10 +116,28 @@ class WindowPlan:
         offset = distance * self.tile + index[:, None] - index[None, :]
         return (offset >= -self.left) & (offset <= self.right)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (plans are small)
     def columns(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
         """Returns the tiles of scores after folding: which distances share a tile, and whether some entry stays
         masked."""
-        return _columns(self)
+        partial = {d: seen for d in self.distances() if not (seen := self._seen(d)).all()}
+        columns: list[tuple[tuple[int, ...], bool]] = []
+        done: set[int] = set()
+        for d in self.distances():
+            if d in done:
+                continue
+            partner = None
+            if d in partial:
+                partner = next(
+                    (e for e in partial if e > d and e not in done and not (partial[d] & partial[e]).any()),
+                    None,
+                )
+            if partner is None:
+                columns.append(((d,), d in partial))
+            else:
+                done.add(partner)
+                columns.append(((d, partner), not (partial[d] | partial[partner]).all()))
+        return tuple(columns)
 
     def visible(self, distance: int, offset: Int[Array, "tile tile"]) -> Bool[Array, "tile tile"] | None:
         """Returns the mask at a distance, from key-minus-query offsets inside the tile; None if everything is
@@ -132,27 +150,6 @@ class WindowPlan:
             below = offset <= self.right - distance * self.tile
             mask = below if mask is None else mask & below
         return mask
-
-
-@functools.lru_cache(maxsize=256)
-def _columns(plan: WindowPlan) -> tuple[tuple[tuple[int, ...], bool], ...]:
-    partial = {d: seen for d in plan.distances() if not (seen := plan._seen(d)).all()}
-    columns: list[tuple[tuple[int, ...], bool]] = []
-    done: set[int] = set()
-    for d in plan.distances():
-        if d in done:
-            continue
-        partner = None
-        if d in partial:
-            partner = next(
-                (e for e in partial if e > d and e not in done and not (partial[d] & partial[e]).any()), None
-            )
-        if partner is None:
-            columns.append(((d,), d in partial))
-        else:
-            done.add(partner)
-            columns.append(((d, partner), not (partial[d] | partial[partner]).all()))
-    return tuple(columns)
 
 
 def tile_offsets(tile: int) -> Int[Array, "tile tile"]:

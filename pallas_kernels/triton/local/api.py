@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.absent import mark_absent
+from pallas_kernels.absent import mark_absent, zero_absent
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import PairTile, adjustable, padded
 from pallas_kernels.triton.local.lists import BlockLists, Pattern, make_lists
@@ -126,8 +126,8 @@ def local_attention(
             jnp.ones((1, size), bool) if x is None else x for x, size in zip(exists, (length, num_keys))
         )
         ids = mark_absent(query_segment_ids, key_segment_ids, query_exists, key_exists, batch=batch)
-        query = _only(query, exists[0])
-        key, value = _only(key, exists[1]), _only(value, exists[1])
+        query = zero_absent(query, exists[0])
+        key, value = zero_absent(key, exists[1]), zero_absent(value, exists[1])
     call = _LocalCall(
         pattern,
         1.0 / math.sqrt(head_dim) if scale is None else float(scale),
@@ -149,13 +149,8 @@ def local_attention(
         known = known_out, jnp.moveaxis(known_sums, 2, 1)
     out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), known, call)
     if not return_log_sum_exp:
-        return _only(out, exists[0])
-    return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
-
-
-def _only(x: Array, exists: Array | None) -> Array:
-    """Returns x with zeros at absent tokens, since NaN times a weight of 0 is NaN."""
-    return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
+        return zero_absent(out, exists[0])
+    return zero_absent(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
