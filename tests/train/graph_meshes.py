@@ -17,9 +17,9 @@ _OPTIONS = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --dropout 0 
 
 
 def losses(folder, preset, mesh, name):
-    """The losses of six steps."""
+    """The losses of twelve steps."""
     line = f"{preset} --data_dir {folder}/g --cache_dir {folder}/cache --workdir {folder}/{name} --batch 8 {_OPTIONS}"
-    config = parse(GRAPH.presets, "acm-brl", [*line.split(), "--steps", "6"], prog="", about="")
+    config = parse(GRAPH.presets, "acm-brl", [*line.split(), "--steps", "12"], prog="", about="")
     data = GRAPH.load(config, ("train", "valid"))
     config = GRAPH.sized(config, data)
     streams = GRAPH.streams(config, data, mesh)
