@@ -106,9 +106,9 @@ class _Parts(NamedTuple):
 _RECOMPUTED = frozenset((
     "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "rsqrt", "sign", "abs",
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "convert_element_type",
-    "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "pad", "concatenate", "stack", "iota",
-    "copy", "bitcast_convert_type", "logistic", "tanh", "one_minus_square", "erf", "erfc", "polynomial", "exp", "expm1",
-    "log", "log1p",
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad", "concatenate", "stack",
+    "unstack", "iota", "copy", "bitcast_convert_type", "logistic", "tanh", "one_minus_square", "erf", "erfc",
+    "polynomial", "exp", "expm1", "log", "log1p",
 ))  # fmt: skip
 
 
