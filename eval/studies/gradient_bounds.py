@@ -115,46 +115,49 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
     """Replaces a layer's attention function by attention through its matrix of scores. Adds the variable "moved_scores"
     to the scores and "moved_output" to the outputs, and puts both sums' terms into `_COLLECTION`."""
     module = context.module
-    if not isinstance(module, MechanismLayer) or context.method_name != "attend":
-        return run(*args, **kwargs)
-    kind = kind_of(module.mechanism, module.dimensions)
-    if kind is None:
+    kind = kind_of(module.mechanism, module.dimensions) if isinstance(module, MechanismLayer) else None
+    if kind is None or context.method_name != ("attend" if kind == "softmax" else "attention"):
         return run(*args, **kwargs)
 
     def moved(name: str, like: Array) -> Array:
         return like + module.variable(_COLLECTION, name, jnp.zeros_like, like).value
 
-    state_layer = kind != "softmax"
-    if state_layer:
-        attention, call, state = args
-        function, value, linear_part = attention
-        products = linear_part or functools.partial(
-            linear_attention, *function.args, **{**function.keywords, "normalize": False}
-        )
-        scores = implied_weights(lambda v: run(StateAttention(products, v), call, state)[0], value)
-        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        scores = jnp.where(seen, moved("moved_scores", scores), 0.0)
-        weights = scores / scores.sum(-1, keepdims=True) if kind == "linear" else scores
-    else:
+    def weighted(scores: Array, weights: Array, value: Array) -> Array:
+        repeated = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
+        out = jnp.einsum("bnts,bsnh->btnh", weights, repeated)
+        mean_square: Array = jnp.zeros(out.shape[:2], out.dtype)
+        norm: dict[str, Any] = attention.function.keywords if kind == "norm" else {}
+        if norm:
+            mean_square = jnp.mean(jnp.square(out), axis=(2, 3))
+            out = out * jax.lax.rsqrt(mean_square + norm["epsilon"])[:, :, None, None]
+        out = moved("moved_output", out)
+        for name, array in zip(LayerGradients._fields, (weights, scores, repeated, mean_square)):
+            module.put_variable(_COLLECTION, name, array)
+        if norm:
+            out = out * norm["norm_scale"].astype(out.dtype)[None, None]
+        return out.astype(value.dtype)
+
+    if kind == "softmax":
         query, key, value = args
         weights = implied_weights(lambda v: run(query, key, v, **kwargs), value)
         # The logarithm of 0 has no gradient.
         scores = jnp.log(jnp.where(weights > 0, weights, 1.0))
         scores = jnp.where(weights > 0, moved("moved_scores", scores), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
-    repeated = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
-    out = jnp.einsum("bnts,bsnh->btnh", weights, repeated)
-    mean_square: Array = jnp.zeros(out.shape[:2], out.dtype)
-    if kind == "norm":
-        mean_square = jnp.mean(jnp.square(out), axis=(2, 3))
-        out = out * jax.lax.rsqrt(mean_square + function.keywords["epsilon"])[:, :, None, None]
-    out = moved("moved_output", out)
-    for name, array in zip(LayerGradients._fields, (weights, scores, repeated, mean_square)):
-        module.put_variable(_COLLECTION, name, array)
-    if kind == "norm":
-        out = out * function.keywords["norm_scale"].astype(out.dtype)[None, None]
-    out = out.astype(value.dtype)
-    return (out, None) if state_layer else out
+        return weighted(scores, jax.nn.softmax(scores, axis=-1), value)
+
+    attention: StateAttention = run(*args, **kwargs)
+    products = attention.linear_part or functools.partial(
+        linear_attention, *attention.function.args, **{**attention.function.keywords, "normalize": False}
+    )
+
+    def explicit(value: Array, **options: Any) -> Array:
+        scores = implied_weights(functools.partial(products, **options), value)
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(seen, moved("moved_scores", scores), 0.0)
+        weights = scores / scores.sum(-1, keepdims=True) if kind == "linear" else scores
+        return weighted(scores, weights, value)
+
+    return attention._replace(function=explicit)
 
 
 def layer_gradients(
