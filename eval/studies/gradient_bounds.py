@@ -126,7 +126,7 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
         repeated = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
         out = jnp.einsum("bnts,bsnh->btnh", weights, repeated)
         mean_square: Array = jnp.zeros(out.shape[:2], out.dtype)
-        norm: dict[str, Any] = function.keywords if kind == "norm" else {}
+        norm: dict[str, Any] = state_function.keywords if kind == "norm" else {}
         if norm:
             mean_square = jnp.mean(jnp.square(out), axis=(2, 3))
             out = out * jax.lax.rsqrt(mean_square + norm["epsilon"])[:, :, None, None]
@@ -146,9 +146,9 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
         return weighted(scores, jax.nn.softmax(scores, axis=-1), value)
 
     attention: StateAttention = run(*args, **kwargs)
-    function: Any = attention.function
+    state_function: Any = attention.function
     products: Any = attention.linear_part or functools.partial(
-        linear_attention, *function.args, **{**function.keywords, "normalize": False}
+        linear_attention, *state_function.args, **{**state_function.keywords, "normalize": False}
     )
 
     def explicit(value: Array, **options: Any) -> Array:
