@@ -70,7 +70,8 @@ def test_layers_keep_no_results_of_activations_or_rotations(ffn, monkeypatch):
         return keeps
 
     monkeypatch.setitem(_POLICIES, "none", policy)
-    stack = Stack((LocalConfig(), Mamba2Config()), dataclasses.replace(dimensions(True), ffn=ffn))
+    mechanisms = (LocalConfig(), Mamba2Config(), BRLConfig())
+    stack = Stack(mechanisms, dataclasses.replace(dimensions(True), ffn=ffn))
     x = jax.ShapeDtypeStruct((2, 512, 16), jnp.float32)
     variables = jax.eval_shape(stack.init, jax.random.key(0), x)
     jax.make_jaxpr(jax.grad(lambda variables, x: stack.apply(variables, x)[0].sum()))(variables, x)
