@@ -116,7 +116,7 @@ def check_batch(name: str, given: Any, model: Any, batch: int) -> None:
     if own != expected:
         if model.config.cross_attention is not None:  # the cache has the encoder's keys and values, too
             return
-        raise ValueError(f"{name} must be made by init_{name} of this model, got that of another one")
+        raise ValueError(f"{name} must be made by init_{name} of this model, got one of another model")
     for x, of_one, of_two in zip(*leaves):
         for size, first, second in zip(x.shape, of_one.shape, of_two.shape):
             if first != second and size != batch * first:

@@ -34,6 +34,7 @@ from eval.chips.program_costs import array_bytes, computations, trips
 from eval.chips.ptxas import find_assembler
 from eval.harness.options import check_names, command
 from eval.harness.table import Table
+from train.cli.command import switch_off
 from train.engine.errors import RunError, UserError
 
 
@@ -434,8 +435,7 @@ def main(options: CostOptions) -> None:
     jax.config.update("jax_platforms", "cpu")  # the plugin compiles without looking for a driver
     os.environ["PATH"] = f"{Path(assembler()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # Without a device, XLA's autotuner of fusions compiles each of them once more and has nothing to time.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_experimental_enable_fusion_autotuner=false".strip()
+    switch_off("xla_gpu_experimental_enable_fusion_autotuner")
     short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
     columns = (f"launches, {short}", f"launches, {long}", f"temporary MiB, {short}", f"temporary MiB, {long}")
     seconds = ("to trace and lower, s", "to compile, s")

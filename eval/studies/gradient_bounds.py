@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -122,18 +123,17 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
     def moved(name: str, like: Array) -> Array:
         return like + module.variable(_COLLECTION, name, jnp.zeros_like, like).value
 
-    def weighted(scores: Array, weights: Array, value: Array) -> Array:
+    def weighted(scores: Array, weights: Array, value: Array, norm: Mapping[str, Any] | None = None) -> Array:
         repeated = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
         out = jnp.einsum("bnts,bsnh->btnh", weights, repeated)
         mean_square: Array = jnp.zeros(out.shape[:2], out.dtype)
-        norm: dict[str, Any] = state_function.keywords if kind == "norm" else {}
-        if norm:
+        if norm is not None:
             mean_square = jnp.mean(jnp.square(out), axis=(2, 3))
             out = out * jax.lax.rsqrt(mean_square + norm["epsilon"])[:, :, None, None]
         out = moved("moved_output", out)
         for name, array in zip(LayerGradients._fields, (weights, scores, repeated, mean_square)):
             module.put_variable(_COLLECTION, name, array)
-        if norm:
+        if norm is not None:
             out = out * norm["norm_scale"].astype(out.dtype)[None, None]
         return out.astype(value.dtype)
 
@@ -146,9 +146,9 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
         return weighted(scores, jax.nn.softmax(scores, axis=-1), value)
 
     attention: StateAttention = run(*args, **kwargs)
-    state_function: Any = attention.function
+    function: Any = attention.function
     products: Any = attention.linear_part or functools.partial(
-        linear_attention, *state_function.args, **{**state_function.keywords, "normalize": False}
+        linear_attention, *function.args, **{**function.keywords, "normalize": False}
     )
 
     def explicit(value: Array, **options: Any) -> Array:
@@ -156,7 +156,7 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jnp.where(seen, moved("moved_scores", scores), 0.0)
         weights = scores / scores.sum(-1, keepdims=True) if kind == "linear" else scores
-        return weighted(scores, weights, value)
+        return weighted(scores, weights, value, function.keywords if kind == "norm" else None)
 
     return attention._replace(function=explicit)
 

@@ -144,7 +144,7 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
 
 
 def test_a_first_state_can_be_donated():
-    """A caller who gives each state up gives up the first one, too: no array may stand in it twice."""
+    """A caller who gives each state up gives up the first one too, so it must not hold one array twice."""
     for name, case in CASES.items():
         state = case.functions(name).init(B, K, H)
         jax.block_until_ready(jax.jit(lambda state: state, donate_argnums=0)(state))

@@ -151,15 +151,20 @@ def keep_freed_memory() -> None:
 
 
 def set_gpu_options() -> None:
-    """Sets these options where JAX's plugin for NVIDIA GPUs is installed; those in XLA_FLAGS already stay as they are.
-
-    XLA reads them once, when a process first compiles.
-    """
+    """Sets XLA's options for GPUs where JAX's plugin for NVIDIA GPUs is installed."""
     try:
         import jax_plugins
     except ImportError:
         return
     if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(jax_plugins.__path__)):
-        flags = os.environ.get("XLA_FLAGS", "")
-        missing = [f"--{name}=false" for name in _OFF if name not in flags]
-        os.environ["XLA_FLAGS"] = " ".join((flags, *missing)).strip()
+        switch_off(*_OFF)
+
+
+def switch_off(*names: str) -> None:
+    """Sets options of XLA to false, except for those that XLA_FLAGS has already.
+
+    XLA reads them once, when a process first compiles.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [f"--{name}=false" for name in names if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join((flags, *missing)).strip()

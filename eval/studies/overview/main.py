@@ -1,7 +1,7 @@
 """Writes the table of all mechanisms and README's picture from what was measured: python -m eval.overview.
 
 What a mechanism can do comes from `brl_jax.MECHANISMS`, and its figures from the pages that they were published on, so
-that no number is kept twice. What launches kernels on a TPU and an NVIDIA GPU stands in docs/data/kernels.json;
+that no number is kept twice. What launches kernels on a TPU and an NVIDIA GPU is in docs/data/kernels.json;
 --lower True finds it out again (the extra gpu; minutes).
 """
 

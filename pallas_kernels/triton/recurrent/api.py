@@ -212,7 +212,7 @@ class _Run:
     def start(
         self, kernel: Any, launch: plan.Launch, names: str, results: Any, grid: tuple[int, int], **more: Any
     ) -> Any:
-        """Starts a grid of programs for each row; some other array stands for an operand that the call lacks."""
+        """Starts a grid of programs for each row; an operand that the call lacks is replaced by another array."""
         call, sizes = self.call, self.sizes
         constants = {
             "T": self.length, "N": self.heads, "G": self.heads // self.kv_heads, "K": self.kv_heads,
