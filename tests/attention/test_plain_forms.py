@@ -221,27 +221,39 @@ OURS |= {name: {"implementation": "xla"} for name in ("compress", "compress_bloc
 TOLERANCES = {"low_rank": 1e-4, "sorting": 1e-5}
 RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
 OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
+# Fast on a GPU's platform: a sum of outer products, decays, triangular systems, and chunks with weights of their own.
+FAST_ON_GPU = ("linear_attention", "gated_delta_rule", "mixed_chunk_attention")
 EACH = [
-    pytest.param(family, name, arrays, options, number == 0, id=f"{name}-{number}")
+    pytest.param(
+        family, name, arrays, options, number == 0, platform, id=f"{name}-{number}-{platform}",
+        marks=pytest.mark.slow if platform == "cuda" and name not in FAST_ON_GPU else (),
+    )
     for family, cases in CASES.items()
     for name, arrays, several in cases
     for number, options in enumerate(several)
-]
+    for platform in (("cpu", "cuda") if family == "recurrent" else ("cpu",))
+]  # fmt: skip
+EACH = pytest.mark.parametrize(
+    ("family", "name", "arrays", "options", "first", "platform"), EACH, indirect=["platform"]
+)
 
 
-def run(family, name, arrays, options, length, gradients):
-    """The results of our function and of the plain form: each an output with the gradients of all arrays."""
+def run(family, name, arrays, options, length, gradients, dtype=jnp.float32):
+    """The results of our function, on arrays of this dtype, and of the plain form: each an output with the gradients of
+    all arrays."""
     options = {
         key: value(length) if callable(value) and key != "bias" else value for key, value in options.items()
     }
     plain = importlib.import_module(f"brl_jax.attention.{family}.reference")
     given = arrays(length)
 
-    def results(function, **more):
+    def results(function, dtype=jnp.float32, **more):
         def loss(*given):
+            given = [x.astype(dtype) for x in given]
             names = NAMED.get(arrays, ())
             named = dict(zip(names, given[3:])) if names else {}
             out = function(*given[: 3 if names else None], **named, **options, **more)
+            out = out.astype(jnp.float32)
             return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
 
         if not gradients or family == "sorting":  # whose plain forms use NumPy
@@ -252,11 +264,11 @@ def run(family, name, arrays, options, length, gradients):
     ours, theirs = getattr(brl_jax, name), getattr(plain, name)
     if family == "sorting":
         return jax.jit(lambda: results(ours))(), results(theirs)
-    return jax.jit(lambda: (results(ours, **OURS.get(name, {})), results(theirs)))()
+    return jax.jit(lambda: (results(ours, dtype, **OURS.get(name, {})), results(theirs)))()
 
 
-@pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
-def test_equals_its_plain_form(family, name, arrays, options, first):
+@EACH
+def test_equals_its_plain_form(family, name, arrays, options, first, platform):
     """Gradients of a function's first case; the slow test below takes those of all cases."""
     (out, got), (expected, wanted) = run(family, name, arrays, options, 67, first)
     close(out, expected, TOLERANCES.get(family, 2e-5))
@@ -266,8 +278,8 @@ def test_equals_its_plain_form(family, name, arrays, options, first):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 130])
-@pytest.mark.parametrize(("family", "name", "arrays", "options", "first"), EACH)
-def test_gradients_at_other_lengths(family, name, arrays, options, first, length):
+@EACH
+def test_gradients_at_other_lengths(family, name, arrays, options, first, platform, length):
     (out, got), (expected, wanted) = run(family, name, arrays, options, length, True)
     close(out, expected, 1e-5 if family == "sorting" else 1e-4)
     # A single token has weight 1 whatever its query, whose gradient is 0 up to rounding.
@@ -275,6 +287,17 @@ def test_gradients_at_other_lengths(family, name, arrays, options, first, length
     for a, b in zip(got, wanted, strict=True):
         if length > 1 or float(jnp.linalg.norm(a - b)) > rounding:
             close(a, b, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
+@pytest.mark.parametrize(("name", "arrays", "options"), [
+    (name, arrays, several[0]) for name, arrays, several in CASES["recurrent"] if arrays not in NAMED
+])  # fmt: skip
+def test_bfloat16(name, arrays, options, platform):
+    (out, got), (expected, wanted) = run("recurrent", name, arrays, options, 130, True, jnp.bfloat16)
+    for a, b in zip((out, *got), (expected, *wanted), strict=True):
+        close(a, b, 2e-2)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

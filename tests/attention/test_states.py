@@ -107,6 +107,11 @@ CASES = {
     "gau": Case(brl_jax.gau_attention, BIAS, of_state=ROOM),
     "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4, **BIAS}, second_linear),
     "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, retrieval, {**ROOM, "num_heads": N}),
+    "bsbr, compressed": Case(
+        brl_jax.bsbr_attention,
+        {"chunk_size": 4, "strength": normal(N), "compression": (normal(H, H, 3), normal(3, H, H))},
+        retrieval, {**ROOM, "num_heads": N},
+    ),
     "mlr": Case(brl_jax.mlr_attention, LEVELS, of_state={"length": T}),
     "mlr, doubling": Case(brl_jax.mlr_attention, {"ranks": (4, 2, 2)}, of_state={"length": T}),
     "mlr, no common block": Case(
@@ -115,7 +120,7 @@ CASES = {
     "long_short": Case(
         brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "rank": 3}
     ),
-}
+}  # fmt: skip
 
 
 def _inputs(name, dtype=jnp.float32):

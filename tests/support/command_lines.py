@@ -1,12 +1,15 @@
 """Builds command lines for tests."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from train.cli.options import parse
 
 
 def last_wins(line: str | Sequence[str]) -> list[str]:
     """The words of a command line in which a repeated option keeps only its last value: commands refuse repetitions,
     and tests override options of a common line."""
-    words = line.split() if isinstance(line, str) else list(line)
+    words = _words(line)
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
     first = starts[0] if starts else len(words)
     groups: dict[str, list[str]] = {}
@@ -15,3 +18,12 @@ def last_wins(line: str | Sequence[str]) -> list[str]:
         groups.pop(name, None)
         groups[name] = words[start:end]
     return [*words[:first], *(word for group in groups.values() for word in group)]
+
+
+def config_of(task: Any, line: str | Sequence[str] = "", preset: str | None = None) -> Any:
+    """What a task's command line asks for; `preset` is the default one of the task unless given."""
+    return parse(task.presets, preset or task.default_preset, _words(line), prog="", about="")
+
+
+def _words(line: str | Sequence[str]) -> list[str]:
+    return line.split() if isinstance(line, str) else list(line)

@@ -18,15 +18,14 @@ from brl_jax.loading import load_run
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.bad_input.test_command_lines import run as command
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.support.runs import untrained
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
-from train.cli.options import parse
 from train.data.tokenizers.named import load_tokenizer
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
-from train.tasks.recall import PRESETS, RECALL
+from train.tasks.recall import RECALL
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.converting")
@@ -210,8 +209,7 @@ def test_recall_is_converted_too(tmp_path):
         "--valid_rows 4 --test_rows 4 --tensorboard False"
     )
     sizes = "--num_layers 1 --d_model 16 --num_heads 2 --d_ff 16"
-    line = f"{short} {sizes} --workdir {tmp_path}/full"
-    untrained(RECALL, RECALL.sized(parse(PRESETS, "full", line.split(), prog="p", about="a")))
+    untrained(RECALL, RECALL.sized(config_of(RECALL, f"full {short} {sizes} --workdir {tmp_path}/full")))
     train.recall.main(
         f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local".split()
     )

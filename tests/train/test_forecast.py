@@ -12,8 +12,8 @@ import pytest
 import eval.tasks.forecast
 import train.forecast
 from eval.tasks.forecast import markdown
-from tests.support.command_lines import last_wins
-from train.cli.options import parse
+from tests.support.command_lines import config_of, last_wins
+from tests.support.texts import damage
 from train.data.series import (
     HeldOutWindows,
     SeriesConfig,
@@ -151,7 +151,7 @@ def test_tokens_are_bins_of_the_scaled_series(table):
 
 
 def test_blocks_follow_the_length_of_their_own_sequence():
-    config = parse(FORECAST_TOKENS.presets, "chronos-tiny", ["--mechanism", "mlr"], prog="", about="")
+    config = config_of(FORECAST_TOKENS, "chronos-tiny --mechanism mlr")
     model = FORECAST_TOKENS.sized(config).model
     assert (model.encoder.mechanism.context, model.mechanism.context) == (512, 64)
     assert FORECAST_TOKENS.sized(FORECAST_TOKENS.presets["tokens"]).model.encoder_mechanism is None
@@ -159,9 +159,7 @@ def test_blocks_follow_the_length_of_their_own_sequence():
 
 @pytest.mark.parametrize("center", ["last", "mean", "none"])
 def test_a_forecast_does_not_read_what_came(table, center):
-    config = parse(
-        FORECAST.presets, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about=""
-    )
+    config = config_of(FORECAST, f"encoder --data {table} {TINY} --center {center}")
     series = load_series(config.data)
     config = FORECAST.sized(config, series)
     model = FORECAST.build(config)
@@ -277,9 +275,8 @@ def test_bad_tables(tmp_path):
         load("date,OT,OT\n" + rows)
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
         load_series(SeriesConfig())
-    damaged = bytearray(gzip.compress(rows.encode()))
-    damaged[10] = 7  # after gzip's header
-    (tmp_path / "damaged.csv.gz").write_bytes(damaged)
+    (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    damage(tmp_path / "damaged.csv.gz")
     with pytest.raises(UserError, match=r"--data: .*damaged.csv.gz cannot be read: .*invalid block type"):
         load_series(SeriesConfig(data=str(tmp_path / "damaged.csv.gz")))
     with pytest.raises(UserError, match=r"--data: .*nothing.csv cannot be read"):

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import eval.tasks.mlm
-import train.cli.options
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.support.parameters import drawn
 from train.data.masking import mask_tokens, num_asked
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
@@ -98,9 +97,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
 
 def _config(text, more=""):
     tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
-    return train.cli.options.parse(
-        PRESETS, "mlm", last_wins(f"--data {text} --workdir x {tiny} {more}"), prog="", about=""
-    )
+    return config_of(MLM, last_wins(f"--data {text} --workdir x {tiny} {more}"), "mlm")
 
 
 def _batch(text, tmp_path, more=""):

@@ -12,15 +12,13 @@ import pytest
 import train.cli.main
 import train.lm
 from tests.train import parity
-from tests.train.logs import metrics_lines
+from tests.train.logs import measured_lines
 from tests.train.toy import ToyHeldOut, ToyStream
 from train.cli.main import check_alike
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.tasks.every import TASKS
 from train.tasks.task import read_config
-
-MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 
 
 def test_a_new_task_end_to_end(tmp_path, capsys):
@@ -34,7 +32,7 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
     assert "nothing is left to train: the run is at step 4, and --steps is 4" in capsys.readouterr().err
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "6"])
     parity.main(["--workdir", f"{tmp_path}/whole", "--seed", "3"])
-    whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))
+    whole, cut = (measured_lines(tmp_path / name) for name in ("whole", "cut"))
     assert [entry["step"] for entry in whole] == list(range(1, 7))
     # Step 4 was once the last one, so it was measured.
     assert [entry | {"val_loss": 0, "val_accuracy": 0} for entry in cut] == [
