@@ -13,9 +13,11 @@ import numpy as np
 from train.data.corpus import Corpus
 
 
-def write_splits(folder: Path, **texts: str) -> str:
-    """Writes a file for each split, and returns the value of --data for them."""
+def write_splits(folder: Path, both: str = "", **texts: str) -> str:
+    """Writes a file for each split, or one text `both` for training and validation; returns the value of --data for
+    them."""
     folder.mkdir(parents=True, exist_ok=True)
+    texts = texts or {"train": both, "valid": both}
     for split, text in texts.items():
         (folder / f"{split}.txt").write_text(text)
     return f"text:{folder}/*.txt"

@@ -20,6 +20,7 @@ from eval.harness.runs import open_run
 from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import config_of, last_wins
 from tests.support.runs import untrained
+from tests.support.texts import write_splits
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.data.tokenizers.named import load_tokenizer
@@ -122,9 +123,7 @@ def test_a_run_goes_on_from_the_matched_layers(run, teacher, capsys):
 
 def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_path, monkeypatch, capsys):
     """Its first loss is the teacher's, by the teacher's tokenizer; tokens of another tokenizer are refused."""
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("other words altogether, not about skies\n" * 60)
-    other = f"text:{tmp_path}/*.txt"
+    other = write_splits(tmp_path, "other words altogether, not about skies\n" * 60)
     train.lm.main(words(other, tmp_path / "run", "--mechanism full --convert_from", teacher))
     tokenizers = [load_tokenizer(place) for place in (teacher, tmp_path / "run")]
     assert tokenizers[0].digest == tokenizers[1].digest

@@ -1,6 +1,5 @@
 """The Long Range Arena's commands as a user runs them, on tiny sets: training, resuming, early stopping, measuring."""
 
-import dataclasses
 import json
 import math
 import re
@@ -13,7 +12,6 @@ import pytest
 
 import eval.tasks.lra
 import train.lra
-from brl_jax.layers import CosformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.harness.groups import compared
 from eval.harness.output import Measured
@@ -44,17 +42,13 @@ def run(workdir, more=LOCAL, task="listops"):
     )
 
 
-@pytest.mark.parametrize("mechanism", [CosformerConfig(), MLRConfig(ranks=(4, 2, 2))])
+@pytest.mark.parametrize("mechanism", ["cosformer", "mlr --mechanism.ranks 4 2 2"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
     """Includes mechanisms whose settings follow the row length."""
-    preset = PRESETS["text"]
-    model = dataclasses.replace(
-        preset.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism, pooling=pooling
-    )
-    data = dataclasses.replace(preset.data, length=32, buckets=(8, 16, 32))
-    config = LRA.sized(dataclasses.replace(preset, model=model, data=data))
-    check_read_alike(LRA.model(config), data.padded_lengths)
+    sizes = "--d_model 16 --num_heads 2 --d_ff 16 --length 32 --buckets 8 16 32"
+    config = LRA.sized(config_of(LRA, f"text --mechanism {mechanism} --pooling {pooling} {sizes}"))
+    check_read_alike(LRA.model(config), config.data.padded_lengths)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +71,7 @@ def test_a_run_leaves_what_it_should(runs):
     assert [line["step"] for line in read if "val_accuracy" in line] == [3, 6]
     assert all(0 <= line["accuracy"] <= 1 and "val_bits_per_byte" not in line for line in read)
     config = json.loads((runs / "local" / "config.json").read_text())
-    assert (config["model"]["vocab_size"], config["model"]["num_classes"], config["model"]["max_length"]) == (
-        15,
-        10,
-        16,
-    )
+    assert [config["model"][name] for name in ("vocab_size", "num_classes", "max_length")] == [15, 10, 16]
 
 
 @pytest.mark.slow
@@ -298,9 +288,8 @@ def test_seeds_are_averaged():
         "chance": 0.1,
         "data": "d",
         "examples": 5,
-        "split": "test",
     }
-    result |= {"configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
+    result |= {"split": "test", "configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
     runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
     # Their spread, 10 points / sqrt(3), exceeds the standard error of 15 answers.
     assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)

@@ -87,7 +87,7 @@ def test_a_run_keeps_its_text(text, tmp_path):
     shutil.rmtree(run / "data")
     with pytest.raises(UserError, match="no file matches"):
         load(config(text, tokenizer="words"), run)
-    write_splits(text, **dict.fromkeys(("train", "valid"), "another text\n" * 100))
+    write_splits(text, "another text\n" * 100)
     changed, corpora = load(config(text, tokenizer="words"), run)
     assert changed.digest == tokenizer.digest
     assert corpora["train"].digest != first["train"].digest
