@@ -11,8 +11,7 @@ import pytest
 import eval.harness.runs
 import train.cli.main
 import train.lm
-from tests.bad_input.test_command_lines import run
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import last_wins, run
 from tests.support.texts import write_splits
 from train.data.tokenizers.named import train_tokenizer
 from train.engine.checkpoint import Checkpoints, ocp

@@ -290,6 +290,7 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
 
 def small(tmp_path, change=None, **options):
     """A configuration and random parameters, and the folder that they are saved in."""
+    pytest.importorskip("safetensors")
     config = read_config(LLAMA | {"num_hidden_layers": 1} | (change or {}))
     params = random_parameters(config)
     huggingface.save(tmp_path / "model", config, params, **options)
@@ -301,7 +302,6 @@ def edit(file, **changes):
 
 
 def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     ours = json.loads((folder / "config.json").read_text())
     # If absent, transformers would use its defaults, which are other tokens.
@@ -321,7 +321,6 @@ def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
 
 def test_a_separate_table_of_logits_is_kept(tmp_path):
     """transformers 5 reads both tables if config.json ties them but the file holds two different ones."""
-    pytest.importorskip("safetensors")
     _, params, folder = small(tmp_path)
     edit(folder / "config.json", tie_word_embeddings=True)
     config, loaded = huggingface.load(folder)
@@ -397,7 +396,6 @@ def test_a_field_of_another_type_is_named(change, field):
 
 
 def test_shards_that_are_not_the_folders_own(tmp_path):
-    pytest.importorskip("safetensors")
     numpy = pytest.importorskip("safetensors.numpy")
     _, _, folder = small(tmp_path)
     tensors = numpy.load_file(folder / "model.safetensors")
@@ -416,7 +414,6 @@ def test_shards_that_are_not_the_folders_own(tmp_path):
 
 
 def test_weights_in_8_bits_are_named(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     data = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -437,7 +434,6 @@ def test_a_name_on_the_hub_is_not_a_folder():
 
 def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
     """transformers cuts OLMo Hybrid's convolutions into thirds, and renames the norms of its other layers too."""
-    pytest.importorskip("safetensors")
     numpy = pytest.importorskip("safetensors.numpy")
     _, params, folder = small(tmp_path, OLMO_HYBRID)
     tensors = numpy.load_file(folder / "model.safetensors")
@@ -462,7 +458,6 @@ def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
 
 
 def test_a_folder_without_its_files(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     weights = folder / "model.safetensors"
     weights.rename(tmp_path / "moved")

@@ -1,8 +1,12 @@
 """Builds command lines for tests."""
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from train.cli.command import command
 from train.cli.options import parse
 
 
@@ -23,6 +27,14 @@ def last_wins(line: str | Sequence[str]) -> list[str]:
 def config_of(task: Any, line: str | Sequence[str] = "", preset: str | None = None) -> Any:
     """What a task's command line asks for; `preset` is the default one of the task unless given."""
     return parse(task.presets, preset or task.default_preset, _words(line), prog="", about="")
+
+
+def run(module: str, words: Sequence[str], monkeypatch: Any, capsys: Any) -> tuple[int, str]:
+    """The exit status of a command and what it printed on standard error."""
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    package = importlib.util.find_spec(module).submodule_search_locations
+    status = command(importlib.import_module(f"{module}.__main__" if package else module).main, module)
+    return status, capsys.readouterr().err
 
 
 def _words(line: str | Sequence[str]) -> list[str]:

@@ -17,12 +17,11 @@ import train.tokenize
 from brl_jax.loading import load_run
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
-from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import config_of, last_wins
+from tests.support.command_lines import run as command
 from tests.support.runs import untrained
 from tests.support.texts import write_splits
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import write_model, write_text, write_tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
@@ -40,11 +39,6 @@ BRL = "--mechanism brl --mechanism.window 8 --mechanism.num_compressed 4 --mecha
 CONVERTED = f"{BRL} --match_steps 60 --steps 40 --checkpoint_every 20 --convert_from"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
 def words(text, workdir, *more):
     return last_wins(f"--workdir {workdir} --data {text} {SHORT} {' '.join(map(str, more))}")
 
@@ -55,15 +49,6 @@ def teacher(text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("teacher") / "run"
     train.lm.main(words(text, workdir, SIZES, "--tokenizer bpe:300 --steps 40"))
     return workdir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a small random decoder of transformers."""
-    place = tmp_path_factory.mktemp("hf")
-    write_tokenizer(place / "tokenizer")
-    write_model(place / "model", place / "tokenizer")
-    return place / "model"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import fcntl
 
 import pytest
 
-from tests.bad_input.test_command_lines import run
+from tests.support.command_lines import run
 from tests.support.processes import started
 from tests.support.texts import write_splits
 from train.engine.errors import UserError

@@ -19,8 +19,8 @@ import eval.tasks.generate
 import eval.tasks.lm
 import train.lm
 from eval.harness.runs import open_run
-from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
+from tests.support.command_lines import run as command
 from tests.support.processes import python
 from tests.train.logs import metrics_lines
 from train.data.corpus import Corpus
