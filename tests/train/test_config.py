@@ -281,8 +281,8 @@ def test_presets_of_characters_take_equal_operations(name):
 
 
 def test_presets_have_the_papers_parameters():
-    """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention: ours, with the 50,304 rows to which nanoGPT
-    pads GPT-2's 50,257; TransNormer's table 4 counts 155.99M. The paper's BRL has 80.96M, ours 1.8% more."""
+    """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention: ours, with the 50,304 rows to which
+    nanoGPT pads GPT-2's 50,257; TransNormer's table 4 counts 155.99M. The paper's BRL has 80.96M, ours 1.8% more."""
     attention = 50.93e6 - (50_304 - 50_257) * 512
     counts = {"full": attention, "local": attention, "brl": 82.44e6, "brl-paper-128": 82.44e6}
     counts |= {"transnormer-vanilla": 156.00e6, "transnormer-flash": 153.52e6, "transnormer-t1": 155.99e6}
