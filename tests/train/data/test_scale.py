@@ -286,7 +286,7 @@ def test_files_of_shards_that_were_changed(name, content, message, tmp_path):
     assert bytes(open_shards(tmp_path, ("valid",))[1]["valid"].tokens) == b"abc"
 
 
-@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000])
+@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000], ids=["cut", "list", "nested"])
 def test_a_record_of_the_start_that_was_changed(content, text, tmp_path):
     (tmp_path / "started.json").write_text(content)
     with pytest.raises(

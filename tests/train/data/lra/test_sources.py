@@ -16,9 +16,9 @@ from train.engine.errors import UserError
 SPLITS = ("train", "valid", "test")
 
 
-def read(tmp_path, task, folder, **changes):
+def read(tmp_path, task, folder, splits=SPLITS, **changes):
     config = LraDataConfig(**({"task": task, "data_dir": folder and str(folder), "length": 2000} | changes))
-    return load(config, tmp_path / "run", SPLITS)
+    return load(config, tmp_path / "run", splits)
 
 
 # --- TensorFlow Datasets ---
@@ -166,11 +166,11 @@ def test_long_texts_are_cut_and_counted(tmp_path, capsys):
         lines = [json.dumps({"text": "abcdefghij" * n, "label": 0}) for n in (0, 1, 2, 3)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     for _ in range(2):  # the second time from the cache
-        _, found = read(tmp_path, "text", tmp_path, length=15)
+        _, found = read(tmp_path, "text", tmp_path, ("train",), length=15)
         assert found["train"].truncated == 2
         assert [bytes(row[0]) for row in found["train"]] == [b" ", b"abcdefghij", *[b"abcdefghijabcde"] * 2]
         assert "train: 2 of 4 sequences were longer than 15: cut" in capsys.readouterr().err
-    assert len(read(tmp_path, "text", tmp_path, length=15, train_examples=2)[1]["train"]) == 2
+    assert len(read(tmp_path, "text", tmp_path, ("train",), length=15, train_examples=2)[1]["train"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,11 @@ def test_long_texts_are_cut_and_counted(tmp_path, capsys):
             '{"text": "a", "lab',
             r"train\.jsonl, line 2: expected an object with .*: the line is not JSON: Unterminated string",
         ),
-        ("[" * 100_000, "line 2: expected an object with .*: the line is not JSON: nested too deep"),
+        pytest.param(
+            "[" * 100_000,
+            "line 2: expected an object with .*: the line is not JSON: nested too deep",
+            id="nested",
+        ),
         ('{"text": "a"}', 'line 2: expected an object with a "text" and a whole number as "label"'),
         ('{"text": 3, "label": 1}', "line 2: expected an object"),
         ('{"text": "a", "label": 2}', "train: expected labels of 0 to 1, got 2"),
