@@ -313,15 +313,6 @@ def scale_scores(query: Array, factor: float) -> Array:
     return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
 
 
-def distance_scale(
-    dimensions: Dimensions, query: Float[Array, "B T N H"]
-) -> tuple[Float[Array, "B T N H"], float]:
-    """Returns `project_qkv`'s queries without muP's factor, and a scale that includes it. The factor on the queries
-    would change their distances from the keys."""
-    factor = dimensions.head_score_factor
-    return scale_scores(query, 1 / factor), query.shape[-1] ** -0.5 * factor
-
-
 def sampled(
     module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, deterministic: bool
 ) -> Array:

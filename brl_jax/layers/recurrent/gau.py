@@ -19,9 +19,10 @@ from brl_jax.attention.recurrent.mixed_chunk import (
     mixed_chunk_attention,
 )
 from brl_jax.fields import Count, Even
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, Residual
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FlashConfig(GAUConfig):
     """Tokens in a chunk; changes results."""
 
 
-class GAUAttention(StateLayer, config=GAUConfig):
+class GAUAttention(RecurrentLayer, config=GAUConfig):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
     Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` with the same
@@ -70,8 +71,8 @@ class GAUAttention(StateLayer, config=GAUConfig):
         m, d = self.mechanism, self.dimensions
         return init_gau_state(batch, 1, m.key_dim, m.expansion * d.d_model, length=length, dtype=d.dtype)
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
-        return self.around(gau_attention, x, self.affine_maps(x, call.positions, 2))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        return self.around(gau_attention, x, *self.affine_maps(x, call.positions, 2))
 
     def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
         """Returns `count` maps of Z, each (B, T, 1, key_dim)."""
@@ -83,8 +84,8 @@ class GAUAttention(StateLayer, config=GAUConfig):
         maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
         return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
 
-    def around(self, function: Any, x: Float[Array, "B T D"], maps: list[Array]) -> StateAttention:
-        """Returns `function` of the maps, with this layer's bias and values."""
+    def around(self, function: Any, x: Float[Array, "B T D"], query: Array, key: Array) -> Attention:
+        """Returns `function` of the queries and keys, with this layer's bias and values."""
         m, d = self.mechanism, self.dimensions
         value = self.widened(x, "value")[:, :, None]
         half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
@@ -93,7 +94,7 @@ class GAUAttention(StateLayer, config=GAUConfig):
             for side in ("left", "right")
         )
         bias = RotaryBias(left, right) if d.rope_theta is None else RotaryBias(left, right, d.rope_theta)
-        return StateAttention(functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size), value)
+        return Attention(functools.partial(function, bias=bias, chunk_size=m.chunk_size), query, key, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T 1 V"]) -> Float[Array, "B T D"]:
         d = self.dimensions
@@ -115,5 +116,7 @@ class MixedChunkAttention(GAUAttention, config=FlashConfig):
             batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
         )
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
-        return self.around(mixed_chunk_attention, x, self.affine_maps(x, call.positions, 4))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        query, key, linear_query, linear_key = self.affine_maps(x, call.positions, 4)
+        function = functools.partial(mixed_chunk_attention, linear_query=linear_query, linear_key=linear_key)
+        return self.around(function, x, query, key)

@@ -19,13 +19,14 @@ from brl_jax.attention.recurrent.performer import (
     performer_projection,
 )
 from brl_jax.fields import Count, Seed
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class PerformerConfig(StateConfig):
+class PerformerConfig(RecurrentConfig):
     """FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794)."""
 
     num_features: Count | None = None
@@ -35,7 +36,7 @@ class PerformerConfig(StateConfig):
     called with a key "projection" among its rngs, each layer draws other features from that key."""
 
 
-class PerformerAttention(StateLayer, config=PerformerConfig):
+class PerformerAttention(RecurrentLayer, config=PerformerConfig):
     """`performer_attention` on rotated queries and keys."""
 
     def init_state(self, batch: int, length: int) -> PerformerState:
@@ -44,18 +45,15 @@ class PerformerAttention(StateLayer, config=PerformerConfig):
             batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.num_features
         )
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, call.positions)
         num_features = m.num_features or default_features(d.head_dim)
         if self.has_rng("projection"):
             projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
         else:
             projection = _constant_projection(m.seed, num_features, d.head_dim)
-        function = functools.partial(
-            performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
-        )
-        return StateAttention(function, value)
+        function = functools.partial(performer_attention, projection=projection, chunk_size=m.chunk_size)
+        return Attention(function, *project_qkv(d, x, call.positions))
 
 
 def _constant_projection(seed: int, num_features: int, head_dim: int) -> Float[Array, "F H"]:

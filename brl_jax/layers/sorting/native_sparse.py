@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import KeyValueCache, slide, write_places
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
@@ -26,6 +27,7 @@ from brl_jax.attention.sorting.native_sparse import (
     native_sparse_attention,
 )
 from brl_jax.fields import Count
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.caches import WindowCache
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
@@ -197,8 +199,9 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
             implementation=d.implementation,
         )
         pattern = SlidingWindow(cache.window.key.shape[1], 0)
+        attend = functools.partial(local_attention, pattern=pattern, is_causal=True)
         last, new = cache.window.attend(
-            query, *window, start, count, pattern=pattern, implementation=d.implementation
+            Attention(attend, query, *window), call, implementation=d.implementation
         )
         out = mix_branches(gates, far, near, last).astype(query.dtype)
         return out, NativeSparseCache(kept, new, Tokens(*recent), compressed)
