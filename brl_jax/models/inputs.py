@@ -69,6 +69,17 @@ def only_existing(x: Float[Array, "B T F"], lengths: Int[Array, "B"] | None) -> 
     return jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), jnp.asarray(x).dtype))
 
 
+def table_logits(
+    dimensions: Dimensions, hidden: Float[Array, "B T D"], table: Float[Array, "V D"]
+) -> Float[Array, "B T V"]:
+    """Returns the float32 products of hidden states with each token's vector."""
+    base = dimensions.base_width
+    # muP: the table's entries do not shrink as the width grows, so the products are scaled down.
+    if base is not None:
+        hidden = hidden * jnp.asarray(base / dimensions.d_model, hidden.dtype)
+    return jnp.einsum("btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
 class Inputs(nn.Module):
     """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or real features (B, T, `size`).
 
