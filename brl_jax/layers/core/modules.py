@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -313,15 +314,16 @@ def scale_scores(query: Array, factor: float) -> Array:
     return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
 
 
-def sampled(
-    module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, deterministic: bool
-) -> Array:
-    """Returns draw(key) with the call's key "sample", or with the seed's key if the call is deterministic."""
-    if not deterministic and module.has_rng("sample"):
-        return draw(module.make_rng("sample"))
-    # Draw while tracing: the result is a constant of the program instead of work in each run.
-    with jax.ensure_compile_time_eval():
-        return draw(jax.random.key(seed))
+def sampled(module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, stream: str | None) -> Array:
+    """Returns draw(key) with the call's key of the random stream `stream`, or with the seed's key if it has none.
+
+    The seed's result is a constant of the program instead of work in each run. A separate thread draws it, outside any
+    mesh: the active mesh may describe a topology whose devices do not exist here, so nothing can run on it.
+    """
+    if stream is not None and module.has_rng(stream):
+        return draw(module.make_rng(stream))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: draw(jax.random.key(seed))).result()
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

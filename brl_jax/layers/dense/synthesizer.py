@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.state import write_tokens
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
 from brl_jax.layers.core.modules import parameter, scale_scores, to_heads
-from brl_jax.layers.core.protocol import LayerCall, Mechanism
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 Weights = Literal["random", "dense"]
 
@@ -34,14 +33,6 @@ class SynthesizerConfig(Mechanism):
     max_length: Count = 4096
     """Length of the longest sequence; the parameters have an entry for each of its positions."""
 
-    def check_length(self, length: int) -> None:
-        """Raises ValueError if a sequence of `length` tokens is too long."""
-        require(
-            length <= self.max_length,
-            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
-            "Synthesizer has parameters for each position",
-        )
-
 
 class SynthesizerCache(NamedTuple):
     """A decoding cache: the values of all tokens so far, each at its position, and the number of tokens. Heads come
@@ -56,12 +47,12 @@ class SynthesizerAttention(AttentionLayer, config=SynthesizerConfig):
 
     def init_cache(self, batch: int, length: int) -> SynthesizerCache:
         d = self.dimensions
-        self.mechanism.check_length(length)
+        check_max_length(self.mechanism, length)
         values = jnp.zeros((batch, d.num_kv_heads, length, d.head_dim), d.dtype)
         return SynthesizerCache(values, jnp.zeros((), jnp.int32))
 
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
-        self.mechanism.check_length(x.shape[1])
+        check_max_length(self.mechanism, x.shape[1])
         value = to_heads(self.dimensions, x, "value", "kv_heads")
         rows, columns, bias = self._factors(x, call.start)
 

@@ -13,7 +13,7 @@ from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
 from brl_jax.layers.core.modules import parameter, project_qkv
-from brl_jax.layers.core.protocol import LayerCall, Mechanism
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,7 @@ class LinformerAttention(AttentionLayer, config=LinformerConfig):
     mechanism: LinformerConfig
 
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
-        length, longest = x.shape[1], self.mechanism.max_length
-        if length > longest:
-            raise ValueError(
-                f"max_length must be at least the sequence's length {length}, got {longest}: "
-                "Linformer has a projection for each position"
-            )
+        check_max_length(self.mechanism, x.shape[1])
         function = functools.partial(
             linformer_attention,
             key_projection=self._projection("key_projection"),

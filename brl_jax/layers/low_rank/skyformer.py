@@ -41,7 +41,7 @@ class SkyformerAttention(AttentionLayer, config=SkyformerConfig):
         draw = functools.partial(skyformer_samples, num_samples=m.num_samples)
         function = functools.partial(
             skyformer_attention,
-            samples=sampled(self, draw, m.seed, call.deterministic),
+            samples=sampled(self, draw, m.seed, None if call.deterministic else "sample"),
             iterations=m.iterations,
             ridge=m.ridge,
             # muP's factor on the queries would change their distances from the keys, so it is in the scale.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.performer import (
@@ -20,7 +16,7 @@ from brl_jax.attention.recurrent.performer import (
 )
 from brl_jax.fields import Count, Seed
 from brl_jax.layers.core.attention_layer import Attention
-from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.modules import project_qkv, sampled
 from brl_jax.layers.core.protocol import LayerCall
 from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
@@ -47,24 +43,8 @@ class PerformerAttention(RecurrentLayer, config=PerformerConfig):
 
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
-        num_features = m.num_features or default_features(d.head_dim)
-        if self.has_rng("projection"):
-            projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
-        else:
-            projection = _constant_projection(m.seed, num_features, d.head_dim)
+        number = m.num_features or default_features(d.head_dim)
+        draw = functools.partial(performer_projection, num_features=number, head_dim=d.head_dim)
+        projection = sampled(self, draw, m.seed, "projection")
         function = functools.partial(performer_attention, projection=projection, chunk_size=m.chunk_size)
         return Attention(function, *project_qkv(d, x, call.positions))
-
-
-def _constant_projection(seed: int, num_features: int, head_dim: int) -> Float[Array, "F H"]:
-    """Draws a projection while tracing, so that it is a constant of the program instead of work in each run.
-
-    A separate thread draws it, outside any mesh: the active mesh may describe a topology whose devices do not exist
-    here, so nothing can run on it.
-    """
-
-    def draw() -> np.ndarray:
-        return np.asarray(performer_projection(jax.random.key(seed), num_features, head_dim))
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return jnp.asarray(thread.submit(draw).result())

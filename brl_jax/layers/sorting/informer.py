@@ -45,6 +45,6 @@ class InformerAttention(StateLayer, config=InformerConfig):
         )  # fmt: skip
 
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
-        rng = sampled(self, lambda key: key, self.mechanism.seed, call.deterministic)
+        rng = sampled(self, lambda key: key, self.mechanism.seed, None if call.deterministic else "sample")
         function = functools.partial(informer_attention, rng=rng, factor=self.mechanism.factor)
         return Attention(function, *project_qkv(self.dimensions, x, call.positions))

@@ -60,7 +60,7 @@ class ReformerAttention(StateLayer, config=ReformerConfig):
         def draw(key: Any) -> Array:
             return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
 
-        rotations = sampled(self, draw, m.seed, call.deterministic)
+        rotations = sampled(self, draw, m.seed, None if call.deterministic else "sample")
 
         def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
             return reformer_attention(query, value, rotations=rotations, chunk_size=m.chunk_size, **options)

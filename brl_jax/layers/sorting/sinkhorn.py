@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import require, zero_padding
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
 from brl_jax.layers.core.modules import dense, project_qkv
-from brl_jax.layers.core.protocol import LayerCall, Mechanism
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,7 @@ class SinkhornConfig(Mechanism):
         Raises:
           ValueError: `length` is above max_length.
         """
-        require(
-            length <= self.max_length,
-            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
-            "the sorting network has an output for each block",
-        )
+        check_max_length(self, length)
         return -(-length // self.block_size)
 
 
