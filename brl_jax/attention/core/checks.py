@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias
+from pallas_kernels.absent import existing
 
 
 def require(condition: bool, message: str) -> None:
@@ -241,5 +242,5 @@ def zero_padding(x: Array, lengths: Array | None) -> Array:
     """Sets x (B, T, ...) to zero from each length on, because a NaN in the padding times a weight of 0 is still NaN."""
     if lengths is None:
         return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    inside = existing(lengths, x.shape[1])
     return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))

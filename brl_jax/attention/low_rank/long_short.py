@@ -29,6 +29,7 @@ from brl_jax.attention.core.state import check_state_options, slide, window_segm
 from brl_jax.attention.local.attend import attend
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared
+from pallas_kernels.absent import existing
 
 # Queries at a time: their scores against the projected tokens are the largest array in memory.
 _QUERY_BLOCK = 512
@@ -213,7 +214,7 @@ def long_short_attention(
             whole = length // chunk_size * chunk_size
             projected = project_chunks(*(x[:, :whole] for x in (key, value, projection)))
         else:
-            inside = None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
+            inside = None if lengths is None else existing(lengths, length)
             projected = _project(Tokens(key, value), projection, inside)
             projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
         far = _attend_to_projected(query, projected, scale, chunk=chunk)

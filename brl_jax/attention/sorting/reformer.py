@@ -27,6 +27,7 @@ from brl_jax.attention.sorting.buckets import (
     unsort,
 )
 from brl_jax.fields import Count, Even, declared
+from pallas_kernels.absent import existing
 
 # The code of an empty place, which no token shares.
 _NOWHERE = -3
@@ -188,8 +189,7 @@ def reformer_attention(
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
     buckets = hash_buckets(exact_query, rotations)
     if lengths is not None:
-        exists = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
-        buckets = jnp.where(exists[None, :, None], buckets, num_buckets)
+        buckets = jnp.where(existing(lengths, length)[None, :, None], buckets, num_buckets)
     out = attend_in_buckets(exact_query, exact_value, buckets, num_buckets, chunk_size, scale, is_causal)
     return zero_padding(out, lengths).astype(dtype)
 
