@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.products import multiply_precisely
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
@@ -34,7 +35,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
+from brl_jax.attention.recurrent.unit_lower import solve_unit_lower
 from brl_jax.fields import Count, declared
 
 
