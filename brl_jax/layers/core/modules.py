@@ -127,6 +127,25 @@ def to_heads(
     return dense(dimensions, shape, ("embed", axis, "head_dim"), name=name, **kwargs)(x)
 
 
+def low_rank_heads(
+    dimensions: Dimensions,
+    x: Float[Array, "B T D"],
+    name: str,
+    axis: Literal["heads", "kv_heads"],
+    rank: int | None,
+    *,
+    inner: Callable[[Array], Array] = lambda x: x,
+    use_bias: bool = False,
+) -> Float[Array, "B T N H"]:
+    """`to_heads` through two maps with `inner` between them: the first has `rank` outputs (None: the width of a head),
+    and the second may have a bias. Their parameters end in "_down" and "_up"."""
+    d = dimensions
+    down = dense(d, rank or d.head_dim, ("embed", "projected"), name=f"{name}_down", use_bias=False)
+    number = d.num_heads if axis == "heads" else d.num_kv_heads
+    axes = ("projected", axis, "head_dim")
+    return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=use_bias)(inner(down(x)))
+
+
 def parameter(
     module: nn.Module,
     name: str,
@@ -307,6 +326,13 @@ def rotary_options(dimensions: Dimensions, positions: Int[Array, "#B T"]) -> dic
     if dimensions.rope_theta is None:
         return {}
     return {"positions": positions, "rope_theta": dimensions.rope_theta}
+
+
+def rotated(
+    dimensions: Dimensions, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]
+) -> Float[Array, "B T N H"]:
+    """Returns x rotated by its positions, if the network has rotary positions."""
+    return x if dimensions.rope_theta is None else rotate(x, positions, dimensions.rope_theta)
 
 
 def scale_scores(query: Array, factor: float) -> Array:

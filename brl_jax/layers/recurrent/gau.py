@@ -11,7 +11,6 @@ import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.biases import RotaryBias
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.mixed_chunk import (
     MixedChunkState,
@@ -20,7 +19,7 @@ from brl_jax.attention.recurrent.mixed_chunk import (
 )
 from brl_jax.fields import Count, Even
 from brl_jax.layers.core.attention_layer import Attention
-from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.modules import dense, parameter, rotated
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, Residual
 from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
@@ -82,7 +81,7 @@ class GAUAttention(RecurrentLayer, config=GAUConfig):
         scale = parameter(self, "scale", small, (count, size), (None, "head_dim")).astype(d.dtype)
         offset = parameter(self, "offset", zeros, (count, size), (None, "head_dim")).astype(d.dtype)
         maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
-        return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
+        return [rotated(d, each, positions) for each in maps]
 
     def around(self, function: Any, x: Float[Array, "B T D"], query: Array, key: Array) -> Attention:
         """Returns `function` of the queries and keys, with this layer's bias and values."""

@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.recurrent.luna import LunaState, init_luna_state, luna_attention
 from brl_jax.fields import Count
@@ -22,6 +21,7 @@ from brl_jax.layers.core.modules import (
     parameter,
     project_qkv,
     rotary_options,
+    rotated,
     scale_scores,
     to_heads,
 )
@@ -105,12 +105,8 @@ class LunaAttention(RecurrentLayer, config=LunaConfig):
         d, packed = self.dimensions, call.carry
         count, length = packed.shape[1], x.shape[1]
         places = spread(count, length, call.lengths)
-
-        def turn(array: Array, positions: Any) -> Array:
-            return array if d.rope_theta is None else rotate(array, positions, d.rope_theta)
-
         query, key, value = project_qkv(d, x, call.positions)
-        pack_query = turn(to_heads(d, packed, "pack_query"), places)
+        pack_query = rotated(d, to_heads(d, packed, "pack_query"), places)
         pack_query = scale_scores(pack_query, d.head_score_factor)
         options: dict[str, Any] = {
             "implementation": d.implementation if d.implementation in ("xla", "cudnn") else None
@@ -118,7 +114,7 @@ class LunaAttention(RecurrentLayer, config=LunaConfig):
         read = full_attention(pack_query, key, value, key_value_seq_lengths=call.lengths, **options)
         out_axes = ("heads", "head_dim", "embed")
         read = dense(d, d.d_model, out_axes, name="pack_out", contract=2)(read)
-        unpack_key = turn(to_heads(d, read, "unpack_key", "kv_heads"), places)
+        unpack_key = rotated(d, to_heads(d, read, "unpack_key", "kv_heads"), places)
         unpack_value = to_heads(d, read, "unpack_value", "kv_heads")
         out = full_attention(query, unpack_key, unpack_value, **options)
         return merge_heads(d, out), norm(d, name="packed_norm")(packed + read)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
 from brl_jax.layers.core.attention_layer import Attention
-from brl_jax.layers.core.modules import dense, parameter, scale_scores, to_heads
+from brl_jax.layers.core.modules import low_rank_heads, parameter, scale_scores, to_heads
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
@@ -61,18 +60,15 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
             x = parameter(self, name, init, (number, d.head_dim), (axis, "head_dim"))
             return x.astype(d.dtype)[None, None]
 
-        def low_rank(name: str, number: int, axis: str, inner: Callable[[Array], Array]) -> Array:
-            rank = self.mechanism.rank or d.head_dim
-            narrow = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(mixed[name])
-            axes = ("projected", axis, "head_dim")
-            return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=False)(inner(narrow))
+        def low_rank(name: str, axis: Any, **options: Any) -> Array:
+            return low_rank_heads(d, mixed[name], name, axis, self.mechanism.rank, **options)
 
         query = to_heads(d, mixed["query"], "query")
         key, value = (to_heads(d, mixed[name], name, "kv_heads") for name in ("key", "value"))
-        decay = low_rank("decay", kv_heads, "kv_heads", jnp.tanh) + of_features("decay_bias", _decay_biases)
-        rate = low_rank("rate", kv_heads, "kv_heads", lambda x: x)
-        rate = jax.nn.sigmoid(rate + of_features("rate_bias", nn.initializers.zeros_init()))
-        gate = low_rank("gate", heads, "heads", jax.nn.sigmoid)
+        decay = low_rank("decay", "kv_heads", inner=jnp.tanh) + of_features("decay_bias", _decay_biases)
+        rate = low_rank("rate", "kv_heads") + of_features("rate_bias", nn.initializers.zeros_init())
+        rate = jax.nn.sigmoid(rate)
+        gate = low_rank("gate", "heads", inner=jax.nn.sigmoid)
         removal_key = key * of_features("removal", nn.initializers.ones_init())
         key = key * (1 + (rate - 1) * of_features("replacement", nn.initializers.ones_init()))
         bonus = of_features("bonus", nn.initializers.constant(-0.04), heads, "heads")

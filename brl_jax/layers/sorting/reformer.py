@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.sorting.reformer import (
     ReformerState,
     init_reformer_state,
@@ -16,7 +15,7 @@ from brl_jax.attention.sorting.reformer import (
 )
 from brl_jax.fields import Count, Even, Seed
 from brl_jax.layers.core.attention_layer import Attention, StateLayer
-from brl_jax.layers.core.modules import sampled, to_heads
+from brl_jax.layers.core.modules import rotated, sampled, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
@@ -55,7 +54,7 @@ class ReformerAttention(StateLayer, config=ReformerConfig):
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
         query, value = to_heads(d, x, "query"), to_heads(d, x, "value", "kv_heads")
-        query = query if d.rope_theta is None else rotate(query, call.positions, d.rope_theta)
+        query = rotated(d, query, call.positions)
 
         def draw(key: Any) -> Array:
             return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
