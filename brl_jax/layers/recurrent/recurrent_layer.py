@@ -44,5 +44,5 @@ class RecurrentLayer(AttentionLayer):
         if call.count is not None:
             options["key_value_seq_lengths"] = jnp.full((batch,), call.count, jnp.int32)
         attended, state = attention(state=call.cache.state, return_state=True, **options)
-        length = call.start + call.num_new(length)
-        return attended, call.cache._replace(state=state, length=length, **attention.kept)
+        end = call.start + call.num_new(length)
+        return attended, call.cache._replace(state=state, length=end, **attention.kept)

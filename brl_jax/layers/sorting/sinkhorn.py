@@ -93,10 +93,10 @@ class SinkhornAttention(AttentionLayer, config=SinkhornConfig):
         query, key, value = project_qkv(d, x, call.positions)
         kept, rng = {}, None
         if call.cache is None:
-            sums = self._sums(zero_padding(x, None if d.is_causal else call.lengths))
-            sort_logits = self._sort_network(sums, sums.shape[1])
             if not call.deterministic and self.has_rng("sample"):
                 rng = self.make_rng("sample")
+            sums = self._sums(zero_padding(x, None if d.is_causal else call.lengths))
+            sort_logits = self._sort_network(sums, sums.shape[1])
         else:
             total, sort_logits = self._begin_blocks(x, call)
             kept = {"total": total, "sort_logits": sort_logits}
