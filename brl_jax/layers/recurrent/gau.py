@@ -117,5 +117,8 @@ class MixedChunkAttention(GAUAttention, config=FlashConfig):
 
     def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         query, key, linear_query, linear_key = self.affine_maps(x, call.positions, 4)
-        function = functools.partial(mixed_chunk_attention, linear_query=linear_query, linear_key=linear_key)
-        return self.around(function, x, query, key)
+
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
+            return mixed_chunk_attention(query, key, linear_query, linear_key, value, **options)
+
+        return self.around(attend, x, query, key)
