@@ -324,7 +324,12 @@ def compare(name, oracle, arrays, options, length):
         for key, value in options.items()
     }
     ours = jax.tree.map(
-        lambda x: jnp.float32(x) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x, options
+        lambda x: (
+            jnp.asarray(x, jnp.float32 if x.dtype.kind == "f" else jnp.int32)
+            if isinstance(x, np.ndarray)
+            else x
+        ),
+        options,
     )
 
     def function(*operands):
