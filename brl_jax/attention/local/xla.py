@@ -28,7 +28,7 @@ from brl_jax.attention.core.softmax import (
     residual,
 )
 from brl_jax.attention.core.varying import of_floats, vary_like
-from brl_jax.attention.local import xla_cpu
+from brl_jax.attention.local import xla_cpu, xla_cpu_grid
 from brl_jax.attention.local.blocks import (
     Arranged,
     Block,
@@ -44,6 +44,7 @@ from brl_jax.attention.local.blocks import (
 from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.patterns import CallArrays, PatternCall
 from brl_jax.attention.local.xla_cpu import WindowTiling
+from brl_jax.attention.local.xla_cpu_grid import GridShifts
 
 
 def forms(call: PatternCall) -> dict[str, Form]:
@@ -134,6 +135,17 @@ def _parts(call: PatternCall, loop: bool) -> list[Part]:
     return call.pattern.parts(call, _query_block_loop if loop else _query_block_batched)
 
 
+def _on_cpu(call: PatternCall, x: CallArrays) -> tuple[Any, Any] | None:
+    """The plan and the module of a call's faster form on a CPU, or None."""
+    if x.bias is not None:
+        return None
+    tiling = WindowTiling.of(call, x.query, x.key)
+    if tiling is not None:
+        return tiling, xla_cpu
+    shifts = GridShifts.of(call, x.query, x.key) if x.query_segments is None else None
+    return None if shifts is None else (shifts, xla_cpu_grid)
+
+
 def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
     """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it; `loop` takes one block at a time."""
     num_queries, kv_heads = call.num_queries, x.key.shape[2]
@@ -181,9 +193,10 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
         return normalise(merge_sums(*every))
 
     x = x.without_padding()
-    tiling = WindowTiling.of(call, x) if loop else None
-    if tiling is not None:
-        out, lse = xla_cpu.forward(tiling, call, x)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        out, lse = module.forward(plan, call, x)
     else:
         out, lse = on_parts(x)
         out = merge_heads(out)
@@ -249,9 +262,10 @@ def _backward(
 
     out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
     x = x.without_padding()
-    tiling = WindowTiling.of(call, x) if loop else None
-    if tiling is not None:
-        gradients = xla_cpu.backward(tiling, call, x, out, lse, d_out, d_lse)
+    fast = _on_cpu(call, x) if loop else None
+    if fast is not None:
+        plan, module = fast
+        gradients = module.backward(plan, call, x, out, lse, d_out, d_lse)
         return CallArrays(*(y.astype(x.query.dtype) for y in gradients))
     q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
     k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))

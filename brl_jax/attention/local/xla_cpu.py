@@ -59,12 +59,10 @@ class WindowTiling:
     heads: int
 
     @classmethod
-    def of(cls, call: PatternCall, x: CallArrays) -> WindowTiling | None:
-        """None if tiles do not pay off: other patterns, a bias, short sequences, windows of many tiles."""
-        length, kv_heads = x.query.shape[1], x.key.shape[2]
-        if not isinstance(call.pattern, SlidingWindow) or x.bias is not None:
-            return None
-        if call.query_offset != 0 or x.key.shape[1] != length:
+    def of(cls, call: PatternCall, query: Array, key: Array) -> WindowTiling | None:
+        """None if tiles do not pay off: other patterns, short sequences, windows of many tiles."""
+        length, kv_heads = query.shape[1], key.shape[2]
+        if not isinstance(call.pattern, SlidingWindow) or call.query_offset != 0 or key.shape[1] != length:
             return None
         left = min(call.pattern.left, length - 1)
         right = 0 if call.is_causal else min(call.pattern.right, length - 1)
@@ -74,7 +72,7 @@ class WindowTiling:
         blocks = -(-length // tile)
         if blocks <= before or before > _MOST_BEFORE:
             return None
-        one_head = 4 * (x.query.shape[2] // kv_heads) * (before + 1) * tile**2
+        one_head = 4 * (query.shape[2] // kv_heads) * (before + 1) * tile**2
         heads = max(
             d
             for d in range(1, kv_heads + 1)
