@@ -140,7 +140,7 @@ def long_short_attention(
       out_i = softmax(scale q_i [LN(K'), LN(K_window)]^T) [LN(V'); LN(V_window)]
 
     Long-Short Transformer, arXiv:2107.02192, eqs. 4 to 7. A LayerNorm runs over all heads together; the window and the
-    projected tokens have one each. `reference.long_short_attention` is the plain form.
+    projected tokens have one each.
 
     Bidirectional: the window of a token is its block of `window` tokens and window // 2 tokens on each side of it.
     Time and memory are O(T (window + R)). Keys and values are projected before they are normalised, as in the paper

@@ -53,7 +53,7 @@ def skyformer_attention(
 
     C is the Gaussian kernel (Skyformer, arXiv:2111.00035, section 4). A = C(X_S, X_S) is scaled to D^(-1/2) (A +
     ridge I) D^(-1/2), where D are its row sums, and `iterative_pseudo_inverse` inverts it. It has no causal form:
-    queries read samples from the whole sequence. `reference.skyformer_attention` is the plain form.
+    queries read samples from the whole sequence.
 
     As in the authors' code, half of the samples are queries and half are keys, drawn with replacement, and the
     ridge is 0.1. That code draws samples separately for each row of a batch. Here all rows and heads are sampled at

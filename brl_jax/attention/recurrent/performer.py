@@ -123,8 +123,7 @@ def performer_attention(
     FAVOR+ (arXiv:2009.14794, lemma 1): phi(x) = exp(W x - |x|^2 / 2) / sqrt(F) with x scaled by H^(-1/4). Features
     are divided by their maximum so that they do not overflow. The maximum covers only the keys that a query sees,
     so causal attention learns nothing about later tokens, not even through rounding. A millionth of a query's
-    largest feature is added to each of its features. `reference.performer_attention` is the plain form for given
-    directions.
+    largest feature is added to each of its features.
 
     Args:
       query, key, value: as for `linear_attention`.

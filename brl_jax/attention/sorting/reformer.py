@@ -127,7 +127,7 @@ def reformer_attention(
     sees itself only if it sees nothing else. Each round sorts the tokens by bucket and position and cuts them into
     chunks of `chunk_size`. A token sees the tokens of its bucket in its own chunk and in the chunk before it. Each
     round has its own softmax, and the log-sum-exps merge them. A token that is seen in n rounds gets a score lower by
-    log n in each, so that it counts once (appendix A). `reference.reformer_attention` is the plain form.
+    log n in each, so that it counts once (appendix A).
 
     The authors tie the number of buckets to the length, 2 T / chunk_size. Here the rotations fix it, so that a token's
     hash depends on the token alone. The Long Range Arena's code does not normalise keys and multiplies scores by
