@@ -87,7 +87,6 @@ def gau_attention(
 
     Hua et al. 2022, arXiv:2202.10447, section 3.1, where n is the length of the sequence. Counting only visible
     keys makes the result independent of later tokens, of padding and of other sequences in the row.
-    `reference.gau_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.

@@ -280,6 +280,15 @@ def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
     )
 
 
+def check_max_length(mechanism: Any, length: int) -> None:
+    """Raises ValueError if a sequence of `length` tokens is longer than the mechanism's `max_length`."""
+    require(
+        length <= mechanism.max_length,
+        f"max_length must be at least the sequence's length {length}, got {mechanism.max_length}: "
+        f"mechanism {mechanism.name} has parameters for each position",
+    )
+
+
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
     """Returns the positions start..start+length-1 as (1, length)."""
     return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]

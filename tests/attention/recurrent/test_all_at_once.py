@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import brl_jax
-from brl_jax.attention.recurrent import reference, squared_relu
+from brl_jax.attention.recurrent import squared_relu
 from tests.marks import slow_unless
-from tests.oracles.parts import FEATURES, relu, sigmoid
-from tests.oracles.recurrent import decayed, delta, gated_delta_2, rwkv7
-from tests.support.attention import close
+from tests.oracles.parts import FEATURES, each_head, relu, sigmoid
+from tests.oracles.recurrent import bsbr, decayed, delta, gated_delta_2, gau, mixed_chunk, rotary_side, rwkv7
+from tests.support.attention import check, close
 
 # On a CPU, XLA of JAX 0.10.2 once crashed in the gradient of decays by feature ("feature_decayed", GLA) with 8 or more
 # chunks and 8 or more features. Nobody could repeat it; 4 features stay below that size.
@@ -236,31 +236,41 @@ def test_both_directions_see_their_segment(name, all_at_once):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flash", "bsbr", "bsbr_compressed"])
 def test_a_prompt_is_read_at_once(name, all_at_once):
-    """Pieces that begin and end inside chunks, with padding, equal the plain form of the whole sequence."""
+    """Pieces that begin and end inside chunks, with padding, equal the whole sequences."""
     rng = np.random.default_rng(6)
     total, lengths = PAST + MIDDLE + REST, (MIDDLE, 107)
 
     def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return rng.standard_normal(shape).astype(np.float32)
 
     arrays = [draw(2, total, heads, SIZE) for heads in (HEADS, KV_HEADS, HEADS, KV_HEADS, KV_HEADS)]
     options = {"is_causal": True, "chunk_size": CHUNK}
     if name == "flash":
-        attend, plain = brl_jax.mixed_chunk_attention, reference.mixed_chunk_attention
-        options |= {"bias": brl_jax.RotaryBias(draw(HEADS, SIZE), draw(HEADS, SIZE))}
+        sides = draw(HEADS, SIZE), draw(HEADS, SIZE)
+        attend = functools.partial(
+            brl_jax.mixed_chunk_attention, bias=brl_jax.RotaryBias(*map(jnp.asarray, sides))
+        )
         state = brl_jax.init_mixed_chunk_state(2, KV_HEADS, SIZE, SIZE, chunk_size=CHUNK)
+
+        def oracle(*row):
+            rotated = (rotary_side(np.float64(side), len(row[0])) for side in sides)
+            return each_head(mixed_chunk)(*row, *rotated, **options)
     else:
-        attend = functools.partial(brl_jax.bsbr_attention, implementation="xla")
-        plain = reference.bsbr_attention
         arrays = [arrays[i] for i in (0, 1, 4, 2, 3)]
-        options |= {"strength": draw(HEADS)}
-        compressed = None
+        own, compressed = {"strength": draw(HEADS)}, None
         if name == "bsbr_compressed":
             compressed = 3
-            options |= {"compression": (draw(SIZE, SIZE, 3), draw(3, SIZE, SIZE))}
+            own |= {"compression": (draw(SIZE, SIZE, 3), draw(3, SIZE, SIZE))}
+        attend = functools.partial(
+            brl_jax.bsbr_attention, implementation="xla", **jax.tree.map(jnp.asarray, own)
+        )
+        oracle = functools.partial(bsbr, **jax.tree.map(np.float64, own), **options)
         state = brl_jax.init_bsbr_state(
             2, KV_HEADS, SIZE, length=total, num_heads=HEADS, num_compressed=compressed, chunk_size=CHUNK
         )
+
+    def exist(x):
+        return [x[r, [*range(PAST + n), *range(PAST + MIDDLE, total)]] for r, n in enumerate(lengths)]
 
     def pieces(state, *arrays):
         outs = []
@@ -270,25 +280,13 @@ def test_a_prompt_is_read_at_once(name, all_at_once):
                 key_value_seq_lengths=None if ends is None else jnp.asarray(ends), **options,
             )  # fmt: skip
             outs.append(out)
-        return exist(jnp.concatenate(outs, 1))
-
-    def exist(x):
-        return [
-            jnp.concatenate([x[r, : PAST + n], x[r, PAST + MIDDLE :]])[None] for r, n in enumerate(lengths)
-        ]
+        return jnp.concatenate(exist(jnp.concatenate(outs, 1)))
 
     def whole(*arrays):
-        rows = zip(*(exist(x) for x in arrays))
-        return [plain(*row, **options) for row in rows]
-
-    def both(function):
-        out, pull = jax.vjp(function, *arrays)
-        return [*out, *pull(out)]
+        return np.concatenate([oracle(*row) for row in zip(*(exist(x) for x in arrays))])
 
     assert "stablehlo.while" not in jax.jit(pieces).lower(state, *arrays).as_text()
-    cached = functools.partial(pieces, state)
-    for got, want in zip(jax.jit(both, static_argnums=0)(cached), both(whole), strict=True):
-        close(got, want)
+    check(functools.partial(pieces, state), whole, [np.float64(x) for x in arrays])
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True)])
@@ -313,7 +311,9 @@ def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     attend = functools.partial(brl_jax.gau_attention, is_causal=True, chunk_size=8)
     text = str(jax.make_jaxpr(functools.partial(attend, implementation="xla"))(query, key, value))
     assert "length=3" in text
-    close(jax.jit(attend)(query, key, value), reference.gau_attention(query, key, value, is_causal=True))
+    none = np.zeros((70, HEADS, 1))
+    expected = [each_head(gau)(*row, none, none, is_causal=True) for row in zip(*arrays)]
+    close(jax.jit(attend)(query, key, value), expected)
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])
