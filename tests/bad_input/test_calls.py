@@ -374,7 +374,7 @@ CALLS = [
      r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)"),
     (lambda: ours("skyformer", rng=None), "rng .* or samples must be given, and not both, got neither"),
     (lambda: ours("skyformer", samples=HALVES[0]), "rng .* or samples must be given, and not both, got both"),
-    (lambda: ours("skyformer", rng=None, samples=HALVES), r"samples must have shape \(samples,\), got \(2, 3\)"),
+    (lambda: ours("skyformer", rng=None, samples=HALVES), r"samples must have shape \(num_samples,\), not empty, got"),
     (lambda: ours("long_short", projection=Q[:, :5, :, :3]),
      r"projection must have shape \(2, 12, 4, 'R'\), got \(2, 5, 4, 3\)"),
     (lambda: ours("long_short", norms=Norms(local=jnp.ones(8))), r"norms.local must have shape \(4, 8\), got \(8,\)"),

@@ -118,4 +118,7 @@ def test_paths_exist(page):
     for path, test in re.findall(r"(tests/[\w/.]+\.py)::(\w+)", text):
         if f"def {test}(" not in (ROOT / path).read_text():
             missing.append(f"{path}::{test}")
+    for path, word in re.findall(r"(tests/[\w/.]+\.py) -k (\w+)", " ".join(text.split())):
+        if word.lower() not in (ROOT / path).read_text().lower():
+            missing.append(f"{path} -k {word}")
     assert not missing

@@ -100,3 +100,10 @@ def test_the_first_screen():
         "docs/cost.png",
     ):
         assert part in first
+
+
+def test_every_claim_has_an_entry():
+    text = (ROOT / "docs" / "claims.md").read_text()
+    rows, entries = (re.findall(rf"^{begin}([A-Z]\d+)\.", text, re.M) for begin in (r"\| ", r"\*\*"))
+    assert rows
+    assert rows == entries

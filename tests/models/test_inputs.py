@@ -20,8 +20,8 @@ from brl_jax import (
     Regressor,
     RegressorConfig,
 )
-from brl_jax.models.inputs import existing
 from brl_jax.models.losses import cross_entropy
+from pallas_kernels.absent import existing
 from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
 from tests.oracles.parts import classified

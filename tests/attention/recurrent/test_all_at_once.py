@@ -1,6 +1,6 @@
 """The recurrent functions' form for GPUs, which computes all chunks at once; run on a CPU.
 
-tests/attention/test_plain_forms.py and test_state_functions.py run both forms."""
+tests/attention/test_oracles.py and test_state_functions.py run both forms."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import brl_jax
-from brl_jax.attention.recurrent import reference, squared_relu
+from brl_jax.attention.recurrent import squared_relu
 from tests.attention.recurrent.test_state_functions import inputs
 from tests.attention.test_states import CASES
 from tests.marks import slow_unless
-from tests.oracles.recurrent import delta
+from tests.oracles.parts import each_head
+from tests.oracles.recurrent import delta, gau
 from tests.support.attention import close
 
 CHUNK = 16
@@ -47,12 +48,14 @@ def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
 
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     """Takes 24 queries per piece, since they fit in memory, although 8 are requested."""
-    query, key, value = inputs(70)
+    arrays = inputs(70)
     monkeypatch.setattr(squared_relu, "_GPU_SCORES", 2 * 4 * 70 * 24)
     attend = functools.partial(brl_jax.gau_attention, is_causal=True, chunk_size=8)
-    text = str(jax.make_jaxpr(functools.partial(attend, implementation="xla"))(query, key, value))
+    text = str(jax.make_jaxpr(functools.partial(attend, implementation="xla"))(*arrays))
     assert "length=3" in text
-    close(jax.jit(attend)(query, key, value), reference.gau_attention(query, key, value, is_causal=True))
+    none = np.zeros((70, 4, 1))
+    expected = [each_head(gau)(*row, none, none, is_causal=True) for row in zip(*arrays)]
+    close(jax.jit(attend)(*arrays), expected)
 
 
 NAMES = [name for name in CASES if name.split(",")[0] in (

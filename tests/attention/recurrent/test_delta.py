@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import brl_jax
-from tests.attention.test_plain_forms import qkv
-from tests.support.attention import close
+from tests.support.attention import close, random_qkv
 
 
 def test_rwkv7_reads_before_the_state_decays():
@@ -24,7 +23,7 @@ def test_rwkv7_reads_before_the_state_decays():
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", "triton_interpret"])
 def test_kernels_refuse_gates_by_feature_and_a_second_key(implementation):
-    query, key, value = qkv(67)
+    query, key, value, _ = random_qkv(67)
     options = {"log_decay": -jnp.abs(key), "implementation": implementation}
     with pytest.raises(
         NotImplementedError, match="erase and write must be one number for each token and head"
