@@ -14,7 +14,7 @@ import pytest
 
 import brl_jax
 from brl_jax.attention.recurrent import squared_relu
-from tests.attention.recurrent.test_state_functions import inputs
+from tests.attention.recurrent.test_state_functions import at_once, inputs
 from tests.attention.test_states import CASES
 from tests.marks import slow_unless
 from tests.oracles.parts import each_head
@@ -54,8 +54,8 @@ def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     text = str(jax.make_jaxpr(functools.partial(attend, implementation="xla"))(*arrays))
     assert "length=3" in text
     none = np.zeros((70, 4, 1))
-    expected = [each_head(gau)(*row, none, none, is_causal=True) for row in zip(*arrays)]
-    close(jax.jit(attend)(*arrays), expected)
+    rows = zip(*(np.asarray(x, np.float64) for x in arrays))
+    close(jax.jit(attend)(*arrays), [each_head(gau)(*row, none, none, is_causal=True) for row in rows])
 
 
 NAMES = [name for name in CASES if name.split(",")[0] in (
@@ -66,7 +66,7 @@ NAMES = [name for name in CASES if name.split(",")[0] in (
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])
 @pytest.mark.parametrize("name", slow_unless(NAMES, {*NAMES} - {"kda"}))
 def test_the_platform_that_a_call_is_lowered_for_decides(name, platform, loops):
-    attend = functools.partial(CASES[name].at_once, chunk_size=CHUNK)
+    attend = functools.partial(at_once(name), chunk_size=CHUNK)
     text = jax.jit(attend).trace(*inputs(96, batch=1)).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.while" in text) == loops
 
