@@ -194,7 +194,7 @@ class DecoderLM(nn.Module):
         """Returns the logits (B, T, V) in float32."""
         c = self.config
         table = self.inputs.embedding if c.tied_embeddings else self.unembedding
-        logits = table_logits(c.dimensions, hidden, table)
+        logits = table_logits(self.inputs.dimensions, hidden, table)
         logits = logits if c.final_soft_cap is None else soft_cap(logits, c.final_soft_cap)
         return constrain(logits, ("batch", "length", "vocab"))
 

@@ -68,7 +68,6 @@ class AttentionLayer(MechanismLayer):
     def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, Any]:
         """Attends from new tokens (B, T, ...) to themselves and the cached ones; also returns the new cache. `options`
         are the function's."""
-        call.check_one_sequence()
         cache = call.cache.append(attention.key, attention.value, call.count)
         attention = attention._replace(key=cache.key, value=cache.value)
         return attention(query_offset=call.start, **options), cache
@@ -77,8 +76,8 @@ class AttentionLayer(MechanismLayer):
         d, m = self.dimensions, self.mechanism
         attention = self.attention(x, call)
         options: dict[str, Any] = {"implementation": d.implementation}
-        if m.causal and m.bidirectional:
-            options["is_causal"] = d.is_causal
+        if d.is_causal and m.bidirectional:
+            options["is_causal"] = True
         if call.cache is not None:
             attended, cache = self.step(attention, call, **options)
             return self.output(x, attended), cache
@@ -175,4 +174,4 @@ class SoftmaxLayer(AttentionLayer):
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         if self.mechanism.output_gate:
             attended = attended * jax.nn.sigmoid(to_heads(self.dimensions, x, "gate"))
-        return super().output(x, attended)
+        return merge_heads(self.dimensions, attended)

@@ -36,7 +36,10 @@ class WindowCache(NamedTuple):
         start, count = call.start, call.num_new(length)
         key, last_keys = slide(self.key, attention.key, count)
         value, last_values = slide(self.value, attention.value, count)
-        out = attention._replace(key=key, value=value)(
+        out = attention.function(
+            attention.query,
+            key,
+            value,
             segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,
             key_offset=start - reach,

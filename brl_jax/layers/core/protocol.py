@@ -322,13 +322,6 @@ class LayerCall:
         """Returns how many of `length` new tokens are valid."""
         return length if self.count is None else self.count
 
-    def check_one_sequence(self) -> None:
-        """Raises ValueError for segment_ids; for layers whose decoding cache cannot keep sequences apart."""
-        require(
-            self.segment_ids is None,
-            "segment_ids must be None with a decoding cache, which has one sequence in each row",
-        )
-
 
 class CacheOwner(nn.Module):
     """A module with a decoding cache and, optionally, a training memory."""
@@ -366,6 +359,10 @@ class CacheOwner(nn.Module):
 class MechanismLayer(CacheOwner):
     """Base of the layers, which checks and completes the arguments. A mechanism implements `mix` and `init_cache`."""
 
+    packs_cache: ClassVar[bool] = False
+    """Whether segment_ids may come with a cache: a recurrent state drops the sequence before, and BRL has a training
+    memory, while a cache of tokens has one sequence in each row."""
+
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         """Returns the layer's output (B, T, D) and its new cache."""
         raise NotImplementedError
@@ -397,6 +394,10 @@ class MechanismLayer(CacheOwner):
         self.mechanism.check(self.dimensions)
         if segment_ids is not None:
             check_packs(self.mechanism, self.dimensions)
+            require(
+                cache is None or self.packs_cache,
+                "segment_ids must be None with a decoding cache, which has one sequence in each row",
+            )
             # Functions that compare ids would let a sequence see an earlier one with the same id.
             segment_ids = run_numbers(jnp.asarray(segment_ids))
         start = 0 if cache is None else cache.length

@@ -143,5 +143,4 @@ class LocalAttention(SoftmaxLayer, config=LocalConfig):
         return self.softmax(local_attention, x, call, pattern=pattern)
 
     def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, WindowCache]:
-        call.check_one_sequence()
         return call.cache.attend(attention, call, **options)

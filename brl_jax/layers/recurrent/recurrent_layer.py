@@ -29,6 +29,8 @@ class RecurrentLayer(AttentionLayer):
     """An `AttentionLayer` whose cache has the state of its attention function, which each row of a batch may continue
     with another number of tokens. A mechanism also implements `init_state`."""
 
+    packs_cache: ClassVar[bool] = True
+
     def init_state(self, batch: int, length: int) -> Any:
         """Returns the attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError

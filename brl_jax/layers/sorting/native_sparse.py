@@ -130,7 +130,6 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
         raw = Tokens(project(name="compressed_key"), project(name="compressed_value"))
         gates = jax.nn.sigmoid(dense(d, (d.num_heads, 3), ("embed", "heads", "gates"), name="gates")(x))
         if call.cache is not None:
-            call.check_one_sequence()
             out, cache = self._step(query, tokens, window, raw, gates, call)
             return merge_heads(d, out), cache
         blocks = Tokens(*(compression_blocks(a, m.sizes, call.segment_ids) for a in raw))

@@ -92,7 +92,6 @@ class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
         return Attention(function, *heads)
 
     def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, GlobalWindowCache]:
-        call.check_one_sequence()
         d, m, scale = self.dimensions, self.mechanism, self.scales()
         first = m.parts(d.head_dim)[0]
         query, key, value = attention.query, attention.key, attention.value
