@@ -14,16 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from brl_jax.attention.core.checks import is_int, require
-from brl_jax.decoding import (
-    PREFILL,
-    absorb,
-    check_model,
-    check_rows,
-    check_sampled,
-    check_stop_tokens,
-    is_greedy,
-    prefill,
-)
+from brl_jax.decoding import check_model, check_rows, prepare_sampling, read_prompt, vocabulary_of
 from brl_jax.fields import Count, Fraction, NonNegative, declared
 from brl_jax.sampling import sample
 
@@ -117,9 +108,8 @@ def generate_requests(
         isinstance(requests, Iterable) and not isinstance(requests, Request),
         f"requests must be Requests in a list or iterator, got {requests!r}",
     )
-    check_sampled(rng, temperature)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    stops = check_stop_tokens(stop_tokens, vocabulary)
+    vocabulary = vocabulary_of(model)
+    rng, stops, choice = prepare_sampling(rng, temperature, top_k, top_p, stop_tokens, vocabulary)
     numbered: Iterator[tuple[int, Request]] = (
         enumerate(requests) if numbers is None else _paired(numbers, requests)
     )
@@ -127,9 +117,7 @@ def generate_requests(
         known = [(number, _checked(number, request, vocabulary)) for number, request in numbered]
         length = max((len(request.prompt) + request.max_tokens for _, request in known), default=1)
         numbered = iter(known)
-    rng = jax.random.key(0) if rng is None else rng
-    settings = (jnp.float32(temperature), jnp.asarray(stops, jnp.int32))
-    choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
+    settings = (jnp.float32(temperature), stops)
     return _Batch(model, variables, int(length), vocabulary, rng, settings, choice).run(
         numbered, int(slots), int(every)
     )
@@ -179,7 +167,9 @@ class _Batch(NamedTuple):
                 if request is None:
                     break
                 request = _checked(number, request, self.vocabulary, self.length)
-                logits, cache = self._read(np.asarray(request.prompt, np.int32)[None])
+                prompt = np.asarray(request.prompt, np.int32)[None]
+                cache = self.model.init_cache(1, self.length)
+                logits, cache = read_prompt(self.model, self.variables, prompt, cache, in_powers=True)
                 if state is None:
                     state = self._empty(slots, logits, cache)
                 key = jax.random.fold_in(self.rng, number)
@@ -196,27 +186,6 @@ class _Batch(NamedTuple):
                     tokens = np.asarray(state.tokens[slot])[: count[slot]]
                     owners[slot] = None
                     yield Completion(owner, tokens, "stop" if stopped[slot] else "length")
-
-    def _read(self, prompt: Int[np.ndarray, "1 P"]) -> tuple[Array, Any]:
-        """Returns the logits (1, V) of the token after a prompt, and the cache that has read it.
-
-        The prompt is read in pieces whose lengths are powers of two. Prompts of all lengths then share a few programs,
-        and mechanisms need not handle padding.
-        """
-        length = prompt.shape[1]
-        cache = self.model.init_cache(1, self.length)
-        absorbed = self.model.absorbable(length)
-        for start in range(0, absorbed, PREFILL):
-            cache = absorb(
-                self.model, self.variables, prompt[:, start : min(start + PREFILL, absorbed)], cache
-            )
-        logits, start = None, absorbed
-        while start < length:
-            size = min(PREFILL, 1 << (length - start).bit_length() - 1)
-            logits, cache = prefill(self.model, self.variables, prompt[:, start : start + size], cache)
-            start += size
-        assert logits is not None
-        return logits, cache
 
     def _empty(self, slots: int, logits: Array, cache: Any) -> _Slots:
         """Returns empty slots for caches and logits like these of one row."""

@@ -185,14 +185,7 @@ class _Run(NamedTuple):
         encoded = _read_source(model, variables, source, source_lengths, batch)
         room = {} if encoded is None else {"source_length": encoded.outputs.shape[1]}
         cache = model.init_cache(batch, common + steps, **room)
-        absorbed = model.absorbable(common)
-        for start in range(0, absorbed, PREFILL):
-            piece = prefix[:, start : min(start + PREFILL, absorbed)]
-            cache = absorb(model, variables, piece, cache)
-        for start in range(absorbed, common, PREFILL):
-            piece = prefix[:, start : min(start + PREFILL, common)]
-            logits, cache = prefill(model, variables, piece, cache, encoded)
-            encoded = None  # the cache keeps what the decoder needs
+        logits, cache = read_prompt(model, variables, prefix, cache, encoded)
         state = _State(
             index=jnp.zeros((), jnp.int32),
             cache=cache,
@@ -231,11 +224,9 @@ def _prepare(
 ) -> tuple[Int[Array, "B P"], _Settings, dict[str, Any]]:
     """Checks the arguments, and returns the prompts up to the end of the shortest, the settings and the choice."""
     check_model(model, variables)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    vocabulary = vocabulary_of(model)
     prompts, lengths = check_rows("prompts", prompts, lengths, vocabulary)
-    check_sampled(rng, temperature)
-    stops = check_stop_tokens(stop_tokens, vocabulary)
-    rng = jax.random.key(0) if rng is None else rng
+    rng, stops, choice = prepare_sampling(rng, temperature, top_k, top_p, stop_tokens, vocabulary)
     prompts = jnp.asarray(prompts, jnp.int32)
     common = int(lengths.min())
     forced = jnp.pad(prompts[:, common:], ((0, 0), (0, max_new_tokens)))
@@ -245,9 +236,8 @@ def _prepare(
         max_new_tokens=jnp.int32(max_new_tokens),
         keys=jax.random.split(rng, forced.shape[1]),
         temperature=jnp.float32(temperature),
-        stop_tokens=jnp.asarray(stops, jnp.int32),
+        stop_tokens=stops,
     )
-    choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
     return prompts[:, :common], settings, choice
 
 
@@ -266,6 +256,11 @@ def check_model(model: Any, variables: Any) -> None:
     )
 
 
+def vocabulary_of(model: Any) -> int | None:
+    """Returns the number of a model's tokens, if its configuration says so."""
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
 def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: int) -> Any:
     """Returns the encoded source of an encoder-decoder, or None for a decoder.
 
@@ -279,7 +274,7 @@ def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: i
         )
         return None
     require(source is not None, f"source must be given with {type(model).__name__}, got None")
-    source, lengths = check_rows("source", source, lengths, getattr(model.config, "vocab_size", None))
+    source, lengths = check_rows("source", source, lengths, vocabulary_of(model))
     require(len(source) == batch, f"source must have the prompts' {batch} rows, got {len(source)}")
     return _encode(model, variables, jnp.asarray(source, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
@@ -320,28 +315,55 @@ def check_rows(
     return rows, lengths
 
 
-def is_greedy(temperature: float) -> bool:
-    """Whether to take the most likely token: 0, or so close to 0 that the divided logits would overflow float32."""
-    return temperature < 1e-6
+def prepare_sampling(
+    rng: Any, temperature: float, top_k: Any, top_p: Any, stop_tokens: Any, vocabulary: int | None
+) -> tuple[Any, Int[Array, " S"], dict[str, Any]]:
+    """Returns the random key, the stop tokens and the choice of a token (greedy, top_k and top_p).
 
-
-def check_sampled(rng: Any, temperature: float) -> None:
-    """Raises ValueError if tokens are sampled without a random key."""
+    Raises:
+      ValueError: tokens are sampled without a random key, or a stop token is outside the vocabulary.
+    """
     require(temperature == 0 or rng is not None, "rng is needed to sample; give a key or temperature=0")
-
-
-def check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
-    """Returns the stop tokens as a list; raises ValueError if one is outside the vocabulary."""
     stops = list(stop_tokens)
     require(
         all(is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
         f"stop_tokens must be tokens of the vocabulary ({vocabulary}), got {stop_tokens!r}",
     )
-    return [int(t) for t in stops]
+    # The logits over a temperature near 0 would overflow float32.
+    choice = {"greedy": temperature < 1e-6, "top_k": top_k, "top_p": top_p}
+    return jax.random.key(0) if rng is None else rng, jnp.asarray([int(t) for t in stops], jnp.int32), choice
+
+
+def read_prompt(
+    model: Any,
+    variables: Any,
+    prompt: Int[Array, "B P"] | np.ndarray,
+    cache: Any,
+    encoded: Any = None,
+    *,
+    in_powers: bool = False,
+) -> tuple[Array, Any]:
+    """Returns the logits (B, V) of the token after a prompt, and the cache that has read it; donates the given one.
+
+    Args:
+      encoded: an encoder's outputs, if the decoder reads them.
+      in_powers: read pieces whose lengths are powers of two. Prompts of all lengths then share a few programs, and
+        mechanisms need not handle padding.
+    """
+    length, start = prompt.shape[1], model.absorbable(prompt.shape[1])
+    for first in range(0, start, PREFILL):
+        cache = _absorb(model, variables, prompt[:, first : min(first + PREFILL, start)], cache)
+    while start < length:
+        size = min(PREFILL, length - start)
+        size = 1 << size.bit_length() - 1 if in_powers else size
+        logits, cache = _prefill(model, variables, prompt[:, start : start + size], cache, encoded)
+        encoded = None  # the cache keeps what the decoder needs
+        start += size
+    return logits, cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def absorb(model, variables, tokens, cache):
+def _absorb(model, variables, tokens, cache):
     """Returns the cache after tokens (B, T) whose outputs are not needed; donates the given one. See `absorb` there."""
     return model.apply(variables, tokens, cache, method="absorb")
 
@@ -352,7 +374,7 @@ def _encode(model, variables, source, lengths):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def prefill(model, variables, tokens, cache, encoded=None):
+def _prefill(model, variables, tokens, cache, encoded):
     """Returns the logits (B, V) after tokens (B, T), and the cache that has read them; donates the given one."""
     reads = {} if encoded is None else {"encoded": encoded}
     hidden, cache = model.apply(variables, tokens, cache=cache, method="hidden", **reads)

@@ -196,14 +196,15 @@ def _one_round(
         accepts, rest = tokens == jnp.argmax(of_model[:drafted], axis=-1), of_model
     else:
         accepts, rest = _accept(keys[drafted], tokens, of_draft, of_model)
-    number = jnp.cumprod(accepts | is_given[:drafted]).sum()
+    number = jnp.cumprod(accepts | is_given[:drafted], dtype=jnp.int32).sum(dtype=jnp.int32)
     last = jnp.where(is_given[number], given[number], draw(keys[drafted + 1], rest[number]))
     new = jnp.where(numbers < number, jnp.pad(tokens, (0, 1)), last)
     count = number + 1
 
     limit = num_forced + settings.max_new_tokens
     stops = ~is_given & (new[:, None] == settings.stop_tokens[None]).any(axis=1)
-    until = jnp.where(stops.any(), jnp.argmax(stops) + 1, drafted + 2)  # through the first stop token
+    # Through the first stop token.
+    until = jnp.where(stops.any(), jnp.argmax(stops) + 1, drafted + 2).astype(jnp.int32)
     added = jnp.where(row.ended, 0, jnp.minimum(jnp.minimum(count, until), limit - row.columns))
     columns = row.columns + added
     return Rows(

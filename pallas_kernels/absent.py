@@ -11,6 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
+def existing(lengths: Int[Array, " B"], length: int) -> Bool[Array, "B T"]:
+    """Returns which of each row's `length` tokens exist: the first `lengths`."""
+    lengths = jnp.asarray(lengths).astype(jnp.int32)  # int8 may not hold `length`
+    return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
+
+
 def zero_absent(x: Float[Array, "B T N H"], exists: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
     """Returns x with zeros at absent tokens, which may hold NaN that must not reach a sum or a gradient."""
     return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))

@@ -82,6 +82,12 @@ def test_a_cache_keeps_the_first_tokens_and_the_outputs_are_of_all(name):
     for cache in (kept, other, same):
         y, _ = call(x[:, 5:10], cache, 1)
         np.testing.assert_allclose(y, expected[:, 5:10], rtol=1e-4, atol=1e-5)
+    # Nor need they fit: three of five tokens, then two more, into a cache of four.
+    small = stack.init_cache(2, 4)
+    y, small = call(x[:, :5], small, 3)
+    np.testing.assert_allclose(y[:, :4], expected[:, :4], rtol=1e-4, atol=1e-5)
+    y, _ = call(x[:, 3:8], small, 1)
+    np.testing.assert_allclose(y[:, :1], expected[:, 3:4], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_unless(MODELS, ("hybrid",)))
@@ -111,6 +117,16 @@ def test_every_mechanism_that_can_go_back_generates_the_same_tokens(name):
     expected = generate(model, variables, PROMPTS, **settings)
     draft = Draft(*made("local", seed=1, num_layers=1), tokens=3)
     np.testing.assert_array_equal(generate(model, variables, PROMPTS, **settings, draft=draft), expected)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_continuation_is_shorter_than_a_draft(wide):
+    model, variables = made("full")
+    draft = Draft(*made("local", seed=1, num_layers=1), tokens=4)
+    settings = {"max_new_tokens": 2, "temperature": 0}
+    with jax.enable_x64(wide), jax.numpy_dtype_promotion("standard"):
+        expected = generate(model, variables, [[3]], **settings)
+        np.testing.assert_array_equal(generate(model, variables, [[3]], **settings, draft=draft), expected)
 
 
 def test_the_large_model_is_called_once_for_several_tokens():

@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.layers.core.modules import FeedForward, norm
@@ -92,6 +93,9 @@ class Block(nn.Module):
             **call,
         }
         kept = options.pop("kept", None)
+        if kept is not None:
+            # All tokens are valid, but those that the cache does not keep need not fit into it.
+            options["count"] = jnp.int32(x.shape[1])
         mixed, carry, mixer_cache = self.mixer(read, **options)
         if kept is not None:
             # The compiler merges what the two calls share and drops the second one's output.

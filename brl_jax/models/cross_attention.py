@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed.propagate import propagate
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.fields import Checked, Count
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, to_heads
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, rotated, scale_scores, to_heads
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 
 # Initial strength of the compressed tokens; BRL's propagation starts with the same value.
@@ -112,10 +111,9 @@ class CrossAttention(nn.Module):
         """Returns the output and the cache; a call with `call.encoded` stores its keys and values there."""
         d = self.dimensions
         query = to_heads(d, x, "query")
-        if self.config.rope and d.rope_theta is not None:
-            query = rotate(
-                query, token_positions(x.shape[1], 0 if call.start is None else call.start), d.rope_theta
-            )
+        if self.config.rope:
+            start = 0 if call.start is None else call.start
+            query = rotated(d, query, token_positions(x.shape[1], start))
         read: Any = cache
         if call.encoded is not None:
             read = self._keys_and_values(call.encoded)
@@ -134,8 +132,8 @@ class CrossAttention(nn.Module):
     def _keys_and_values(self, encoded: Encoded) -> CrossCache:
         d, outputs = self.dimensions, encoded.outputs
         key, value = (to_heads(d, outputs, name, "kv_heads") for name in ("key", "value"))
-        if self.config.rope and d.rope_theta is not None:
-            key = rotate(key, token_positions(outputs.shape[1]), d.rope_theta)
+        if self.config.rope:
+            key = rotated(d, key, token_positions(outputs.shape[1]))
         if encoded.compressed is None:
             return CrossCache(key, value, encoded.lengths)
         heads, axes = (d.num_heads, d.head_dim), ("compressed_embed", "heads", "head_dim")

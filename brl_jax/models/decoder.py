@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.scores import soft_cap
@@ -14,7 +13,7 @@ from brl_jax.fields import Count, Natural, Positive
 from brl_jax.layers.core.protocol import token_positions
 from brl_jax.models.config import StackConfig, check_config
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
-from brl_jax.models.inputs import Inputs, check_ints
+from brl_jax.models.inputs import Inputs, check_ints, table_logits
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack, check_goes_back
@@ -194,11 +193,8 @@ class DecoderLM(nn.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the logits (B, T, V) in float32."""
         c = self.config
-        base = c.mup_base_width
-        # muP: the table's entries do not shrink as the width grows, so the products are scaled down.
-        hidden = hidden if base is None else hidden * jnp.asarray(base / c.d_model, hidden.dtype)
-        table = (self.inputs.embedding if c.tied_embeddings else self.unembedding).astype(hidden.dtype)
-        logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+        table = self.inputs.embedding if c.tied_embeddings else self.unembedding
+        logits = table_logits(self.inputs.dimensions, hidden, table)
         logits = logits if c.final_soft_cap is None else soft_cap(logits, c.final_soft_cap)
         return constrain(logits, ("batch", "length", "vocab"))
 

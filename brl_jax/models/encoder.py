@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.models.config import StackConfig, check_config
-from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, only_existing
+from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling, PoolingKind
 
@@ -119,7 +120,7 @@ class Encoder(nn.Module):
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
             lengths = None if lengths is None else jnp.asarray(lengths).astype(jnp.int32) + prefix.shape[1]
         # A token outside the vocabulary is NaN even where it is padding.
-        x = self.dropout(only_existing(x, lengths), deterministic=deterministic)
+        x = self.dropout(zero_padding(x, lengths), deterministic=deterministic)
         y, _ = self.stack(
             x, lengths=lengths, segment_ids=segment_ids, positions=positions, deterministic=deterministic
         )

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, Self
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.fields import Count, Range
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_config, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
-from brl_jax.models.inputs import only_existing
 from brl_jax.models.networks import make_stack
 
 SequencePositions = Literal["rope", "sinusoidal", "none"]
@@ -142,7 +142,7 @@ class EncoderDecoder(nn.Module):
         inputs = self.decoder.inputs
         inputs.check(source, lengths)
         # A token outside the vocabulary is NaN even where it is padding.
-        x = self.dropout(only_existing(inputs.place(source), lengths), deterministic=deterministic)
+        x = self.dropout(zero_padding(inputs.place(source), lengths), deterministic=deterministic)
         encoded = self.encoder.encode(x, lengths=lengths, deterministic=deterministic)
         return encoded if self.config.num_summary else encoded._replace(compressed=None)
 

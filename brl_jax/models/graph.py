@@ -166,10 +166,8 @@ class MessagePassing(nn.Module):
         weights = None
         for layer in range(c.num_layers):
             name = f"layer_{layer}"
-            if (
-                layer
-            ):  # the projection drops out the first layer's inputs, and the classifier the last one's outputs
-                x = drop(x)
+            # The projection drops out the first layer's inputs, and the classifier the last one's outputs.
+            x = drop(x) if layer else x
             if c.network == "mlp":
                 x = jax.nn.relu(dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x))
             elif c.network == "gcn":

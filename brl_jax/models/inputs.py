@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import concrete_values, require
+from brl_jax.attention.core.checks import concrete_values, require, zero_padding
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.sharding import constrain
@@ -56,17 +56,15 @@ def check_ints(
         require(wrong.size == 0, f"{name} must be {within[0]} to {within[1]}, got {wrong[:5].tolist()}")
 
 
-def existing(lengths: Int[Array, "B"], length: int) -> Array:
-    """Returns a (B, length) mask of each row's first `lengths` tokens."""
-    lengths = jnp.asarray(lengths).astype(jnp.int32)  # int8 may not hold `length`
-    return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
-
-
-def only_existing(x: Float[Array, "B T F"], lengths: Int[Array, "B"] | None) -> Float[Array, "B T F"]:
-    """Returns x with zeros beyond each row's first `lengths` tokens."""
-    if lengths is None:
-        return x
-    return jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), jnp.asarray(x).dtype))
+def table_logits(
+    dimensions: Dimensions, hidden: Float[Array, "B T D"], table: Float[Array, "V D"]
+) -> Float[Array, "B T V"]:
+    """Returns the float32 products of hidden states with each token's vector."""
+    base = dimensions.base_width
+    # muP: the table's entries do not shrink as the width grows, so the products are scaled down.
+    if base is not None:
+        hidden = hidden * jnp.asarray(base / dimensions.d_model, hidden.dtype)
+    return jnp.einsum("btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 class Inputs(nn.Module):
@@ -153,7 +151,7 @@ class Inputs(nn.Module):
 
     def clear(self, inputs: Array, lengths: Int[Array, "B"] | None) -> Array:
         """Features with zeros beyond the lengths: NaN there would get into the gradient of the linear map."""
-        return only_existing(inputs, lengths) if self.kind == "features" else inputs
+        return zero_padding(jnp.asarray(inputs), lengths) if self.kind == "features" else inputs
 
     def embed(self, inputs: Array) -> Float[Array, "B T D"]:
         """The rows without what is added for their positions; the inputs are not checked."""

@@ -13,7 +13,7 @@ from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import check_config
 from brl_jax.models.encoder import Encoder, EncoderConfig
-from brl_jax.models.inputs import check_ints
+from brl_jax.models.inputs import check_ints, table_logits
 
 
 class MaskedLM(nn.Module):
@@ -71,11 +71,6 @@ class _MaskedHead(nn.Module):
         c, d = self.config, self.dimensions
         hidden = dense(d, c.d_model, ("embed", "mlp"), name="dense", use_bias=True)(x)
         hidden = norm(d, name="norm")(jax.nn.gelu(hidden))
-        # muP: the table's entries do not shrink as the width grows.
-        if c.mup_base_width is not None:
-            hidden = hidden * jnp.asarray(c.mup_base_width / c.d_model, hidden.dtype)
-        logits = jnp.einsum(
-            "bpd,vd->bpv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        logits = table_logits(d, hidden, embedding)
         bias = parameter(self, "bias", nn.initializers.zeros_init(), (c.vocab_size,), ("vocab",))
         return logits + bias.astype(jnp.float32)[None, None]

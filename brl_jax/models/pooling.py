@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.core.modules import parameter
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models.inputs import existing
+from pallas_kernels.absent import existing
 
 PoolingKind = Literal["mean", "max", "cls"]
 

@@ -32,7 +32,6 @@ from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
 from brl_jax.attention.core.implied_weights import implied_weights
-from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.fields import Range, Rows
 from brl_jax.layers import (
     DiagConfig,
@@ -43,9 +42,9 @@ from brl_jax.layers import (
     Mechanism,
     NormConfig,
 )
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.protocol import MechanismLayer
 from brl_jax.layers.core.side_by_side import SideBySideConfig
-from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.harness.options import StudyOptions
 from eval.harness.output import Measured, each_run, study
@@ -117,7 +116,7 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
     to the scores and "moved_output" to the outputs, and puts both sums' terms into `_COLLECTION`."""
     module = context.module
     kind = kind_of(module.mechanism, module.dimensions) if isinstance(module, MechanismLayer) else None
-    if kind is None or context.method_name != ("attend" if kind == "softmax" else "attention"):
+    if kind is None or context.method_name != "attention":
         return run(*args, **kwargs)
 
     def moved(name: str, like: Array) -> Array:
@@ -137,22 +136,20 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
             out = out * norm["norm_scale"].astype(out.dtype)[None, None]
         return out.astype(value.dtype)
 
-    if kind == "softmax":
-        query, key, value = args
-        weights = implied_weights(lambda v: run(query, key, v, **kwargs), value)
-        # The logarithm of 0 has no gradient.
-        scores = jnp.log(jnp.where(weights > 0, weights, 1.0))
-        scores = jnp.where(weights > 0, moved("moved_scores", scores), -jnp.inf)
-        return weighted(scores, jax.nn.softmax(scores, axis=-1), value)
-
-    attention: StateAttention = run(*args, **kwargs)
+    attention: Attention = run(*args, **kwargs)
     function: Any = attention.function
-    products: Any = attention.linear_part or functools.partial(
-        linear_attention, *function.args, **{**function.keywords, "normalize": False}
-    )
+    products: Any = attention.linear_part or function
+    if kind == "linear":
+        products = functools.partial(products, normalize=False)
 
-    def explicit(value: Array, **options: Any) -> Array:
-        scores = implied_weights(functools.partial(products, **options), value)
+    def explicit(query: Array, key: Array, value: Array, **options: Any) -> Array:
+        scores = implied_weights(lambda value: products(query, key, value, **options), value)
+        if kind == "softmax":
+            seen = scores > 0
+            # The logarithm of 0 has no gradient.
+            scores = jnp.log(jnp.where(seen, scores, 1.0))
+            scores = jnp.where(seen, moved("moved_scores", scores), -jnp.inf)
+            return weighted(scores, jax.nn.softmax(scores, axis=-1), value)
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jnp.where(seen, moved("moved_scores", scores), 0.0)
         weights = scores / scores.sum(-1, keepdims=True) if kind == "linear" else scores

@@ -145,7 +145,9 @@ def test_kernels_are_divided(name, devices):
     assert devices.ask("tests.attention.on_meshes", f"kernels {name}")
 
 
-@pytest.mark.parametrize("name", slow_unless(["diag", "mlr", "long_short"], ("diag",)))
+@pytest.mark.parametrize(
+    "name", slow_unless(["diag", "mlr", "long_short", "linear", "gated_delta", "gau"], ("diag", "linear"))
+)
 def test_gradients_outside_jit_are_traced_once(name, monkeypatch):
     make, call = CALLS[name]
     gradient = jax.grad(lambda *arrays: jnp.square(call(*arrays)).sum())

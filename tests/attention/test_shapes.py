@@ -9,7 +9,7 @@ from tests.support.processes import python
 
 @pytest.mark.slow
 def test_annotations_are_true():
-    line = "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_plain_forms.py"
+    line = "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_oracles.py"
     done = python(*line.split(), BRL_JAX_CHECK_SHAPES="1")
     assert done.returncode == 0, done.stdout[-4000:]
 
@@ -18,9 +18,8 @@ def test_annotations_are_true():
 def test_the_checker_refuses_a_lie():
     code = (
         "import tests.conftest, jax.numpy as jnp\n"
-        "from brl_jax.attention.compressed import reference\n"
-        "x = jnp.ones((1, 4, 2, 8))\n"
-        "reference.propagate(x, jnp.ones((1, 3, 2, 6)), x, strength=jnp.ones((1,)))\n"
+        "from brl_jax.attention.core.rotary import rotate\n"
+        "rotate(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 5), int))\n"
     )
     done = python("-c", code, BRL_JAX_CHECK_SHAPES="1")
     assert "TypeCheckError" in done.stderr, done.stderr[-2000:]

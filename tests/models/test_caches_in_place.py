@@ -19,9 +19,8 @@ SIZES = {"d_model": 64, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
 # of a cache.
 PARAMETERS = "stack._unrolled/s(lice|queeze)"
 OTHERS = {
-    "gau": "mixer.attend/vmap",  # the rotation of all positions
-    "long_short": "mixer.mix/cond",  # one projected token for each chunk of 16
-    "synthesizer": "mixer.mix/slice",  # parameters of all positions
+    "gau": "mixer.step/vmap",  # the rotation of all positions
+    "long_short": "mixer.step/cond",  # one projected token for each chunk of 16
     "tlinformer": "while/body/",  # a miss
 }
 

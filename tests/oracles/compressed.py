@@ -17,7 +17,7 @@ def compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
     bias = np.broadcast_to(bias, (batch, heads, m, s))
     mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
     operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
-    out = np.zeros(q.shape, np.result_type(*operands))
+    out = np.zeros((*q.shape[:3], v.shape[3]), np.result_type(*operands))
     for b in range(batch):
         for n in range(heads):
             w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)

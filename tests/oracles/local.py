@@ -1,11 +1,20 @@
-"""Networks of local attention, whose softmax has a mask built pair by pair, and of TransNormer's diagonal blocks."""
+"""Local attention, whose softmax has a mask built pair by pair, and TransNormer's diagonal blocks."""
 
 import math
 
 import numpy as np
 
 from tests.oracles import attention
-from tests.oracles.parts import full_mask, head_inputs, norm, relu, residual_network, softmax_attention
+from tests.oracles.parts import (
+    each_head,
+    inputs,
+    norm,
+    relu,
+    residual_network,
+    softmax,
+    softmax_attention,
+    visible,
+)
 
 
 def local_mask(n, d, m):
@@ -40,14 +49,21 @@ def local_mix(u, p, m, d):
     return softmax_attention(u, p, local_mask(len(u), d, m), d, m.logits_soft_cap, m.rotary_dim)
 
 
+@each_head
+def diag(q, k, v, *, block_size=64, score="softmax", scale=None, is_causal=False):
+    """Softmax or ReLU attention inside blocks (arXiv:2210.10340, section 4.3)."""
+    block = np.arange(len(q)) // block_size
+    mask = (block[:, None] == block) & visible(len(q), is_causal)
+    scores = q @ k.T * (1 / math.sqrt(q.shape[1]) if scale is None else scale)
+    return (softmax(scores, mask) if score == "softmax" else relu(scores) * mask) @ v
+
+
 def diag_mix(u, p, m, d):
-    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalized together."""
-    block = np.arange(len(u)) // m.block_size
-    mask = (block[:, None] == block) & full_mask(len(u), d, m)
-    if m.score == "softmax":
-        return softmax_attention(u, p, mask, d)
-    heads = [relu(q @ k.T / math.sqrt(d.head_dim)) * mask @ v for q, k, v in head_inputs(u, p, d)]
-    merged = norm(np.concatenate(heads, -1), {"scale": p["attended_norm"]["scale"].reshape(-1)}, m.norm)
+    """ReLU's heads are merged and normalized together."""
+    out = diag(*inputs(u, p), block_size=m.block_size, score=m.score, is_causal=d.is_causal)
+    merged = out.reshape(len(u), -1)
+    if m.score == "relu":
+        merged = norm(merged, {"scale": p["attended_norm"]["scale"].reshape(-1)}, m.norm)
     return merged @ p["out"]["kernel"].reshape(merged.shape[-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""Networks of the low-rank mechanisms."""
+"""The low-rank mechanisms."""
 
 import itertools
 import math
@@ -8,17 +8,21 @@ import numpy as np
 
 from brl_jax.attention.low_rank.skyformer import skyformer_samples
 from tests.oracles.dense import gaussian
-from tests.oracles.parts import head_inputs, merge, norm, project, residual_network, rotary, softmax
+from tests.oracles.parts import each_head, inputs, merge, norm, project, residual_network, rotary, softmax
+
+
+@each_head
+def linformer(q, k, v, *, key_projection, value_projection, scale=None):
+    """Softmax over projected keys: row r mixes the keys by E[r] and the values by F[r] (arXiv:2006.04768, eq. 7)."""
+    e, f = (x[:, : len(k)] for x in (key_projection, value_projection))
+    scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
+    return softmax(scale * q @ (e @ k).T) @ (f @ v)
 
 
 def linformer_mix(u, p, m, d):
-    """Softmax over projected keys: row r mixes the keys by E[r] and the values by F[r]."""
-    n, heads = len(u), []
-    for q, k, v in head_inputs(u, p, d):
-        e, f = p["key_projection"], p["value_projection"]
-        weights = softmax(q @ (e[:, :n] @ k).T / math.sqrt(d.head_dim))
-        heads.append(weights @ (f[:, :n] @ v))
-    return merge(heads, p)
+    return merge(
+        linformer(*inputs(u, p), **{name: p[name] for name in ("key_projection", "value_projection")}), p
+    )
 
 
 def pseudo_inverse(a, steps):
@@ -32,75 +36,90 @@ def pseudo_inverse(a, steps):
     return z
 
 
-def nystromformer_mix(u, p, m, d):
-    """Landmarks are means of segments; a new segment begins where floor(t r / n) increases."""
-    n = len(u)
-    r = min(m.num_landmarks, n)
+def nystromformer(query, key, value, *, num_landmarks, iterations=6, value_kernel=None, scale=None):
+    """Landmarks are means of segments; a new segment begins where floor(t r / n) increases (arXiv:2102.03902)."""
+    n = len(query)
+    r = min(num_landmarks, n)
     cuts = [-(-i * n // r) for i in range(r + 1)]
-    heads = []
-    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
-        q, k = q / d.head_dim**0.25, k / d.head_dim**0.25
+    scale = 1 / math.sqrt(query.shape[2]) if scale is None else scale
+
+    @each_head
+    def attend(q, k, v):
         few_q, few_k = (np.stack([x[s:e].mean(0) for s, e in itertools.pairwise(cuts)]) for x in (q, k))
-        left, between, right = (softmax(x @ y.T) for x, y in ((q, few_k), (few_q, few_k), (few_q, k)))
-        out = left @ pseudo_inverse(between, m.iterations) @ (right @ v)
-        if m.conv_size:
-            reach = m.conv_size // 2
-            padded = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
-            out = out + sum(p["value_kernel"][a, w] * padded[w : w + n] for w in range(m.conv_size))
-        heads.append(out)
-    return merge(heads, p)
+        left, between, right = (softmax(scale * x @ y.T) for x, y in ((q, few_k), (few_q, few_k), (few_q, k)))
+        return left @ pseudo_inverse(between, iterations) @ (right @ v)
+
+    out = attend(query, key, value)
+    if value_kernel is not None:
+        heads, width = value_kernel.shape
+        padded = np.pad(value, ((width // 2, width // 2), (0, 0), (0, 0))).repeat(heads // value.shape[1], 1)
+        out = out + sum(value_kernel[:, w, None] * padded[w : w + n] for w in range(width))
+    return out
+
+
+def nystromformer_mix(u, p, m, d):
+    kernel = p["value_kernel"] if m.conv_size else None
+    options = {"num_landmarks": m.num_landmarks, "iterations": m.iterations}
+    return merge(nystromformer(*inputs(u, p), value_kernel=kernel, **options), p)
+
+
+@each_head
+def skyformer(q, k, v, *, samples, iterations, ridge=0.1, scale=None):
+    """C(Q, X) (C(X, X) + ridge I)^-1 C(X, K) V for sampled rows X, half queries and half keys (arXiv:2111.00035)."""
+    places, half = np.floor(samples * len(q)).astype(int), len(samples) // 2
+    x = np.concatenate([q[places[:half]], k[places[half:]]])
+    between = gaussian(x, x, scale) + ridge * np.eye(len(x))
+    root = np.diag(1 / np.sqrt(between.sum(1)))
+    inverse = root @ pseudo_inverse(root @ between @ root, iterations) @ root
+    return gaussian(q, x, scale) @ inverse @ (gaussian(x, k, scale) @ v)
 
 
 def skyformer_mix(u, p, m, d):
-    # The library draws the random positions; half of them select queries, half keys.
-    places = np.asarray(skyformer_samples(jax.random.key(m.seed), m.num_samples), np.float64)
-    places, half = np.floor(places * len(u)).astype(int), m.num_samples // 2
-    heads = []
-    for q, k, v in head_inputs(u, p, d):
-        x = np.concatenate([q[places[:half]], k[places[half:]]])
-        between = gaussian(x, x, d) + m.ridge * np.eye(len(x))
-        root = np.diag(1 / np.sqrt(between.sum(1)))
-        inverse = root @ pseudo_inverse(root @ between @ root, m.iterations) @ root
-        heads.append(gaussian(q, x, d) @ inverse @ (gaussian(x, k, d) @ v))
-    return merge(heads, p)
+    # The library draws the random positions.
+    samples = np.asarray(skyformer_samples(jax.random.key(m.seed), m.num_samples), np.float64)
+    return merge(skyformer(*inputs(u, p), samples=samples, iterations=m.iterations, ridge=m.ridge), p)
 
 
-def long_short_mix(u, p, m, d):
-    """Token by token: the keys of its window and the projected keys share one softmax."""
-    n, group = len(u), d.num_heads // d.num_kv_heads
-    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
-    logits = project(u, p["projection"])
+def long_short(
+    q, k, v, logits, *, window, chunk_size=16, norms=(None, None), positions=None, is_causal=False
+):
+    """Token by token: the keys of its window and the projected keys share one softmax (arXiv:2107.02192, section 3)."""
+    n, group, w, c = len(q), q.shape[1] // k.shape[1], window, chunk_size
 
-    def normed(x, name):
-        flat = norm(x.reshape(len(x), -1), {"scale": p[name].reshape(-1)}, "layer")
-        return flat.reshape(x.shape)
+    def normed(x, scale):
+        scale = np.ones(x.shape[1:]) if scale is None else scale
+        return norm(x.reshape(len(x), -1), {"scale": scale.reshape(-1)}, "layer").reshape(x.shape)
 
     def projected(x, s, e):
         """(r, K, h)"""
-        weights = [
-            softmax(logits[s:e, a].T, np.ones((logits.shape[2], e - s), bool)) for a in range(x.shape[1])
-        ]
-        out = np.stack([w @ x[s:e, a] for a, w in enumerate(weights)], 1)
-        return normed(out, "projected_norm_scale")
+        weights = [softmax(logits[s:e, a].T) for a in range(x.shape[1])]
+        return normed(np.stack([w @ x[s:e, a] for a, w in enumerate(weights)], 1), norms[1])
 
-    near_k, near_v = (normed(x, "local_norm_scale") for x in (k, v))
-    near_k, near_q = rotary(near_k, np.arange(n)), rotary(q, np.arange(n))
-    w, c = m.window, m.chunk_size
-    spans = [(s, s + c) for s in range(0, n - c + 1, c)] if d.is_causal else [(0, n)]
+    near_k, near_v, near_q = normed(k, norms[0]), normed(v, norms[0]), q
+    if positions is not None:
+        near_k, near_q = rotary(near_k, positions), rotary(q, positions)
+    spans = [(s, s + c) for s in range(0, n - c + 1, c)] if is_causal else [(0, n)]
     every_far = [(projected(k, *span), projected(v, *span)) for span in spans]
     out = []
     for i in range(n):
-        if d.is_causal:
+        if is_causal:
             start, end, far = max(0, i - w + 1), i + 1, every_far[: i // c]
         else:
             start, end, far = max(0, i // w * w - w // 2), min(n, i // w * w + w + w // 2), every_far
-        for a in range(d.num_heads):
+        for a in range(q.shape[1]):
             b = a // group
             scores = [near_k[start:end, b] @ near_q[i, a], *(x[:, b] @ q[i, a] for x, _ in far)]
             values = [near_v[start:end, b], *(x[:, b] for _, x in far)]
-            scores = np.concatenate(scores)[None] / np.sqrt(d.head_dim)
+            scores = np.concatenate(scores)[None] / np.sqrt(q.shape[2])
             out.append((softmax(scores) @ np.concatenate(values))[0])
-    return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
+    return np.reshape(out, q.shape)
+
+
+def long_short_mix(u, p, m, d):
+    options = {"window": m.window, "chunk_size": m.chunk_size, "is_causal": d.is_causal}
+    norms = p["local_norm_scale"], p["projected_norm_scale"]
+    arrays = *inputs(u, p, rotated=False), project(u, p["projection"])
+    return merge(long_short(*arrays, norms=norms, positions=np.arange(len(u)), **options), p)
 
 
 NETWORKS = {

@@ -37,6 +37,12 @@ def feed_forward(x, p):
     return (relu(x @ p["gate"]["kernel"]) * (x @ p["up"]["kernel"])) @ p["down"]["kernel"]
 
 
+def classified(x, p):
+    """The logits of a classifier's head."""
+    hidden = relu(x @ p["hidden"]["kernel"] + p["hidden"]["bias"])
+    return hidden @ p["out"]["kernel"] + p["out"]["bias"]
+
+
 def softmax(z, mask=True, sink=-np.inf):
     """Weights over the keys; a sink is a logit without a key."""
     top = np.maximum(np.where(mask, np.real(z), -np.inf).max(-1, keepdims=True, initial=-1e30), np.real(sink))
@@ -74,9 +80,22 @@ def project(x, p):
     return y + p["bias"] if "bias" in p else y
 
 
-def full_mask(n, d, mechanism):
-    i, j = np.arange(n)[:, None], np.arange(n)[None]
-    return j <= i if d.is_causal else np.ones((n, n), bool)
+def visible(n, is_causal):
+    """Which keys (n,) each of n queries sees."""
+    return np.tri(n, dtype=bool) if is_causal else np.ones((n, n), bool)
+
+
+def each_head(attend):
+    """A function of one head's arrays (n, ...) as a function of arrays (n, heads, ...) with all heads.
+
+    Where arrays have different numbers of heads, groups of consecutive heads share those of the fewer."""
+
+    def attend_all(*arrays, **options):
+        count = max(x.shape[1] for x in arrays)
+        heads = [[x[:, a * x.shape[1] // count] for x in arrays] for a in range(count)]
+        return np.stack([attend(*head, **options) for head in heads], 1)
+
+    return attend_all
 
 
 def layers(params):
@@ -120,17 +139,17 @@ def mixer_network(mix):
     return network
 
 
-def head_inputs(u, p, d, rotated=True):
-    """Query (n, h), key (n, h) and value (n, h) of each query head."""
+def inputs(u, p, rotated=True):
+    """Query (n, heads, h), key and value."""
     q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
     if rotated:
         q, k = rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u)))
-    group = d.num_heads // d.num_kv_heads
-    return [(q[:, a], k[:, a // group], v[:, a // group]) for a in range(d.num_heads)]
+    return q, k, v
 
 
 def merge(heads, p):
-    return np.tensordot(np.stack(heads, 1), p["out"]["kernel"], axes=2)
+    """Projects all heads' outputs (n, heads, h) to (n, d)."""
+    return np.tensordot(heads, p["out"]["kernel"], axes=2)
 
 
 def sigmoid(z):
@@ -146,12 +165,12 @@ def elu(z):
     return np.where(positive, z, np.exp(np.where(positive, 0, z)) - 1)
 
 
-FEATURES = {"elu+1": lambda z: elu(z) + 1, "elu": elu, "relu": relu}
+FEATURES = {"elu+1": lambda z: elu(z) + 1, "elu": elu, "relu": relu, "identity": lambda z: z}
 
 
-def turned(x):
-    """Features (n, h) of one head, rotated."""
-    return rotary(x[:, None], np.arange(len(x)))[:, 0]
+def turned(x, positions):
+    """Features (n, h) of one head, rotated; not without positions."""
+    return x if positions is None else rotary(x[:, None], positions)[:, 0]
 
 
 def softmax_attention(x, p, mask, d, cap=None, rotated=None):

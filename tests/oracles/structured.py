@@ -1,4 +1,4 @@
-"""Networks of the structured-matrix mechanisms.
+"""The structured-matrix mechanisms.
 
 Score matrices are dense (n, n) sums, and bilinear forms are dense (d, d) matrices assembled from the weights entry by
 entry. If layer norms come between the factors, features are computed channel block by channel block."""
@@ -11,7 +11,19 @@ import math
 import numpy as np
 
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
-from tests.oracles.parts import full_mask, layer_norm, merge, norm, project, residual_network, rotary, softmax
+from tests.oracles.parts import (
+    each_head,
+    inputs,
+    layer_norm,
+    merge,
+    norm,
+    project,
+    residual_network,
+    rotary,
+    softmax,
+    turned,
+    visible,
+)
 
 
 def same_block(length, size):
@@ -46,30 +58,31 @@ def mlr_attention(arrays, ranks, sizes, visible):
 
 def normed_heads(u, p, m, d):
     """Queries, keys and values (n, heads, h), with rotary positions."""
-    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    q, k, v = inputs(u, p, rotated=False)
     if m.qk_norm:
         q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
     return rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u))), v
 
 
+@each_head
+def mlr(q, k, v, *, ranks, block_sizes, scales=None, is_causal=False):
+    """score(i, j) is the sum of q_i^(l) . k_j^(l) / r_l over the levels l whose block contains both i and j
+    (arXiv:2509.07963, equation 9)."""
+    n, scores, first = len(q), 0, 0
+    for level, (rank, size) in enumerate(zip(ranks, block_sizes)):
+        own = slice(first, first + rank)
+        scale = 1 / rank if scales is None else scales[level]
+        scores = scores + same_block(n, size) * (q[:, own] @ k[:, own].T) * scale
+        first += rank
+    return softmax(scores, visible(n, is_causal)) @ v
+
+
 def mlr_mix(u, p, m, d):
-    n = len(u)
-    places = np.arange(n)
-    q, k, v = normed_heads(u, p, m, d)
     sizes = m.block_sizes
     if sizes is None:
         sizes = [None] + [m.context // 2**level for level in range(1, len(m.ranks))]
-    heads = []
-    for a in range(d.num_heads):
-        b = a * d.num_kv_heads // d.num_heads
-        scores, first = np.zeros((n, n)), 0
-        for rank, size in zip(m.ranks, sizes):
-            own = slice(first, first + rank)
-            same = np.ones((n, n)) if size is None else places[:, None] // size == places // size
-            scores = scores + same * (q[:, a, own] @ k[:, b, own].T) * score_scale(m, rank)
-            first += rank
-        heads.append(softmax(scores, full_mask(n, d, m)) @ v[:, b])
-    return merge(heads, p)
+    options = {"ranks": m.ranks, "block_sizes": sizes, "scales": [score_scale(m, rank) for rank in m.ranks]}
+    return merge(mlr(*normed_heads(u, p, m, d), is_causal=d.is_causal, **options), p)
 
 
 def limited(weight, fan_in, fan_out, m):
@@ -81,51 +94,64 @@ def limited(weight, fan_in, fan_out, m):
     return weight / (rms / limit) if np.real(rms) > limit else weight
 
 
-def turned(features, places):
-    """Rotary positions on (n, f); an odd last feature stays unrotated."""
-    even = features.shape[1] // 2 * 2
-    head = rotary(features[:, None, :even], places)[:, 0]
-    return np.concatenate([head, features[:, even:]], 1)
-
-
-def bilinear_mix(features):
-    """features(u, p, m, d, head) -> query (n, f) and key (n, f) of a head."""
-
-    def mix(u, p, m, d):
-        n = len(u)
-        v = project(u, p["value"])
-        heads = []
-        for a in range(d.num_heads):
-            q, k = (turned(side, np.arange(n)) for side in features(u, p, m, d, a))
-            heads.append(softmax(q @ k.T, full_mask(n, d, m)) @ v[:, a * d.num_kv_heads // d.num_heads])
-        return merge(heads, p)
-
-    return mix
-
-
 def score_scale(m, features):
     return 1 / math.sqrt(features) if m.score_scale is None else m.score_scale / features
 
 
-def bilinear_mlr_features(u, p, m, d, head):
+@each_head
+def of_features(q, k, v, is_causal, positions):
+    """Attention by products of features (n, f), rotated if there are positions; an odd last feature never is."""
+    even = q.shape[1] // 2 * 2
+    if positions is not None:
+        q, k = (np.concatenate([turned(x[:, :even], positions), x[:, even:]], 1) for x in (q, k))
+    return softmax(q @ k.T, visible(len(q), is_causal)) @ v
+
+
+def bilinear_mlr(
+    x,
+    value,
+    *,
+    query_weights,
+    key_weights,
+    norms=None,
+    scales=None,
+    normalize=True,
+    is_causal=False,
+    positions=None,
+):
+    """The sum over the levels of LN(W_q x_i) . LN(W_k x_j) / sqrt(r_l p_l), with block-diagonal W (eq. 6).
+
+    norms are pairs of scales, each level's."""
+    sides = [], []
+    for level, weights in enumerate(zip(query_weights, key_weights)):
+        for side, weight, norm_scale in zip(sides, weights, (1.0, 1.0) if norms is None else norms[level]):
+            blocks, size, heads, rank = weight.shape
+            features = np.einsum("npd,pdar->napr", x.reshape(len(x), blocks, size), weight)
+            features = features.reshape(len(x), heads, blocks * rank)
+            if normalize:
+                features = layer_norm(features, {"scale": norm_scale})
+            if side is sides[0]:
+                features = features * (1 / math.sqrt(blocks * rank) if scales is None else scales[level])
+            side.append(features)
+    return of_features(
+        *(np.concatenate(side, 2) for side in sides), value, is_causal=is_causal, positions=positions
+    )
+
+
+def bilinear_mlr_mix(u, p, m, d):
     ranks = (1, 1, 1, 1) if m.ranks is None else m.ranks
-    sides = []
-    for side, number in (("query", head), ("key", head * d.num_kv_heads // d.num_heads)):
-        columns = []
-        for level, rank in enumerate(ranks):
-            weight = p[f"{side}_{level}"]
-            blocks, size, heads, _ = weight.shape
-            weight = limited(weight, size, heads * rank, m)[:, :, number]
-            level_features = np.concatenate(
-                [u[:, b * size : (b + 1) * size] @ weight[b] for b in range(blocks)], 1
-            )
-            if m.normalize:
-                level_features = layer_norm(level_features, {"scale": p[f"{side}_norm_{level}"]})
-            if side == "query":
-                level_features = level_features * score_scale(m, blocks * rank)
-            columns.append(level_features)
-        sides.append(np.concatenate(columns, 1))
-    return sides
+    every = [(p[f"query_{level}"], p[f"key_{level}"]) for level in range(len(ranks))]
+    every = [[limited(w, w.shape[1], w.shape[2] * w.shape[3], m) for w in pair] for pair in every]
+    query, key = zip(*every)
+    norms = None
+    if m.normalize:
+        norms = [(p[f"query_norm_{level}"], p[f"key_norm_{level}"]) for level in range(len(ranks))]
+    out = bilinear_mlr(
+        u, project(u, p["value"]), query_weights=query, key_weights=key, norms=norms, normalize=m.normalize,
+        scales=[score_scale(m, w.shape[0] * w.shape[3]) for w in query], is_causal=d.is_causal,
+        positions=np.arange(len(u)),
+    )  # fmt: skip
+    return merge(out, p)
 
 
 def btt_dense(right, left):
@@ -139,40 +165,50 @@ def btt_dense(right, left):
     return dense
 
 
-def bilinear_btt_features(u, p, m, d, head):
-    right, left = p["right"], p["left"]
-    (c, e, heads, b, t), a = right.shape, left.shape[2]
-    right = limited(right, e, heads * b * t, m)[:, :, head]
-    left = limited(left, c * t, a, m)[head]
-    keys = u @ btt_dense(right, left).T
-    if m.normalize:
-        keys = layer_norm(keys, {"scale": p["key_norm"]})
-    return u * score_scale(m, u.shape[1]), keys
+def bilinear_btt(
+    x, value, *, right, left, norm_scale=1.0, scale=None, normalize=True, is_causal=False, positions=None
+):
+    """x_i . LN(M x_j) / sqrt(D) with a block tensor-train M of each head (equations 5, 7 and 40)."""
+    keys = np.stack([x @ btt_dense(right[:, :, a], left[a]).T for a in range(len(left))], 1)
+    keys = layer_norm(keys, {"scale": norm_scale}) if normalize else keys
+    query = x[:, None] * (1 / math.sqrt(x.shape[1]) if scale is None else scale)
+    return of_features(query, keys, value, is_causal=is_causal, positions=positions)
+
+
+def bilinear_btt_mix(u, p, m, d):
+    (c, e, heads, b, t), a = p["right"].shape, p["left"].shape[2]
+    out = bilinear_btt(
+        u, project(u, p["value"]),
+        right=limited(p["right"], e, heads * b * t, m), left=limited(p["left"], c * t, a, m),
+        norm_scale=p["key_norm"] if m.normalize else None, normalize=m.normalize,
+        scale=score_scale(m, u.shape[1]), is_causal=d.is_causal, positions=np.arange(len(u)),
+    )  # fmt: skip
+    return merge(out, p)
+
+
+@each_head
+def global_window(q, k, v, *, ranks, window, scales=None, is_causal=False):
+    """Attention by the first features to all tokens, plus by the others to a window (section 5.1)."""
+    n, (first, second) = len(q), ranks
+    scales = (8 / first, 8 / second) if scales is None else scales
+    every = visible(n, is_causal)
+    distance = np.arange(n)[:, None] - np.arange(n)
+    near = every & (abs(distance) <= (window - 1 if is_causal else window // 2))
+    parts = (slice(0, first), slice(first, None))
+    return sum(
+        softmax(scale * q[:, own] @ k[:, own].T, mask) @ v
+        for own, scale, mask in zip(parts, scales, (every, near))
+    )
 
 
 def global_window_mix(u, p, m, d):
-    n = len(u)
-    places = np.arange(n)
-    q, k, v = normed_heads(u, p, m, d)
-    distance = places[:, None] - places
-    near = (distance < m.window) & (distance >= 0)
-    if not d.is_causal:
-        near = abs(distance) <= m.window // 2
-    first = m.ranks[0]
-    heads = []
-    for a in range(d.num_heads):
-        b = a * d.num_kv_heads // d.num_heads
-        weights = 0
-        for own, mask in ((slice(0, first), full_mask(n, d, m)), (slice(first, None), near)):
-            scores, rank = q[:, a, own] @ k[:, b, own].T, q[:, a, own].shape[1]
-            weights = weights + softmax(scores * score_scale(m, rank), mask)
-        heads.append(weights @ v[:, b])
-    return merge(heads, p)
+    options = {"ranks": m.ranks, "window": m.window, "scales": [score_scale(m, rank) for rank in m.ranks]}
+    return merge(global_window(*normed_heads(u, p, m, d), is_causal=d.is_causal, **options), p)
 
 
 NETWORKS = {
     "mlr": residual_network(mlr_mix),
-    "bilinear_mlr": residual_network(bilinear_mix(bilinear_mlr_features)),
-    "bilinear_btt": residual_network(bilinear_mix(bilinear_btt_features)),
+    "bilinear_mlr": residual_network(bilinear_mlr_mix),
+    "bilinear_btt": residual_network(bilinear_btt_mix),
     "global_window": residual_network(global_window_mix),
 }

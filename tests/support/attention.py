@@ -46,6 +46,24 @@ def outputs_and_gradients(function, query, key, value, d_out, *, by=(), **option
     return both(query, key, value, d_out, named, traced)
 
 
+def check(function, oracle, operands, tolerance=1e-4, of_output=2e-5):
+    """Compares the output with the oracle's, and the gradients of a random weighting of it along random directions with
+    the oracle's complex steps."""
+    rng = np.random.default_rng(1)
+    expected = oracle(*operands)
+    weight = rng.standard_normal(expected.shape)
+    out, *grads = pulled(function, *(jnp.asarray(x, jnp.float32) for x in (weight, *operands)))
+    assert oracles.relative_error(out, expected) < of_output
+    for i, grad in enumerate(grads):
+        direction = rng.standard_normal(operands[i].shape)
+        stepped = [x + 1e-30j * direction if j == i else x for j, x in enumerate(operands)]
+        expected = np.imag((oracle(*stepped) * weight).sum()) / 1e-30
+        grad = np.asarray(grad, np.float64)
+        scale = np.linalg.norm(grad) * np.linalg.norm(direction) / np.sqrt(max(direction.size, 1))
+        # Of a gradient that is 0, rounding remains.
+        assert abs((grad * direction).sum() - expected) <= tolerance * max(scale, abs(expected), 0.1), i
+
+
 def expect(arrays, visible, **kwargs):
     query, key, value, d_out = arrays
     out, _ = oracles.softmax_attention(query, key, value, visible, **kwargs)

@@ -24,6 +24,7 @@ from brl_jax.attention.core.checks import (
     check_scale,
     check_within,
     require,
+    zero_hidden,
 )
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -38,6 +39,7 @@ from brl_jax.attention.core.scores import (
 )
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.sharding import sequence_axis
+from pallas_kernels.absent import existing
 
 # Longer histories are read in pieces, except on GPUs, so that the (M, S) logits never all exist at once.
 _WHOLE = 4096
@@ -205,15 +207,10 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
 def _short(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score):
     """All keys at once."""
     if lengths is not None:
-        places = jnp.arange(key.shape[1], dtype=lengths.dtype)
-        exists = (places[None, :] < lengths[:, None])[:, None, None, :]
+        exists = existing(lengths, key.shape[1])[:, None, None, :]
         mask = exists if mask is None else mask & exists
     if mask is not None:
-        # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
-        seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
-        key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
-        if contrast_key is not None:
-            contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
+        key, contrast_key, value = zero_hidden(mask, key, contrast_key, value)
     whole = functools.partial(_whole, scale=scale, score=score)
     return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
 

@@ -127,21 +127,28 @@ def compress_blocks_weights(
     R is history_size, and key r of block c is key c * block_size + r of the S keys. Arguments as for `compress_blocks`.
     All logits exist at once.
     """
+    rows = _as_rows(query, key, contrast_key, bias, history_lengths, block_size, history_size)
+    weights = compress_weights(**rows, gamma=gamma, scale=scale, score=score)
+    return rearrange(weights, "(b c) n m r -> b c n m r", b=query.shape[0])
+
+
+def _as_rows(
+    query, key, contrast_key, bias, lengths, block_size: int, history_size: int, **values: Array
+) -> dict[str, Any]:
+    """The arguments of `compress` with each block and its history as a separate row of the batch; so is each of the
+    values."""
     batch, blocks = query.shape[:2]
     windows = functools.partial(
         block_windows, blocks=blocks, block_size=block_size, history_size=history_size
     )
-    weights = compress_weights(
-        rearrange(query, "b c m n h -> (b c) m n h"),
-        windows(key),
-        None if contrast_key is None else windows(contrast_key),
-        gamma=gamma,
-        scale=scale,
-        score=score,
-        bias=None if bias is None else bias[None],
-        mask=_history_mask(history_lengths, batch, blocks, history_size),
-    )
-    return rearrange(weights, "(b c) n m r -> b c n m r", b=batch)
+    return {
+        "query": rearrange(query, "b c m n h -> (b c) m n h"),
+        "key": windows(key),
+        "contrast_key": None if contrast_key is None else windows(contrast_key),
+        **{name: windows(x) for name, x in values.items()},
+        "bias": None if bias is None else bias[None],
+        "mask": _history_mask(lengths, batch, blocks, history_size),
+    }
 
 
 def _history_mask(lengths, batch, blocks, history_size):
@@ -208,21 +215,6 @@ def _compress_windows(
     query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
 ):
     """The same, with each block's history as a separate row of the batch: JAX differentiates it in every mode."""
-    batch, blocks = query.shape[:2]
-    windows = functools.partial(
-        block_windows, blocks=blocks, block_size=block_size, history_size=history_size
-    )
-    mask = _history_mask(lengths, batch, blocks, history_size)
-    out = compress(
-        rearrange(query, "b c m n h -> (b c) m n h"),
-        windows(key),
-        None if contrast_key is None else windows(contrast_key),
-        windows(value),
-        gamma=gamma,
-        scale=scale,
-        score=score,
-        bias=None if bias is None else bias[None],
-        mask=mask,
-        implementation="xla",
-    )
-    return rearrange(out, "(b c) m n h -> b c m n h", b=batch)
+    rows = _as_rows(query, key, contrast_key, bias, lengths, block_size, history_size, value=value)
+    out = compress(**rows, gamma=gamma, scale=scale, score=score, implementation="xla")
+    return rearrange(out, "(b c) m n h -> b c m n h", b=query.shape[0])

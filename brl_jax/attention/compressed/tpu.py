@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as kernels
 from brl_jax.attention.core.by_platform import gradient_of_known
+from brl_jax.attention.core.checks import zero_hidden
 from brl_jax.attention.core.dispatch import Backend
 
 
@@ -19,12 +20,7 @@ def compress_backend(**static: Any) -> Backend:
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret, known=None):
         if mask is not None:
-            # A key that no query sees may be NaN, and must reach neither the sum nor the gradient.
-            seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
-            key, contrast_key, value = (
-                None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
-                for x in (key, contrast_key, value)
-            )
+            key, contrast_key, value = zero_hidden(mask, key, contrast_key, value)
         return kernels.tpu.compress(
             query, key, contrast_key, value, gamma=gamma, bias=bias, mask=mask, key_lengths=lengths,
             return_parts=True, known=known and known[1], interpret=interpret, **static,

@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from brl_jax.attention.core.program_keys import Keyed
 from brl_jax.attention.core.varying import vary_like
 
 #: The platforms that forms are chosen for; "default" is every other.
@@ -225,6 +226,9 @@ class _Function:
         self.results, self.out_structure = jax.tree.flatten(results)
         self.kept, self._kept_structure = jax.tree.flatten(kept)
 
+    def described_by(self) -> Any:
+        return vars(self)
+
     @property
     def floating(self) -> list[int]:
         """The places of the floating-point results, which alone have gradients."""
@@ -318,10 +322,19 @@ def _primitive(name: str, run: Callable[..., list], result_types: Callable[..., 
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, **params: result_types(**params))
 
+    def jitted(params: Any) -> Callable[..., list]:
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    known = functools.lru_cache(maxsize=1024)(lambda keyed: jitted(keyed.value))
+
     @primitive.def_impl
     def compiled(*arrays: Any, **params: Any) -> list:
+        try:
+            program = known(Keyed(params))
+        except TypeError:  # a function closes over something that has no key
+            program = jitted(params)
         with jax.disable_jit(False):  # there is no other way to run a primitive than to compile it
-            return jax.jit(functools.partial(primitive.bind, **params))(*arrays)
+            return program(*arrays)
 
     def rule_of(platform: str) -> Callable[..., Any]:
         def run_there(*arrays: Any, **params: Any) -> list:
@@ -426,6 +439,9 @@ class _Linear:
     plain_transposed: Callable[..., list]
     inputs: Sequence[Any]
     outputs: Sequence[Any]
+
+    def described_by(self) -> Any:
+        return vars(self)
 
     def transpose(self) -> _Linear:
         forwards = (self.run, self.plain)

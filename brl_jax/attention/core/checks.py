@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.biases import PositionBias
+from pallas_kernels.absent import existing
 
 
 def require(condition: bool, message: str) -> None:
@@ -232,6 +233,50 @@ def check_positions(positions: Any, query: Array, key: Array) -> Int[Array, "B T
     return jnp.broadcast_to(positions, (batch, length))
 
 
+def given_or_drawn(
+    name: str,
+    given: Array | None,
+    shape: tuple[int, ...],
+    rng: PRNGKeyArray | None,
+    draw: Callable[[PRNGKeyArray], Array],
+    **count: int | None,
+) -> Array:
+    """Returns the random numbers of the argument `name` in float32, or draw(rng) if there are none.
+
+    Args:
+      given: (F, *shape), for any F.
+      count: F by its argument's name, which must agree with the given numbers.
+
+    Raises:
+      ValueError: the numbers and rng are both given or both missing, or do not fit.
+    """
+    require(
+        (rng is None) != (given is None),
+        f"rng (a random key to draw from) or {name} must be given, and not both, got "
+        + ("neither" if rng is None else "both"),
+    )
+    if given is None:
+        assert rng is not None
+        return draw(rng)
+    ((size, number),) = count.items()
+    expected = ", ".join((size, *map(str, shape))) + ("" if shape else ",")
+    require(
+        given.ndim == 1 + len(shape) and given.shape[1:] == shape and given.shape[0] >= 1,
+        f"{name} must have shape ({expected}), not empty, got {given.shape}",
+    )
+    require(
+        number in (None, given.shape[0]),
+        f"{size} must be None or {given.shape[0]}, as many as there are in {name}, got {number!r}",
+    )
+    return given.astype(jnp.float32)
+
+
+def zero_hidden(mask: Bool[Array, "#B #N #T S"], *arrays: Float[Array, "B S N H"] | None) -> list[Any]:
+    """Sets keys and values that no query sees to zero: a NaN there must reach neither a sum nor a gradient."""
+    seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
+    return [None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in arrays]
+
+
 def pad_features(x: Float[Array, "*rows H"], width: int) -> Float[Array, "*rows W"]:
     """x with zeros after its features, up to `width` of them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
@@ -241,5 +286,5 @@ def zero_padding(x: Array, lengths: Array | None) -> Array:
     """Sets x (B, T, ...) to zero from each length on, because a NaN in the padding times a weight of 0 is still NaN."""
     if lengths is None:
         return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    inside = existing(lengths, x.shape[1])
     return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))

@@ -152,6 +152,9 @@ class _Choice:
         self._name, self._backends, self._forms, self._cost = name, backends, forms, cost
         self._made: dict[str, Form] = {}
 
+    def described_by(self) -> Any:
+        return self._name, self._backends, self._forms, self._cost
+
     def __call__(self, platform: str, *operands: Any) -> Form:
         if platform not in self._made:
             self._made[platform] = self._choose(platform, operands)

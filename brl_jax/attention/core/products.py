@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
+
+#: For factors whose rounding the result would amplify: by default a TPU rounds them to 8 bits.
+multiply_precisely = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 #: Bytes of scores for one step of a loop on a CPU: about what fits in a core's second-level cache.
 CACHE_BYTES = 2**21

@@ -1,1 +1,1 @@
-"""Attention of every query to every key; `reference.py` has the plain forms."""
+"""Attention of every query to every key."""

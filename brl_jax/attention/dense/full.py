@@ -77,7 +77,6 @@ def full_attention(
 
     Arguments follow `jax.nn.dot_product_attention`. Unlike it, a query that sees no key gives 0 and zero gradients,
     padding may be NaN, the residual is differentiable, and queries may be at an offset, as when decoding with a cache.
-    `reference.full_attention` is the definition.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16. The batch axis may be absent from all arrays.

@@ -16,6 +16,7 @@ from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.scores import seen_with_bias, soft_cap
 from brl_jax.attention.core.softmax import MASKED, rounded
+from pallas_kernels.absent import existing
 
 # Groups of causal queries. Each group has its own loop.
 _GROUPS = 4
@@ -126,7 +127,7 @@ def attend_at_once(
     log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, num_queries).swapaxes(1, 2)
     log_sums = log_sums if sinks is None else jnp.logaddexp(log_sums, sinks[None, None])
     if query_lengths is not None:
-        inside = (jnp.arange(num_queries, dtype=jnp.int32)[None] < query_lengths[:, None])[..., None, None]
+        inside = existing(query_lengths, num_queries)[..., None, None]
         seen = inside if seen is None else seen & inside
     nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sums.shape)
     log_sums = log_sums if seen is None else jnp.where(seen[..., 0], log_sums, nothing)

@@ -41,7 +41,7 @@ def hopfield_attention(
 
     xi_0 = query, xi_t = softmax(scale xi_{t-1} K^T) K for t < steps, and the last step reads the values:
     out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. Takes O(steps T S) time and O(T + S) memory:
-    only 256 queries at a time have scores, in the backward pass too. `reference.hopfield_attention` is the definition.
+    only 256 queries at a time have scores, in the backward pass too.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

@@ -37,7 +37,7 @@ def kernelized_attention(
 
     Skyformer (Chen et al. 2021, arXiv:2111.00035), section 4.1: with its queries and keys, multiplied by H^(-1/4), the
     weight is exp(q . k - |q|^2 / 2 - |k|^2 / 2). Weights are not normalised, so outputs grow with the number of nearby
-    keys. There is no causal form. `reference.kernelized_attention` is the definition.
+    keys. There is no causal form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

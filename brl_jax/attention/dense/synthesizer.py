@@ -45,7 +45,7 @@ def synthesizer_attention(
     Synthesizer (Tay et al. 2020, arXiv:2005.00743). If rows also belong to positions, this is the factorised random
     form, softmax(R_1 R_2^T) V with k = R (section 3.1). With rows relu(W_1 x_i + b_1), columns W_2 and column_bias b_2,
     it is the dense form, softmax(W_2 relu(W_1 x_i + b_1) + b_2) V. Takes O(T S (R + V)) time and O(T + S) memory: only
-    256 queries at a time have weights, in the backward pass too. `reference.synthesizer_attention` is the definition.
+    256 queries at a time have weights, in the backward pass too.
 
     Args:
       value: (B, S, K, V), float32, bfloat16 or float16; K divides N.

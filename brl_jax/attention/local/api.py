@@ -1,7 +1,7 @@
 """Local attention: exact softmax attention over a sparse pattern, at linear cost and without a (T, S) array.
 
-`reference.py` is the definition. The fast forms cut the queries into blocks. Each block visits only the keys that its
-pattern can reach (`parts.py`), and a mask computed from positions hides those that a query does not see.
+The queries are cut into blocks. Each block visits only the keys that its pattern can reach (`parts.py`), and a mask
+computed from positions hides those that a query does not see.
 """
 
 from __future__ import annotations

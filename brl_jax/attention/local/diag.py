@@ -94,8 +94,7 @@ def diag_attention(
 
     out_i = sum_j p_ij v_j over the block (up to i if causal). The weights p are softmax(scale q k^T) with "softmax"
     (TransNormer T2, arXiv:2210.10340, section 4.3) or ReLU(scale q k^T) with "relu" (its T1, which is ReLA, Zhang et
-    al. 2021, arXiv:2104.07012; ReLA's norm of the merged heads is left to the caller). `reference.diag_attention` is
-    the definition.
+    al. 2021, arXiv:2104.07012; ReLA's norm of the merged heads is left to the caller).
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

@@ -31,7 +31,7 @@ from brl_jax.attention.local.patterns import (
     PatternCall,
     SlidingWindow,
 )
-from pallas_kernels.absent import mark_absent
+from pallas_kernels.absent import existing, mark_absent
 from pallas_kernels.positions import floor_divide
 
 #: Queries whose scores the kernels compute together, and the smallest block of keys.
@@ -298,9 +298,7 @@ def _pad(x: Array, pad: tuple[int, int]) -> Array:
 
 def _exists(count: int, lengths: Array | None) -> Bool[Array, "#B T"]:
     """Which of `count` tokens are within the lengths."""
-    if lengths is None:
-        return jnp.ones((1, count), bool)
-    return jnp.arange(count, dtype=jnp.int32)[None, :] < lengths[:, None]
+    return jnp.ones((1, count), bool) if lengths is None else existing(lengths, count)
 
 
 def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> CallArrays:

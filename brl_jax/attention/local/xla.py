@@ -45,6 +45,7 @@ from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.patterns import CallArrays, PatternCall
 from brl_jax.attention.local.xla_cpu import WindowTiling
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
+from pallas_kernels.absent import existing
 
 
 def forms(call: PatternCall) -> dict[str, Form]:
@@ -201,7 +202,7 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array
         out, lse = on_parts(x)
         out = merge_heads(out)
     if x.query_lengths is not None:
-        inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < x.query_lengths[:, None]
+        inside = existing(x.query_lengths, num_queries)
         out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
         lse = jnp.where(inside[:, None, None], lse, -MASKED)
     return out.astype(x.query.dtype), lse

@@ -1,2 +1,1 @@
-"""Attention through few tokens: projections along the length, segment means, or samples. `reference.py` has the
-plain forms."""
+"""Attention through few tokens: projections along the length, segment means, or samples."""

@@ -34,8 +34,7 @@ def linformer_attention(
 
       out = softmax(scale q (E K)^T) F V
 
-    Wang et al. 2020, arXiv:2006.04768, eq. 7. It has no causal form: each row of E K mixes keys of the whole
-    sequence. `reference.linformer_attention` is the plain form.
+    Wang et al. 2020, arXiv:2006.04768, eq. 7. It has no causal form: each row of E K mixes keys of the whole sequence.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

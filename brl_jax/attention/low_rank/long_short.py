@@ -29,6 +29,7 @@ from brl_jax.attention.core.state import check_state_options, slide, window_segm
 from brl_jax.attention.local.attend import attend
 from brl_jax.attention.local.patterns import CallArrays, PatternCall, SlidingWindow, SurroundedBlocks
 from brl_jax.fields import Count, NonNegative, Positive, declared
+from pallas_kernels.absent import existing
 
 # Queries at a time: their scores against the projected tokens are the largest array in memory.
 _QUERY_BLOCK = 512
@@ -139,7 +140,7 @@ def long_short_attention(
       out_i = softmax(scale q_i [LN(K'), LN(K_window)]^T) [LN(V'); LN(V_window)]
 
     Long-Short Transformer, arXiv:2107.02192, eqs. 4 to 7. A LayerNorm runs over all heads together; the window and the
-    projected tokens have one each. `reference.long_short_attention` is the plain form.
+    projected tokens have one each.
 
     Bidirectional: the window of a token is its block of `window` tokens and window // 2 tokens on each side of it.
     Time and memory are O(T (window + R)). Keys and values are projected before they are normalised, as in the paper
@@ -213,7 +214,7 @@ def long_short_attention(
             whole = length // chunk_size * chunk_size
             projected = project_chunks(*(x[:, :whole] for x in (key, value, projection)))
         else:
-            inside = None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
+            inside = None if lengths is None else existing(lengths, length)
             projected = _project(Tokens(key, value), projection, inside)
             projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
         far = _attend_to_projected(query, projected, scale, chunk=chunk)

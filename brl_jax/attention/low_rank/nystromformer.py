@@ -40,7 +40,7 @@ def nystromformer_attention(
 
     Q~ and K~ are the means of queries and keys over R segments of the sequence, and pinv is
     `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. It has no causal form: landmarks are means over
-    the whole sequence, and every query reads all of them. `reference.nystromformer_attention` is the plain form.
+    the whole sequence, and every query reads all of them.
 
     Token t of a row of L tokens belongs to segment floor(t R / L), so segments differ by at most one token if R
     does not divide L, a case that the paper excludes. A row shorter than R has one landmark per token, which gives

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from brl_jax.attention.core.products import multiply_precisely
 
 
 def iterative_pseudo_inverse(
@@ -29,12 +30,8 @@ def iterative_pseudo_inverse(
         (1,) * (matrix.ndim - 2) + matrix.shape[-2:]
     )
 
-    # By default a TPU rounds the factors to 8 bits, and the inverse would amplify the error.
-    def times(a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
     for _ in range(iterations):
-        product = times(matrix, inverse)
-        inner = 15 * identity - times(product, 7 * identity - product)
-        inverse = times(inverse, 13 * identity - times(product, inner)) / 4
+        product = multiply_precisely(matrix, inverse)
+        inner = 15 * identity - multiply_precisely(product, 7 * identity - product)
+        inverse = multiply_precisely(inverse, 13 * identity - multiply_precisely(product, inner)) / 4
     return inverse

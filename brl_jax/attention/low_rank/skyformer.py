@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.checks import require, zero_padding
+from brl_jax.attention.core.checks import given_or_drawn, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
@@ -53,7 +53,7 @@ def skyformer_attention(
 
     C is the Gaussian kernel (Skyformer, arXiv:2111.00035, section 4). A = C(X_S, X_S) is scaled to D^(-1/2) (A +
     ridge I) D^(-1/2), where D are its row sums, and `iterative_pseudo_inverse` inverts it. It has no causal form:
-    queries read samples from the whole sequence. `reference.skyformer_attention` is the plain form.
+    queries read samples from the whole sequence.
 
     As in the authors' code, half of the samples are queries and half are keys, drawn with replacement, and the
     ridge is 0.1. That code draws samples separately for each row of a batch. Here all rows and heads are sampled at
@@ -82,7 +82,8 @@ def skyformer_attention(
     query, key, value, lengths, scale, dtype = prepare_same_tokens(
         query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation
     )  # fmt: skip
-    samples = _choose_samples(rng, samples, num_samples)
+    draw = functools.partial(skyformer_samples, num_samples=128 if num_samples is None else num_samples)
+    samples = given_or_drawn("samples", samples, (), rng, draw, num_samples=num_samples)
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     counts = jnp.full((query.shape[0],), length, jnp.int32) if lengths is None else lengths
     places = jnp.floor(samples[None] * counts[:, None].astype(jnp.float32)).astype(jnp.int32)
@@ -102,22 +103,3 @@ def skyformer_attention(
     read = jnp.einsum("bnrs,bsnv->brnv", inverse, read, precision=lax.Precision.HIGHEST)
     out = kernelized_attention(query, chosen, read, scale=scale)
     return zero_padding(out, lengths).astype(dtype)
-
-
-def _choose_samples(rng: Any, samples: Any, num_samples: Any) -> Float[Array, " R"]:
-    require(
-        (rng is None) != (samples is None),
-        "rng (a random key to draw the samples from) or samples must be given, and not both, got "
-        + ("neither" if rng is None else "both"),
-    )
-    if samples is None:
-        return skyformer_samples(rng, 128 if num_samples is None else num_samples)
-    require(
-        samples.ndim == 1 and samples.shape[0] >= 1,
-        f"samples must have shape (samples,), got {samples.shape}",
-    )
-    require(
-        num_samples in (None, samples.shape[0]),
-        f"num_samples must be None or the {samples.shape[0]} samples, got {num_samples!r}",
-    )
-    return samples.astype(jnp.float32)

@@ -125,7 +125,7 @@ def bsbr_attention(
     The first chunk of a causal call retrieves 0.
 
     This follows the section "Technical Implementation Insights" of the BSBR article, with the masks of its text;
-    the masks of its public code let tokens see later ones. `reference.bsbr_attention` is the plain form.
+    the masks of its public code let tokens see later ones.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

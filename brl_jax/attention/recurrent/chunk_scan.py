@@ -30,6 +30,7 @@ from brl_jax.attention.core.varying import of_floats, vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
 from brl_jax.attention.recurrent.scan_sharded import scan_shards
 from brl_jax.sharding import sequence_axis
+from pallas_kernels.absent import existing
 
 #: Checkpoint name of a chunk's small arrays that take many kernels to compute. When all chunks run at once,
 #: the backward pass saves them instead of recomputing them.
@@ -393,7 +394,7 @@ def segment_numbers(
         return None
     segments = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else run_numbers(segment_ids)
     if lengths is not None:
-        segments = jnp.where(jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None], segments, -1)
+        segments = jnp.where(existing(lengths, length), segments, -1)
     return segments
 
 

@@ -71,8 +71,7 @@ def cosformer_attention(
 
     Qin et al. 2022, arXiv:2202.08791, eqs. 10-12. The cosine of a difference is a sum of products of cosines and
     sines, so the features are [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. As in the authors' code, the
-    outputs are divided by the sum of the weights, but at least by 1e-6. `reference.cosformer_attention` is the
-    plain form.
+    outputs are divided by the sum of the weights, but at least by 1e-6.
 
     Args:
       query, key, value: as for `linear_attention`.

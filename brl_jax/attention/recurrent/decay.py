@@ -7,22 +7,19 @@ lose a weak decay behind a strong one, and its exponential could overflow.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.products import multiply_precisely
 from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility
 from brl_jax.attention.recurrent.rows import heads_first, mask_rows, mask_scores, zero_unless
 
 # Blocks of this size have a factor for every pair of tokens and every feature.
 _BLOCK = 8
-
-_multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class HeadDecay(NamedTuple):
@@ -64,7 +61,7 @@ def head_decay(log: Float[Array, "B K C 1"]) -> HeadDecay:
     log = clip_log_decay(log)
     length = log.shape[2]
     later = jnp.tri(length, k=-1, dtype=log.dtype)[None, None]
-    between = _multiply(jnp.tri(length, dtype=log.dtype)[None, None], later * log)
+    between = multiply_precisely(jnp.tri(length, dtype=log.dtype)[None, None], later * log)
     pairs = checkpoint_name(jnp.exp(between), SAVED)
     start = pairs[..., :1] * jnp.exp(log[:, :, :1])
     return HeadDecay(pairs, start, jnp.swapaxes(pairs[:, :, -1:], -1, -2), start[:, :, -1:])

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.products import multiply_precisely
 from brl_jax.attention.core.state import check_state
 from brl_jax.attention.recurrent.arguments import prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
@@ -34,7 +35,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
-from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
+from brl_jax.attention.recurrent.unit_lower import solve_unit_lower
 from brl_jax.fields import Count, declared
 
 
@@ -88,7 +89,6 @@ def delta_rule(
     form (section 3.2). With A the strictly lower part of diag(beta) K K^T, the corrected values of a chunk are R =
     (I + A)^-1 diag(beta) (V - K S), the outputs Q S + tril(Q K^T) R and the next state S + K^T R. The inverse comes
     from products of blocks of doubling size, so nothing loops over tokens, forward or backward.
-    `reference.delta_rule` is the plain recurrence.
 
     A GPU computes all chunks at once: each chunk maps the state S to A S + B, and a tree joins the maps, in
     float32. Their products do not grow for beta |k|^2 between 0 and 2. Beyond that the recurrence itself diverges,
@@ -146,7 +146,7 @@ def gated_delta_rule(
     Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10). It is computed like `delta_rule`, with each pair of
     tokens weighted by the decay between them (section 3.3). The logarithms between two tokens are summed separately
     for each pair: a difference of sums from the chunk's first token would lose a weak decay behind a strong one,
-    and its exponential could overflow. `reference.gated_delta_rule` is the plain recurrence.
+    and its exponential could overflow.
 
     Args:
       log_decay: (B, T, K), floating point, at most 0: the logarithm of the factor by which the state shrinks before
@@ -192,7 +192,7 @@ def kimi_delta_rule(
 
     Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1). Within a chunk, the decays between two tokens
     enter the products of queries and keys feature by feature, as in `linear_attention`. No exponential of a
-    positive number is taken, so strong decay stays finite. `reference.kimi_delta_rule` is the plain recurrence.
+    positive number is taken, so strong decay stays finite.
 
     Args:
       log_decay: (B, T, K, H), floating point, at most 0: the logarithms of the factors by which the state's rows
@@ -239,8 +239,8 @@ def gated_delta_rule_2(
       S_t = D_t + k_t (write_t * v_t - D_t^T (erase_t * k_t))^T
 
     Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791), computed like `kimi_delta_rule`, which it equals
-    if both gates are the same number for all features. `reference.gated_delta_rule_2` is the plain recurrence. No
-    kernel takes gates by feature, so XLA computes it on every platform.
+    if both gates are the same number for all features. No kernel takes gates by feature, so XLA computes it on every
+    platform.
 
     Args:
       erase: (B, T, K, H), floating point: how much of what the state stores under the key is read through each
@@ -290,8 +290,8 @@ def rwkv7_attention(
       S_t = diag(exp(log_decay_t)) S_(t-1) - (rate_t * r_t) (S_(t-1)^T r_t)^T + k_t v_t^T,  out_t = S_t^T q_t
 
     RWKV-7 (Peng et al. 2025, arXiv:2503.14456, eqs. 16 and 17, transposed). The removed value is read before the
-    state decays. It is computed like `kimi_delta_rule`; `reference.rwkv7_attention` is the plain recurrence. No
-    kernel takes a second key, so XLA computes it on every platform.
+    state decays. It is computed like `kimi_delta_rule`. No kernel takes a second key, so XLA computes it on every
+    platform.
 
     Args:
       removal_key: (B, T, K, H), floating point: r, the key whose value is removed.

@@ -122,8 +122,7 @@ def flowformer_attention(
 
     Causal: every sum runs over the tokens up to i (for O, O' and the softmax's denominator, up to j). As in the
     authors' code, I, O, I' and O' are divided by the number n of these tokens. Cumulative sums compute them; the
-    last line is causal linear attention, computed chunk by chunk. `reference.flowformer_attention` is the plain
-    form.
+    last line is causal linear attention, computed chunk by chunk.
 
     Args:
       query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or

@@ -87,7 +87,6 @@ def gau_attention(
 
     Hua et al. 2022, arXiv:2202.10447, section 3.1, where n is the length of the sequence. Counting only visible
     keys makes the result independent of later tokens, of padding and of other sequences in the row.
-    `reference.gau_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
@@ -121,7 +120,7 @@ def gau_attention(
     query_positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     if return_state or state is not None:
         require(not prepared.packed, "segment_ids must be None with a state, which holds one sequence")
-        state_before = _check_gau_state(state, key, value)
+        state_before = _check_gau_state(state, key, value, prepared.lengths)
         query_positions = query_positions + state_before.length[:, None]
         state = _append(state_before, key, value, prepared.lengths)
         key, value = state.key, state.value
@@ -143,15 +142,16 @@ def gau_attention(
     return out if state is None or not return_state else (out, state)
 
 
-def _check_gau_state(state: Any, key: Array, value: Array) -> GAUState:
-    """Returns the state; raises ValueError unless it fits the new keys and values."""
+def _check_gau_state(state: Any, key: Array, value: Array, lengths: Array | None) -> GAUState:
+    """Returns the state; raises ValueError unless it fits the new keys and values, of which `lengths` are valid."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
     batch, length, kv_heads, head_dim = key.shape
     room = state.key.shape[1]
     sizes = (batch, kv_heads, head_dim, value.shape[3])
     check_state(state, init_gau_state, *sizes, length=room, dtype=key.dtype)
-    require(length <= room, f"state must have room for {length} tokens, got room for {room}")
+    fits = lengths is not None or length <= room
+    require(fits, f"state must have room for {length} tokens, got room for {room}")
     return state
 
 

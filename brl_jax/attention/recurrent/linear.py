@@ -113,7 +113,6 @@ def linear_attention(
     Katharopoulos et al. 2020, arXiv:2006.16236, eqs. 5 and 9; TransNormer, arXiv:2210.10340, eq. 4. Causal
     attention is computed chunk by chunk, with products that are quadratic only inside a chunk. It can continue from
     the state of earlier tokens, in pieces of any size. A query that sees no key gives 0.
-    `reference.linear_attention` is the plain form.
 
     With log_decay the state shrinks before each token: S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and out_t =
     S_t^T phi(q_t). With "identity" for phi, one number per head gives retention (RetNet, arXiv:2307.08621, eq. 5;

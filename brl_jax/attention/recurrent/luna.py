@@ -82,7 +82,6 @@ def luna_attention(
     Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1. The bidirectional form packs with a
     softmax over the tokens, which would see later ones. Both sums are linear attention, computed chunk by chunk.
     The bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
-    `reference.luna_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

@@ -96,7 +96,7 @@ def mixed_chunk_attention(
 
     out_i is the sum of ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i if causal), and of
     (lq_i . lk_j / C) v_j over the keys of earlier chunks if causal, else over all keys: Hua et al. 2022,
-    arXiv:2202.10447, section 3.2, eqs. 6-8. `reference.mixed_chunk_attention` is the plain form.
+    arXiv:2202.10447, section 3.2, eqs. 6-8.
 
     Args:
       query, key: (B, T, N, H) and (B, T, K, H), for the part inside chunks; K divides N.

@@ -44,7 +44,7 @@ def norm_attention(
         out = norm_attention(query, key, value, is_causal=True)
 
     TransNormer (Qin et al. 2022, arXiv:2210.10340), eq. 14. It has no denominator, whose gradients grow without
-    bound as features shrink, and no scale for the scores. `reference.norm_attention` is the plain form.
+    bound as features shrink, and no scale for the scores.
 
     Args:
       query, key, value: as for `linear_attention`.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.checks import given_or_drawn
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.state import check_state
@@ -123,8 +123,7 @@ def performer_attention(
     FAVOR+ (arXiv:2009.14794, lemma 1): phi(x) = exp(W x - |x|^2 / 2) / sqrt(F) with x scaled by H^(-1/4). Features
     are divided by their maximum so that they do not overflow. The maximum covers only the keys that a query sees,
     so causal attention learns nothing about later tokens, not even through rounding. A millionth of a query's
-    largest feature is added to each of its features. `reference.performer_attention` is the plain form for given
-    directions.
+    largest feature is added to each of its features.
 
     Args:
       query, key, value: as for `linear_attention`.
@@ -148,8 +147,11 @@ def performer_attention(
     )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
-    directions = _choose_projection(rng, projection, num_features, query.shape[3])
-    sizes = (batch, kv_heads, query.shape[3], value_dim)
+    head_dim = query.shape[3]
+    number = default_features(head_dim) if num_features is None else num_features
+    draw = functools.partial(performer_projection, num_features=number, head_dim=head_dim)
+    directions = given_or_drawn("projection", projection, (head_dim,), rng, draw, num_features=num_features)
+    sizes = (batch, kv_heads, head_dim, value_dim)
     state = check_state(state, init_performer_state, *sizes, num_features=directions.shape[0])
     fresh = init_performer_state(*sizes, num_features=directions.shape[0])
     inputs = {"query": query, "key": key, "value": value}
@@ -182,28 +184,6 @@ def performer_attention(
 def default_features(head_dim: int) -> int:
     """H ln H, rounded (arXiv:2009.14794, section 4.2)."""
     return max(1, round(head_dim * math.log(head_dim)))
-
-
-def _choose_projection(rng: Any, projection: Any, num_features: Any, head_dim: int) -> Float[Array, "F H"]:
-    """The given projection, or one drawn from rng, in float32."""
-    require(
-        (rng is None) != (projection is None),
-        "rng (a random key to draw the features from) or projection must be given, and not both, got "
-        + ("neither" if rng is None else "both"),
-    )
-    if projection is None:
-        if num_features is None:
-            num_features = default_features(head_dim)
-        projection = performer_projection(rng, num_features, head_dim)
-    require(
-        projection.ndim == 2 and projection.shape[1] == head_dim and projection.shape[0] >= 1,
-        f"projection must have shape (features, {head_dim}), got {projection.shape}",
-    )
-    require(
-        num_features in (None, projection.shape[0]),
-        f"num_features must be None or the projection's {projection.shape[0]}, got {num_features!r}",
-    )
-    return projection.astype(jnp.float32)
 
 
 def _log_features(directions: Float[Array, "F H"], x: Float[Array, "B K R H"]) -> Float[Array, "B K R F"]:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.products import multiply_precisely
 from brl_jax.attention.recurrent.decay import check_log_decay, clip_log_decay
-from brl_jax.attention.recurrent.unit_lower import multiply_precisely
 
 
 class Summary(NamedTuple):

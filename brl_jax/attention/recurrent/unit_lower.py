@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,12 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.by_platform import branches
+from brl_jax.attention.core.products import multiply_precisely
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import SAVED
-
-# The device's default precision is not enough: errors in one row of the solution reach all later rows, and errors in a
-# chunk's map all later states.
-multiply_precisely = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def solve_unit_lower(a: Float[Array, "*B C C"], b: Float[Array, "*B C V"]) -> Float[Array, "*B C V"]:

@@ -1,1 +1,1 @@
-"""Attention that sorts or ranks tokens; `reference.py` has the plain forms."""
+"""Attention that sorts or ranks tokens."""

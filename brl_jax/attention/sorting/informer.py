@@ -130,7 +130,7 @@ def informer_attention(
     ProbSparse attention of the Informer (Zhou et al. 2020, arXiv:2012.07436), section 3.1 and algorithm 1. Each query
     samples u = factor ceil(ln n) of the n keys. Its measure is its largest score with them minus their mean, and the u
     queries with the largest measures attend to all keys. (The authors' code divides the sum of the sampled scores by n
-    instead of u.) Measures only choose queries and have no gradient. `reference.informer_attention` is the plain form.
+    instead of u.) Measures only choose queries and have no gradient.
 
     Causal: query i samples among the keys up to its own. It attends if its measure is among the u largest of the first
     n = i + 1 queries, so it follows the rule for the last query of a prefix and no later token matters. The authors'

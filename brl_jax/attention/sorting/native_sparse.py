@@ -286,8 +286,7 @@ def native_sparse_attention(
 
       out_t = g_1 softmax(scale q_t K_c^T) V_c + g_2 softmax(scale q_t K_s^T) V_s + g_3 softmax(scale q_t K_w^T) V_w
 
-    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), eqs. 3 to 12. `reference.native_sparse_attention`
-    is the plain form.
+    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), eqs. 3 to 12.
 
     K_c has one key per block of sizes.compressed tokens, every sizes.stride tokens, that ends at or before t. K_s
     are the keys up to t in sizes.blocks blocks of sizes.selected tokens: the block of t, the one before it, the

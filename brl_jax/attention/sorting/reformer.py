@@ -27,6 +27,7 @@ from brl_jax.attention.sorting.buckets import (
     unsort,
 )
 from brl_jax.fields import Count, Even, declared
+from pallas_kernels.absent import existing
 
 # The code of an empty place, which no token shares.
 _NOWHERE = -3
@@ -126,7 +127,7 @@ def reformer_attention(
     sees itself only if it sees nothing else. Each round sorts the tokens by bucket and position and cuts them into
     chunks of `chunk_size`. A token sees the tokens of its bucket in its own chunk and in the chunk before it. Each
     round has its own softmax, and the log-sum-exps merge them. A token that is seen in n rounds gets a score lower by
-    log n in each, so that it counts once (appendix A). `reference.reformer_attention` is the plain form.
+    log n in each, so that it counts once (appendix A).
 
     The authors tie the number of buckets to the length, 2 T / chunk_size. Here the rotations fix it, so that a token's
     hash depends on the token alone. The Long Range Arena's code does not normalise keys and multiplies scores by
@@ -188,8 +189,7 @@ def reformer_attention(
         return (out.astype(dtype), state) if return_state else out.astype(dtype)
     buckets = hash_buckets(exact_query, rotations)
     if lengths is not None:
-        exists = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
-        buckets = jnp.where(exists[None, :, None], buckets, num_buckets)
+        buckets = jnp.where(existing(lengths, length)[None, :, None], buckets, num_buckets)
     out = attend_in_buckets(exact_query, exact_value, buckets, num_buckets, chunk_size, scale, is_causal)
     return zero_padding(out, lengths).astype(dtype)
 

@@ -80,8 +80,8 @@ def sinkhorn_attention(
 
     Sparse Sinkhorn Attention (arXiv:2002.11296), section 3. A sorting network computes R from the sums of the blocks.
     Sinkhorn (`balanced`) divides rows and columns by their sums in turn, which brings S close to a permutation of the
-    blocks. `reference.sinkhorn_attention` is the plain form. The authors' code for the Long Range Arena adds the
-    outputs of two softmaxes, over own and over sorted keys; here one softmax covers both.
+    blocks. The authors' code for the Long Range Arena adds the outputs of two softmaxes, over own and over sorted keys;
+    here one softmax covers both.
 
     Causal: R_i must not depend on anything after the first token of block i (the paper's causal sum). Block i reads
     only the complete blocks before it; the first block reads only itself. A column's sum runs over the rows up to its

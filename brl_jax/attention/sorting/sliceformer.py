@@ -33,7 +33,7 @@ def sliceformer_attention(
     Sliceformer (Yuan and Xu 2023, arXiv:2310.17683) has no queries, keys or softmax. Sorting multiplies each
     channel by a permutation matrix, an attention map that is sparse, doubly stochastic and full-rank. The gradient
     goes through that permutation, which is constant almost everywhere. Token i gets the values of rank i, which may
-    come from any token, so it has no causal form. `reference.sliceformer_attention` is the plain form.
+    come from any token, so it has no causal form.
 
     Args:
       value: (B, T, N, V), float32, bfloat16 or float16.

@@ -1,5 +1,5 @@
 """Softmax attention with structured scores: multi-level low rank, bilinear forms, heads split by reach.
 
-Start with `reference.py`, which has the plain form of each function. Equation numbers refer to "Customizing the
-Inductive Biases of Softmax Attention using Structured Matrices" (arXiv:2509.07963).
+Equation numbers refer to "Customizing the Inductive Biases of Softmax Attention using Structured Matrices"
+(arXiv:2509.07963).
 """

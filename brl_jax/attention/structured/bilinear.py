@@ -48,8 +48,7 @@ def bilinear_mlr_attention(
       score(i, j) = sum over the levels l of  q_i^(l) . k_j^(l) * scale / sqrt(r_l p_l)
 
     `bilinear_mlr_features` computes q^(l) and k^(l): it cuts x into p_l blocks of channels and multiplies each by
-    its (D / p_l) x r_l matrix. As in eq. 32, tokens are multiplied by their factors first, and then queries by
-    keys. `reference.bilinear_mlr_attention` is the plain form.
+    its (D / p_l) x r_l matrix. As in eq. 32, tokens are multiplied by their factors first, and then queries by keys.
 
     Args:
       x: (B, T, D), float32, bfloat16 or float16; the tokens that queries and keys are made from.
@@ -148,7 +147,7 @@ def bilinear_btt_attention(
       score(i, j) = scale x_i . LN(BTT(x_j))
 
     `bilinear_btt_keys` computes LN(BTT(x)). Each head's query is the token itself, so heads differ only in their
-    keys, and only the heads of the values can be grouped. `reference.bilinear_btt_attention` is the plain form.
+    keys, and only the heads of the values can be grouped.
 
     Args:
       x: (B, T, D), float32, bfloat16 or float16; the tokens that queries and keys are made from.

@@ -42,7 +42,6 @@ def global_window_attention(
 
     q^(1) is the first ranks[0] features of the head, q^(2) the rest. A query's weights sum to 2. The first part
     takes quadratic time; memory is linear. arXiv:2509.07963, section 5.1, compares with it.
-    `reference.global_window_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

@@ -72,7 +72,6 @@ def mlr_attention(
     still see each other. One level with one block is softmax attention. Scores cost 2 sum_l r_l b_l FLOPs per query
     (half if causal), compared with 2 H T for full attention. Time stays quadratic because of the coarsest level and the
     values. Memory is linear in T, forward and backward: only a few rows of scores exist at a time.
-    `reference.mlr_attention` is the plain form.
 
     Generation continues from a state, with any number of tokens at a time. It caches only the current block's keys of
     each level (section 3.4)::

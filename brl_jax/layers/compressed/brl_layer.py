@@ -103,6 +103,7 @@ class BRLAttention(_PastOwner, MechanismLayer):
     """
 
     memory: ClassVar[str] = "layer"
+    packs_cache: ClassVar[bool] = True
 
     def init_cache(self, batch: int, length: int) -> BRLCache:
         mechanism, d = self.mechanism, self.dimensions

@@ -28,6 +28,7 @@ from brl_jax.layers.core.modules import (
 )
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.sharding import constrain
+from pallas_kernels.absent import existing
 
 # Logical names of the compressed tokens' dimensions (B, C, M, E), for dividing them over a mesh.
 COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
@@ -160,7 +161,7 @@ class CompressedStream(nn.Module):
             tokens_at = jnp.arange(length)
             bias = jax.vmap(lambda places: bias(places, tokens_at))(spread(count, length, lengths))
         if maps_wanted(self):
-            mask = None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
+            mask = None if lengths is None else existing(lengths, length)
             weigh = functools.partial(
                 compress_weights,
                 query,

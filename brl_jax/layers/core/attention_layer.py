@@ -1,13 +1,16 @@
-"""The base of layers around attention functions without a recurrent state."""
+"""The bases of layers around attention functions: their call and their decoding cache."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.attention.core.state import KeyValueCache
@@ -16,34 +19,40 @@ from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer, Residual
 
 
-class AttentionLayer(MechanismLayer):
-    """A layer that projects its tokens to queries, keys and values, attends, and merges the heads.
+class Attention(NamedTuple):
+    """What a layer computes for its tokens.
 
-    A mechanism implements `attend` and overrides other methods as needed: by default `project_qkv` projects the tokens,
-    and the decoding cache keeps the keys and values of all tokens. `heads` and `output` run inside a compact call, so
-    they may create parameters.
+    Attributes:
+      function: function(query, key, value, **options) computes the attention; `AttentionLayer.mix` gives the options.
+      query, key, value: (B, T, N, F), (B, T, K, F) and (B, T, K, V).
+      linear_part: a similar function that is linear in the values, for computing the attention matrix; None if
+        `function` itself is linear.
+      kept: what the new cache has besides the state and the length, by field.
     """
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N F"], Float[Array, "B T K F"], Float[Array, "B T K H"]]:
-        """Returns queries, keys and values."""
-        return project_qkv(self.dimensions, x, positions)
+    function: Callable[..., Any]
+    query: Float[Array, "B T N F"]
+    key: Float[Array, "B T K F"]
+    value: Float[Array, "B T K V"]
+    linear_part: Callable[..., Any] | None = None
+    kept: Mapping[str, Any] = MappingProxyType({})
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        """Computes the attention function, (B, T, N, H).
+    def __call__(self, **options: Any) -> Any:
+        return self.function(self.query, self.key, self.value, **options)
 
-        In training it gets the options key_value_seq_lengths and implementation, is_causal for mechanisms with a causal
-        form, and segment_ids for those that pack. The default `step` passes is_causal, query_offset and
-        implementation. Both add `attention_options`.
-        """
+
+class AttentionLayer(MechanismLayer):
+    """A layer that attends and merges the heads.
+
+    A mechanism implements `attention`, and overrides other methods as needed: by default the decoding cache keeps the
+    keys and values of all tokens. `attention` and `output` run inside a compact call, so they may create parameters.
+    """
+
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        """Returns the attention function with its arguments for these tokens."""
         raise NotImplementedError
 
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        """Returns the mechanism's additional options of `attend`. Called once, inside a compact call."""
-        return {}
-
-    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Returns the layer's output for its input x."""
         return merge_heads(self.dimensions, attended)
 
@@ -56,59 +65,37 @@ class AttentionLayer(MechanismLayer):
         value_shape = (batch, length, d.num_kv_heads, d.head_dim)
         return KeyValueCache.empty((batch, length, *self.key_shape()), value_shape, d.dtype)
 
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, Any]:
-        """Attends from new tokens (B, T, ...) to themselves and the cached ones; also returns the new cache."""
-        cache = call.cache.append(key, value, call.count)
-        attended = self.attend(
-            query,
-            cache.key,
-            cache.value,
-            is_causal=True,
-            query_offset=call.start,
-            implementation=self.dimensions.implementation,
-            **self.attention_options(call),
-        )
-        return attended, cache
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, Any]:
+        """Attends from new tokens (B, T, ...) to themselves and the cached ones; also returns the new cache. `options`
+        are the function's."""
+        cache = call.cache.append(attention.key, attention.value, call.count)
+        attention = attention._replace(key=cache.key, value=cache.value)
+        return attention(query_offset=call.start, **options), cache
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d = self.dimensions
-        query, key, value = self.heads(x, call.positions)
+        d, m = self.dimensions, self.mechanism
+        attention = self.attention(x, call)
+        options: dict[str, Any] = {"implementation": d.implementation}
+        if d.is_causal and m.bidirectional:
+            options["is_causal"] = True
         if call.cache is not None:
-            call.check_one_sequence()
-            attended, cache = self.step(query, key, value, call)
+            attended, cache = self.step(attention, call, **options)
             return self.output(x, attended), cache
-        options: dict[str, Any] = {
-            "key_value_seq_lengths": None if d.is_causal else call.lengths,
-            "implementation": d.implementation,
-        }
-        if self.mechanism.causal:
-            options["is_causal"] = d.is_causal
-        if self.mechanism.packs:
+        options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
+        if m.packs:
             options["segment_ids"] = call.segment_ids
-        options |= self.attention_options(call)
-
-        def attend(value: Array) -> Array:
-            return self.attend(query, key, value, **options)
-
-        sow_weights(self, attend, value)
-        return self.output(x, attend(value)), None
+        linear = functools.partial(
+            attention.linear_part or attention.function, attention.query, attention.key, **options
+        )
+        sow_weights(self, linear, attention.value)
+        return self.output(x, attention(**options)), None
 
 
-class FunctionStateLayer(AttentionLayer):
+class StateLayer(AttentionLayer):
     """An `AttentionLayer` whose cache is the state of its attention function."""
 
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, Any]:
-        return self.attend(
-            query,
-            key,
-            value,
-            is_causal=True,
-            state=call.cache,
-            return_state=True,
-            count=call.count,
-            implementation=self.dimensions.implementation,
-            **self.attention_options(call),
-        )
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, Any]:
+        return attention(state=call.cache, return_state=True, count=call.count, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,34 +150,28 @@ class SoftmaxLayer(AttentionLayer):
 
     mechanism: SoftmaxConfig
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        mechanism, d = self.mechanism, self.dimensions
-        if mechanism.rope_theta is not None and d.rope_theta is not None:
-            d = dataclasses.replace(d, rope_theta=mechanism.rope_theta)
-        return project_qkv(
+    def softmax(
+        self, function: Callable[..., Any], x: Float[Array, "B T D"], call: LayerCall, **options: Any
+    ) -> Attention:
+        """Returns a softmax attention function with these options and the mechanism's."""
+        m, d, sinks = self.mechanism, self.dimensions, None
+        if m.rope_theta is not None and d.rope_theta is not None:
+            d = dataclasses.replace(d, rope_theta=m.rope_theta)
+        heads = project_qkv(
             d,
             x,
-            positions,
-            qk_norm=mechanism.qk_norm,
-            qkv_bias=mechanism.qkv_bias,
-            rope_scaling=mechanism.rope_scaling,
-            rotary_dim=mechanism.rotary_dim,
+            call.positions,
+            qk_norm=m.qk_norm,
+            qkv_bias=m.qkv_bias,
+            rope_scaling=m.rope_scaling,
+            rotary_dim=m.rotary_dim,
         )
+        if m.sinks:
+            sinks = parameter(self, "sinks", nn.initializers.zeros_init(), (d.num_heads,), ("heads",))
+        options |= {"sinks": sinks, "logits_soft_cap": m.logits_soft_cap, "scale": m.scale}
+        return Attention(functools.partial(function, **options), *heads)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         if self.mechanism.output_gate:
             attended = attended * jax.nn.sigmoid(to_heads(self.dimensions, x, "gate"))
-        return super().output(x, attended)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        mechanism, sinks = self.mechanism, None
-        if mechanism.sinks:
-            heads = self.dimensions.num_heads
-            sinks = parameter(self, "sinks", nn.initializers.zeros_init(), (heads,), ("heads",))
-        return {
-            "sinks": sinks,
-            "logits_soft_cap": mechanism.logits_soft_cap,
-            "scale": mechanism.scale,
-        }
+        return merge_heads(self.dimensions, attended)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.state import slide, window_segments
-from brl_jax.attention.local.api import local_attention
+from brl_jax.layers.core.attention_layer import Attention
+from brl_jax.layers.core.protocol import LayerCall
 
 
 class WindowCache(NamedTuple):
@@ -28,20 +29,18 @@ class WindowCache(NamedTuple):
         """Returns an empty cache of shape (B, R, K, H)."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
-    def attend(
-        self, query: Array, key: Array, value: Array, start: Any, count: Any, **options: Any
-    ) -> tuple[Array, WindowCache]:
-        """Attends from new tokens, the first `count` of them valid, to themselves and the window, and returns the new
-        window; `options` are `local_attention`'s, and `start` is the length."""
+    def attend(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, WindowCache]:
+        """Attends from new tokens to themselves and the window, by `local_attention`; also returns the new window."""
         batch, reach = self.key.shape[:2]
-        key, last_keys = slide(self.key, key, count)
-        value, last_values = slide(self.value, value, count)
-        out = local_attention(
-            query,
+        length = attention.query.shape[1]
+        start, count = call.start, call.num_new(length)
+        key, last_keys = slide(self.key, attention.key, count)
+        value, last_values = slide(self.value, attention.value, count)
+        out = attention.function(
+            attention.query,
             key,
             value,
-            is_causal=True,
-            segment_ids=window_segments(batch, query.shape[1], reach, start),
+            segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,
             key_offset=start - reach,
             **options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -124,6 +125,25 @@ def to_heads(
     number = number or (dimensions.num_heads if axis == "heads" else dimensions.num_kv_heads)
     shape = (number, size or dimensions.head_dim)
     return dense(dimensions, shape, ("embed", axis, "head_dim"), name=name, **kwargs)(x)
+
+
+def low_rank_heads(
+    dimensions: Dimensions,
+    x: Float[Array, "B T D"],
+    name: str,
+    axis: Literal["heads", "kv_heads"],
+    rank: int | None,
+    *,
+    inner: Callable[[Array], Array] = lambda x: x,
+    use_bias: bool = False,
+) -> Float[Array, "B T N H"]:
+    """`to_heads` through two maps with `inner` between them: the first has `rank` outputs (None: the width of a head),
+    and the second may have a bias. Their parameters end in "_down" and "_up"."""
+    d = dimensions
+    down = dense(d, rank or d.head_dim, ("embed", "projected"), name=f"{name}_down", use_bias=False)
+    number = d.num_heads if axis == "heads" else d.num_kv_heads
+    axes = ("projected", axis, "head_dim")
+    return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=use_bias)(inner(down(x)))
 
 
 def parameter(
@@ -308,29 +328,28 @@ def rotary_options(dimensions: Dimensions, positions: Int[Array, "#B T"]) -> dic
     return {"positions": positions, "rope_theta": dimensions.rope_theta}
 
 
+def rotated(
+    dimensions: Dimensions, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]
+) -> Float[Array, "B T N H"]:
+    """Returns x rotated by its positions, if the network has rotary positions."""
+    return x if dimensions.rope_theta is None else rotate(x, positions, dimensions.rope_theta)
+
+
 def scale_scores(query: Array, factor: float) -> Array:
     """Returns queries whose scores are multiplied by `factor`; the queries themselves if it is 1."""
     return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
 
 
-def distance_scale(
-    dimensions: Dimensions, query: Float[Array, "B T N H"]
-) -> tuple[Float[Array, "B T N H"], float]:
-    """Returns `project_qkv`'s queries without muP's factor, and a scale that includes it. The factor on the queries
-    would change their distances from the keys."""
-    factor = dimensions.head_score_factor
-    return scale_scores(query, 1 / factor), query.shape[-1] ** -0.5 * factor
+def sampled(module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, stream: str | None) -> Array:
+    """Returns draw(key) with the call's key of the random stream `stream`, or with the seed's key if it has none.
 
-
-def sampled(
-    module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, deterministic: bool
-) -> Array:
-    """Returns draw(key) with the call's key "sample", or with the seed's key if the call is deterministic."""
-    if not deterministic and module.has_rng("sample"):
-        return draw(module.make_rng("sample"))
-    # Draw while tracing: the result is a constant of the program instead of work in each run.
-    with jax.ensure_compile_time_eval():
-        return draw(jax.random.key(seed))
+    The seed's result is a constant of the program instead of work in each run. A separate thread draws it, outside any
+    mesh: the active mesh may describe a topology whose devices do not exist here, so nothing can run on it.
+    """
+    if stream is not None and module.has_rng(stream):
+        return draw(module.make_rng(stream))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: draw(jax.random.key(seed))).result()
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

@@ -280,6 +280,15 @@ def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
     )
 
 
+def check_max_length(mechanism: Any, length: int) -> None:
+    """Raises ValueError if a sequence of `length` tokens is longer than the mechanism's `max_length`."""
+    require(
+        length <= mechanism.max_length,
+        f"max_length must be at least the sequence's length {length}, got {mechanism.max_length}: "
+        f"mechanism {mechanism.name} has parameters for each position",
+    )
+
+
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
     """Returns the positions start..start+length-1 as (1, length)."""
     return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]
@@ -312,13 +321,6 @@ class LayerCall:
     def num_new(self, length: int) -> Any:
         """Returns how many of `length` new tokens are valid."""
         return length if self.count is None else self.count
-
-    def check_one_sequence(self) -> None:
-        """Raises ValueError for segment_ids; for layers whose decoding cache cannot keep sequences apart."""
-        require(
-            self.segment_ids is None,
-            "segment_ids must be None with a decoding cache, which has one sequence in each row",
-        )
 
 
 class CacheOwner(nn.Module):
@@ -357,6 +359,10 @@ class CacheOwner(nn.Module):
 class MechanismLayer(CacheOwner):
     """Base of the layers, which checks and completes the arguments. A mechanism implements `mix` and `init_cache`."""
 
+    packs_cache: ClassVar[bool] = False
+    """Whether segment_ids may come with a cache: a recurrent state drops the sequence before, and BRL has a training
+    memory, while a cache of tokens has one sequence in each row."""
+
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         """Returns the layer's output (B, T, D) and its new cache."""
         raise NotImplementedError
@@ -388,6 +394,10 @@ class MechanismLayer(CacheOwner):
         self.mechanism.check(self.dimensions)
         if segment_ids is not None:
             check_packs(self.mechanism, self.dimensions)
+            require(
+                cache is None or self.packs_cache,
+                "segment_ids must be None with a decoding cache, which has one sequence in each row",
+            )
             # Functions that compare ids would let a sequence see an earlier one with the same id.
             segment_ids = run_numbers(jnp.asarray(segment_ids))
         start = 0 if cache is None else cache.length

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.fields import Range
-from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
+from brl_jax.layers.core.attention_layer import Attention, SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.protocol import LayerCall
 
 
@@ -30,27 +30,20 @@ class FullConfig(SoftmaxConfig):
 class FullAttention(SoftmaxLayer, config=FullConfig):
     mechanism: FullConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        return full_attention(query, key, value, **options)
-
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, rate = self.dimensions, self.mechanism.dropout
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        attention, rate = self.softmax(full_attention, x, call), self.mechanism.dropout
         if not rate or call.deterministic or call.cache is not None:
-            return super().mix(x, call)
-        # The residuals of bfloat16 would be too coarse.
-        query, key, value = (each.astype(jnp.float32) for each in self.heads(x, call.positions))
-        options = {
-            "is_causal": d.is_causal,
-            "key_value_seq_lengths": None if d.is_causal else call.lengths,
-            "segment_ids": call.segment_ids,
-            "implementation": d.implementation,
-            "return_residual": True,
-            **self.attention_options(call),
-        }
-        shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - rate, shape)
-        # The weights that are kept are those of a softmax over all keys.
-        kept, of_kept = full_attention(query, key, value, mask=keep, **options)
-        _, of_all = full_attention(query, key, value, **options)
-        share = jnp.exp(of_kept - of_all)[..., None] / (1.0 - rate)
-        return self.output(x, (kept * share).astype(d.dtype)), None
+            return attention
+        (batch, length, heads, _), keys = attention.query.shape, attention.key.shape[1]
+        keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - rate, (batch, heads, length, keys))
+
+        def dropped(query: Array, key: Array, value: Array, **options: Any) -> Array:
+            # The residuals of bfloat16 would be too coarse.
+            arrays = [array.astype(jnp.float32) for array in (query, key, value)]
+            # The weights that are kept are those of a softmax over all keys.
+            kept, of_kept = attention.function(*arrays, mask=keep, return_residual=True, **options)
+            _, of_all = attention.function(*arrays, return_residual=True, **options)
+            share = jnp.exp(of_kept - of_all)[..., None] / (1.0 - rate)
+            return (kept * share).astype(value.dtype)
+
+        return attention._replace(function=dropped)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.fields import Count, Positive
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import scale_scores
-from brl_jax.layers.core.protocol import Mechanism
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,9 @@ class HopfieldConfig(Mechanism):
 class HopfieldAttention(AttentionLayer, config=HopfieldConfig):
     mechanism: HopfieldConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        m, factor = self.mechanism, self.dimensions.head_score_factor
-        if factor == 1.0:
-            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **options)
-        # The queries already have muP's factor, but it would only act on the first step, so move it into the scale.
-        beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
-        query = scale_scores(query, 1 / factor)
-        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **options)
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d, m = self.dimensions, self.mechanism
+        # muP's factor on the queries would only act on the first step, so it is in the scale.
+        beta = d.head_dim**-0.5 if m.beta is None else m.beta
+        function = functools.partial(hopfield_attention, steps=m.steps, scale=beta * d.head_score_factor)
+        return Attention(function, *project_qkv(d, x, call.positions, root_scores=False))

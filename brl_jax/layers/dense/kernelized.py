@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.dense.kernelized import kernelized_attention
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import distance_scale
-from brl_jax.layers.core.protocol import Mechanism
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,9 @@ class KernelizedConfig(Mechanism):
 class KernelizedAttention(AttentionLayer, config=KernelizedConfig):
     mechanism: KernelizedConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        query, scale = distance_scale(self.dimensions, query)
-        lengths = options["key_value_seq_lengths"]
-        return kernelized_attention(query, key, value, scale=scale, query_seq_lengths=lengths, **options)
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d = self.dimensions
+        # muP's factor on the queries would change their distances from the keys, so it is in the scale.
+        scale = d.head_dim**-0.5 * d.head_score_factor
+        function = functools.partial(kernelized_attention, scale=scale, query_seq_lengths=call.lengths)
+        return Attention(function, *project_qkv(d, x, call.positions, root_scores=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.state import write_tokens
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import merge_heads, parameter, scale_scores, sow_weights, to_heads
-from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import parameter, scale_scores, to_heads
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 Weights = Literal["random", "dense"]
 
@@ -34,14 +33,6 @@ class SynthesizerConfig(Mechanism):
     max_length: Count = 4096
     """Length of the longest sequence; the parameters have an entry for each of its positions."""
 
-    def check_length(self, length: int) -> None:
-        """Raises ValueError if a sequence of `length` tokens is too long."""
-        require(
-            length <= self.max_length,
-            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
-            "Synthesizer has parameters for each position",
-        )
-
 
 class SynthesizerCache(NamedTuple):
     """A decoding cache: the values of all tokens so far, each at its position, and the number of tokens. Heads come
@@ -51,37 +42,30 @@ class SynthesizerCache(NamedTuple):
     length: Int[Array, ""]
 
 
-class SynthesizerAttention(MechanismLayer, config=SynthesizerConfig):
+class SynthesizerAttention(AttentionLayer, config=SynthesizerConfig):
     mechanism: SynthesizerConfig
 
     def init_cache(self, batch: int, length: int) -> SynthesizerCache:
         d = self.dimensions
-        self.mechanism.check_length(length)
+        check_max_length(self.mechanism, length)
         values = jnp.zeros((batch, d.num_kv_heads, length, d.head_dim), d.dtype)
         return SynthesizerCache(values, jnp.zeros((), jnp.int32))
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, length = self.dimensions, x.shape[1]
-        self.mechanism.check_length(length)
-        value = to_heads(d, x, "value", "kv_heads")
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        check_max_length(self.mechanism, x.shape[1])
+        value = to_heads(self.dimensions, x, "value", "kv_heads")
         rows, columns, bias = self._factors(x, call.start)
-        attend = functools.partial(
-            synthesizer_attention,
-            rows=rows,
-            columns=columns,
-            column_bias=bias,
-            is_causal=d.is_causal,
-            query_offset=call.start,
-            key_value_seq_lengths=None if d.is_causal else call.lengths,
-            implementation=d.implementation,
-        )
-        if call.cache is not None:
-            new = jnp.swapaxes(value, 1, 2)
-            values = write_tokens(call.cache.values, new, call.start, call.count, axis=2)
-            cache = SynthesizerCache(values, call.start + call.num_new(length))
-            return merge_heads(d, attend(jnp.swapaxes(values, 1, 2))), cache
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+
+        def attend(rows: Array, columns: Array, value: Array, **options: Any) -> Array:
+            return synthesizer_attention(value, rows=rows, columns=columns, column_bias=bias, **options)
+
+        return Attention(attend, rows, columns, value)
+
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, SynthesizerCache]:
+        new = jnp.swapaxes(attention.value, 1, 2)
+        values = write_tokens(call.cache.values, new, call.start, call.count, axis=2)
+        attended = attention._replace(value=jnp.swapaxes(values, 1, 2))(query_offset=call.start, **options)
+        return attended, SynthesizerCache(values, call.start + call.num_new(new.shape[2]))
 
     def _factors(self, x: Float[Array, "B T D"], start: Any) -> tuple[Array, Array, Array | None]:
         """Returns rows, columns and the columns' bias."""

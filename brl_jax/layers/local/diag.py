@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
 from jaxtyping import Array, Float
 
@@ -14,9 +15,9 @@ from brl_jax.attention.local.diag import (
     init_diag_state,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import FunctionStateLayer
-from brl_jax.layers.core.modules import head_norm, merge_heads
-from brl_jax.layers.core.protocol import Mechanism, NormKind
+from brl_jax.layers.core.attention_layer import Attention, StateLayer
+from brl_jax.layers.core.modules import head_norm, merge_heads, project_qkv
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, NormKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DiagConfig(Mechanism):
     """The norm over the merged heads for score "relu": "rms" or "layer"."""
 
 
-class DiagAttention(FunctionStateLayer, config=DiagConfig):
+class DiagAttention(StateLayer, config=DiagConfig):
     mechanism: DiagConfig
 
     def init_cache(self, batch: int, length: int) -> DiagState:
@@ -43,9 +44,10 @@ class DiagAttention(FunctionStateLayer, config=DiagConfig):
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         m = self.mechanism
-        return diag_attention(query, key, value, block_size=m.block_size, score=m.score, **options)
+        function = functools.partial(diag_attention, block_size=m.block_size, score=m.score)
+        return Attention(function, *project_qkv(self.dimensions, x, call.positions))
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d, m = self.dimensions, self.mechanism

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.local import far_patterns, patterns
 from brl_jax.attention.local.api import local_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
+from brl_jax.layers.core.attention_layer import Attention, SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
@@ -138,18 +138,9 @@ class LocalAttention(SoftmaxLayer, config=LocalConfig):
         reach = length if reach is None else min(reach, length)
         return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        options["pattern"] = self.mechanism.make_pattern(self.dimensions.is_causal)
-        return local_attention(query, key, value, **options)
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        pattern = self.mechanism.make_pattern(self.dimensions.is_causal)
+        return self.softmax(local_attention, x, call, pattern=pattern)
 
-    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, WindowCache]:
-        return call.cache.attend(
-            query,
-            key,
-            value,
-            call.start,
-            call.num_new(query.shape[1]),
-            pattern=self.mechanism.make_pattern(True),
-            implementation=self.dimensions.implementation,
-            **self.attention_options(call),
-        )
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, WindowCache]:
+        return call.cache.attend(attention, call, **options)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import parameter
-from brl_jax.layers.core.protocol import LayerCall, Mechanism
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import parameter, project_qkv
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +34,14 @@ class LinformerConfig(Mechanism):
 class LinformerAttention(AttentionLayer, config=LinformerConfig):
     mechanism: LinformerConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        length, longest = key.shape[1], self.mechanism.max_length
-        if length > longest:
-            raise ValueError(
-                f"max_length must be at least the sequence's length {length}, got {longest}: "
-                "Linformer has a projection for each position"
-            )
-        return linformer_attention(query, key, value, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        return {name: self._projection(name) for name in ("key_projection", "value_projection")}
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        check_max_length(self.mechanism, x.shape[1])
+        function = functools.partial(
+            linformer_attention,
+            key_projection=self._projection("key_projection"),
+            value_projection=self._projection("value_projection"),
+        )
+        return Attention(function, *project_qkv(self.dimensions, x, call.positions))
 
     def _projection(self, name: str) -> Float[Array, "R L"]:
         d, mechanism = self.dimensions, self.mechanism

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 from jaxtyping import Array, Float
@@ -16,15 +15,9 @@ from brl_jax.attention.low_rank.long_short import (
     long_short_attention,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import (
-    dense,
-    merge_heads,
-    parameter,
-    project_qkv,
-    rotary_options,
-    sow_weights,
-)
-from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import Attention, StateLayer
+from brl_jax.layers.core.modules import dense, parameter, project_qkv, rotary_options
+from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +38,7 @@ class LongShortConfig(Mechanism):
     """Number of tokens to which a decoder projects each chunk."""
 
 
-class LongShortAttention(MechanismLayer, config=LongShortConfig):
+class LongShortAttention(StateLayer, config=LongShortConfig):
     mechanism: LongShortConfig
 
     def init_cache(self, batch: int, length: int) -> LongShortState:
@@ -55,34 +48,24 @@ class LongShortAttention(MechanismLayer, config=LongShortConfig):
             chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
         # The window's keys are rotated after their norm.
         query, key, value = project_qkv(d, x, None)
         rank = m.chunk_rank if d.is_causal else m.num_projected
         axes = ("embed", "kv_heads", "projected")
         projection = dense(d, (d.num_kv_heads, rank), axes, name="projection")(x)
-        options: dict[str, Any] = {
-            "norms": self._norms(),
-            "epsilon": d.norm_epsilon,
-            "window": m.window,
-            "chunk_size": m.chunk_size,
-            "is_causal": d.is_causal,
-            "implementation": d.implementation,
+        function = functools.partial(
+            long_short_attention,
+            projection=projection,
+            norms=self._norms(),
+            epsilon=d.norm_epsilon,
+            window=m.window,
+            chunk_size=m.chunk_size,
             **rotary_options(d, call.positions),
-        }
-
-        def attend(value: Array, **further: Any) -> Any:
-            return long_short_attention(query, key, value, projection, **options, **further)
-
-        if call.cache is not None:
-            out, state = attend(value, state=call.cache, return_state=True, count=call.count)
-            return merge_heads(d, out), state
-        options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
-
+        )
         # With norms of the values, the outputs are not linear in the values.
-        sow_weights(self, functools.partial(attend, normalize_values=False), value)
-        return merge_heads(d, attend(value)), None
+        return Attention(function, query, key, value, functools.partial(function, normalize_values=False))
 
     def _norms(self) -> Norms:
         d = self.dimensions

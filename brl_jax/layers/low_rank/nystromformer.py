@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
 import flax.linen as nn
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.low_rank.nystromformer import nystromformer_attention
 from brl_jax.fields import Count, Natural
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import parameter
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import parameter, project_qkv
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
@@ -41,13 +42,16 @@ class NystromformerConfig(Mechanism):
 class NystromformerAttention(AttentionLayer, config=NystromformerConfig):
     mechanism: NystromformerConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        return nystromformer_attention(query, key, value, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
         kernel = None
         if m.conv_size:
             init = nn.initializers.normal((3 * m.conv_size) ** -0.5)
             kernel = parameter(self, "value_kernel", init, (d.num_heads, m.conv_size), ("heads", None))
-        return {"num_landmarks": m.num_landmarks, "iterations": m.iterations, "value_kernel": kernel}
+        function = functools.partial(
+            nystromformer_attention,
+            num_landmarks=m.num_landmarks,
+            iterations=m.iterations,
+            value_kernel=kernel,
+        )
+        return Attention(function, *project_qkv(d, x, call.positions))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.fields import Count, NonNegative, Seed
-from brl_jax.layers.core.attention_layer import AttentionLayer
-from brl_jax.layers.core.modules import distance_scale, sampled
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import project_qkv, sampled
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
@@ -36,12 +36,15 @@ class SkyformerConfig(Mechanism):
 class SkyformerAttention(AttentionLayer, config=SkyformerConfig):
     mechanism: SkyformerConfig
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        query, scale = distance_scale(self.dimensions, query)
-        return skyformer_attention(query, key, value, scale=scale, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        m = self.mechanism
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d, m = self.dimensions, self.mechanism
         draw = functools.partial(skyformer_samples, num_samples=m.num_samples)
-        samples = sampled(self, draw, m.seed, call.deterministic)
-        return {"samples": samples, "iterations": m.iterations, "ridge": m.ridge}
+        function = functools.partial(
+            skyformer_attention,
+            samples=sampled(self, draw, m.seed, None if call.deterministic else "sample"),
+            iterations=m.iterations,
+            ridge=m.ridge,
+            # muP's factor on the queries would change their distances from the keys, so it is in the scale.
+            scale=d.head_dim**-0.5 * d.head_score_factor,
+        )
+        return Attention(function, *project_qkv(d, x, call.positions, root_scores=False))

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.bsbr import BSBRState, bsbr_attention, init_bsbr_state
 from brl_jax.fields import Count
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import parameter, project_qkv, scale_scores, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class BSBRConfig(Mechanism):
     """Size to which each chunk's key-value product is compressed, for each head; None keeps all head_dim^2 entries."""
 
 
-class BSBRAttention(StateLayer, config=BSBRConfig):
+class BSBRAttention(RecurrentLayer, config=BSBRConfig):
     """`bsbr_attention`. Queries and keys inside the chunks are rotated; the retrieval's are not.
 
     A learned strength for each head multiplies what is retrieved. It starts at 1 / chunk_size, which turns the
@@ -40,13 +41,11 @@ class BSBRAttention(StateLayer, config=BSBRConfig):
             num_compressed=m.num_compressed, chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         m, d = self.mechanism, self.dimensions
         query, key, value = project_qkv(d, x, call.positions)
         function = functools.partial(
             bsbr_attention,
-            query,
-            key,
             retrieval_query=scale_scores(to_heads(d, x, "retrieval_query"), d.head_score_factor),
             retrieval_key=to_heads(d, x, "retrieval_key", "kv_heads"),
             compression=None if m.num_compressed is None else self.compression(m.num_compressed),
@@ -55,7 +54,7 @@ class BSBRAttention(StateLayer, config=BSBRConfig):
             ),
             chunk_size=m.chunk_size,
         )
-        return StateAttention(function, value)
+        return Attention(function, query, key, value)
 
     def compression(self, numbers: int) -> tuple[Any, Any]:
         """Returns linear maps from a key-value product to `numbers` entries and back, which all heads share."""

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.delta import init_delta_state
 from brl_jax.attention.recurrent.short_convolution import short_convolution
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import parameter
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
 
 class ConvolvedCache(NamedTuple):
@@ -93,8 +94,8 @@ class Convolutions:
         return y
 
 
-class ConvolvedLayer(StateLayer):
-    """A `StateLayer` with short convolutions over `mechanism.conv_size` tokens.
+class ConvolvedLayer(RecurrentLayer):
+    """A `RecurrentLayer` with short convolutions over `mechanism.conv_size` tokens.
 
     A mechanism implements `convolved_attention`, and overrides `output` if it does more than merge the heads. By
     default the state is that of the delta rules, and queries, keys and values are convolved.
@@ -109,8 +110,8 @@ class ConvolvedLayer(StateLayer):
         heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
         return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
-        """`StateLayer.attention`; it must call convolve(array, *axes, name=...), or its `previous`,
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
+        """`AttentionLayer.attention`; it must call convolve(array, *axes, name=...), or its `previous`,
         once for each name."""
         raise NotImplementedError
 
@@ -121,6 +122,6 @@ class ConvolvedLayer(StateLayer):
         }
         return ConvolvedCache(self.init_state(batch, length), recent, jnp.zeros((), jnp.int32))
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         convolve = Convolutions(self.dimensions, self.mechanism.conv_size, call)
         return self.convolved_attention(x, convolve)._replace(kept={"recent": convolve.recent})

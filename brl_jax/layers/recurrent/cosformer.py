@@ -11,13 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.fields import Count
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import project_unrotated
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class CosformerConfig(StateConfig):
+class CosformerConfig(RecurrentConfig):
     """cosFormer (Qin et al. 2022, arXiv:2202.08791)."""
 
     max_length: Count | None = None
@@ -51,7 +52,7 @@ class CosformerCache(NamedTuple):
     max_length: Int[Array, ""]
 
 
-class CosformerAttention(StateLayer, config=CosformerConfig):
+class CosformerAttention(RecurrentLayer, config=CosformerConfig):
     """`cosformer_attention`. Its weights already depend on distance, so it uses no rotary positions."""
 
     def init_cache(self, batch: int, length: int) -> CosformerCache:
@@ -63,14 +64,11 @@ class CosformerAttention(StateLayer, config=CosformerConfig):
         state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim)
         return CosformerCache(state, jnp.zeros((), jnp.int32), jnp.asarray(furthest, jnp.int32))
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         cache, m = call.cache, self.mechanism
-        query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
             cosformer_attention,
-            query,
-            key,
             max_length=m.furthest(x.shape[1]) if cache is None else cache.max_length,
             chunk_size=m.chunk_size,
         )
-        return StateAttention(function, value)
+        return Attention(function, *project_unrotated(self.dimensions, x))

@@ -12,14 +12,15 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import delta_rule
 from brl_jax.fields import Natural
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.gated_deltanet import unit
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetConfig(StateConfig):
+class DeltaNetConfig(RecurrentConfig):
     """The delta rule (Yang et al. 2024, arXiv:2406.06484)."""
 
     bidirectional: ClassVar[bool] = False
@@ -38,7 +39,7 @@ class DeltaNet(ConvolvedLayer, config=DeltaNetConfig):
     def convolved(self) -> dict[str, tuple[int, ...]]:
         return super().convolved() if self.mechanism.conv_size else {}
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
         d, m = self.dimensions, self.mechanism
 
         def activated(part: Array, axis: str, name: str) -> Array:
@@ -51,8 +52,8 @@ class DeltaNet(ConvolvedLayer, config=DeltaNetConfig):
         )
         query, key, value = (activated(*part) for part in projected)
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
-        function = functools.partial(delta_rule, unit(query), key, beta=beta, chunk_size=m.chunk_size)
-        return StateAttention(function, value)
+        function = functools.partial(delta_rule, beta=beta, chunk_size=m.chunk_size)
+        return Attention(function, unit(query), key, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d = self.dimensions

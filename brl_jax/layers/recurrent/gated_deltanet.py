@@ -12,15 +12,16 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
 from brl_jax.fields import Count, NonNegative
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import dense, gated_output, to_heads
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig(StateConfig):
+class GatedDeltaNetConfig(RecurrentConfig):
     """The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next."""
 
     bidirectional: ClassVar[bool] = False
@@ -81,7 +82,7 @@ class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
         _, values, key_dim, value_dim = self.mechanism.sizes(self.dimensions)
         return init_delta_state(batch, values, key_dim, value_dim)
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
         d = self.dimensions
         keys, values, key_dim, value_dim = self.mechanism.sizes(d)
 
@@ -99,14 +100,12 @@ class GatedDeltaNet(ConvolvedLayer, config=GatedDeltaNetConfig):
         steps = dense(d, values, ("embed", "heads"), name="step", use_bias=False)(x)
         function = functools.partial(
             gated_delta_rule,
-            query,
-            key,
             beta=beta,
             log_decay=step_decay(self, steps, ("heads",))[0],
             normalize_keys=False,
             chunk_size=self.mechanism.chunk_size,
         )
-        return StateAttention(function, value)
+        return Attention(function, query, key, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         d = self.dimensions

@@ -11,7 +11,6 @@ import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.biases import RotaryBias
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.mixed_chunk import (
     MixedChunkState,
@@ -19,9 +18,10 @@ from brl_jax.attention.recurrent.mixed_chunk import (
     mixed_chunk_attention,
 )
 from brl_jax.fields import Count, Even
-from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.attention_layer import Attention
+from brl_jax.layers.core.modules import dense, parameter, rotated
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, Residual
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FlashConfig(GAUConfig):
     """Tokens in a chunk; changes results."""
 
 
-class GAUAttention(StateLayer, config=GAUConfig):
+class GAUAttention(RecurrentLayer, config=GAUConfig):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
     Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` with the same
@@ -70,8 +70,8 @@ class GAUAttention(StateLayer, config=GAUConfig):
         m, d = self.mechanism, self.dimensions
         return init_gau_state(batch, 1, m.key_dim, m.expansion * d.d_model, length=length, dtype=d.dtype)
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
-        return self.around(gau_attention, x, self.affine_maps(x, call.positions, 2))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        return self.around(gau_attention, x, *self.affine_maps(x, call.positions, 2))
 
     def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
         """Returns `count` maps of Z, each (B, T, 1, key_dim)."""
@@ -81,10 +81,10 @@ class GAUAttention(StateLayer, config=GAUConfig):
         scale = parameter(self, "scale", small, (count, size), (None, "head_dim")).astype(d.dtype)
         offset = parameter(self, "offset", zeros, (count, size), (None, "head_dim")).astype(d.dtype)
         maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
-        return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
+        return [rotated(d, each, positions) for each in maps]
 
-    def around(self, function: Any, x: Float[Array, "B T D"], maps: list[Array]) -> StateAttention:
-        """Returns `function` of the maps, with this layer's bias and values."""
+    def around(self, function: Any, x: Float[Array, "B T D"], query: Array, key: Array) -> Attention:
+        """Returns `function` of the queries and keys, with this layer's bias and values."""
         m, d = self.mechanism, self.dimensions
         value = self.widened(x, "value")[:, :, None]
         half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
@@ -93,7 +93,7 @@ class GAUAttention(StateLayer, config=GAUConfig):
             for side in ("left", "right")
         )
         bias = RotaryBias(left, right) if d.rope_theta is None else RotaryBias(left, right, d.rope_theta)
-        return StateAttention(functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size), value)
+        return Attention(functools.partial(function, bias=bias, chunk_size=m.chunk_size), query, key, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T 1 V"]) -> Float[Array, "B T D"]:
         d = self.dimensions
@@ -115,5 +115,10 @@ class MixedChunkAttention(GAUAttention, config=FlashConfig):
             batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
         )
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
-        return self.around(mixed_chunk_attention, x, self.affine_maps(x, call.positions, 4))
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        query, key, linear_query, linear_key = self.affine_maps(x, call.positions, 4)
+
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
+            return mixed_chunk_attention(query, key, linear_query, linear_key, value, **options)
+
+        return self.around(attend, x, query, key)

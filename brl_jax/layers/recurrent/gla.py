@@ -12,13 +12,14 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count, Positive
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import dense, gated_output, to_heads
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class GLAConfig(StateConfig):
+class GLAConfig(RecurrentConfig):
     """Gated linear attention (Yang et al. 2023, arXiv:2312.06635)."""
 
     bidirectional: ClassVar[bool] = False
@@ -31,7 +32,7 @@ class GLAConfig(StateConfig):
     """Decays are the tau-th root of a sigmoid [tau]; larger values decay more slowly."""
 
 
-class GLA(StateLayer, config=GLAConfig):
+class GLA(RecurrentLayer, config=GLAConfig):
     """out = (swish(X W_r) * norm(attention(X))) W_O, with a norm of each head (section 4.4).
 
     The decays are sigmoid(x W_1 W_2 + b)^(1/tau) with W_1 of low rank. It uses no rotary positions, because decay and
@@ -48,7 +49,7 @@ class GLA(StateLayer, config=GLAConfig):
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, self.key_dim, d.head_dim, normalize=False)
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
         query = to_heads(d, x, "query", size=self.key_dim)
         key = to_heads(d, x, "key", "kv_heads", size=self.key_dim)
@@ -58,15 +59,13 @@ class GLA(StateLayer, config=GLAConfig):
         logits = dense(d, (d.num_kv_heads, self.key_dim), axes, name="decay_up", use_bias=True)(narrow)
         function = functools.partial(
             linear_attention,
-            query * jnp.asarray(self.key_dim**-0.5, query.dtype),
-            key,
             log_decay=jax.nn.log_sigmoid(logits.astype(jnp.float32)) / m.temperature,
             is_causal=True,
             normalize=False,
             feature_map="identity",
             chunk_size=m.chunk_size,
         )
-        return StateAttention(function, value)
+        return Attention(function, query * jnp.asarray(self.key_dim**-0.5, query.dtype), key, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return gated_output(self.dimensions, x, attended)

@@ -13,15 +13,16 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import gated_delta_rule_2, kimi_delta_rule
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, to_heads
+from brl_jax.layers.core.attention_layer import Attention
+from brl_jax.layers.core.modules import GatedNorm, dense, low_rank_heads, merge_heads, to_heads
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
 from brl_jax.layers.recurrent.gated_deltanet import unit
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class KDAConfig(StateConfig):
+class KDAConfig(RecurrentConfig):
     """Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692)."""
 
     bidirectional: ClassVar[bool] = False
@@ -44,7 +45,7 @@ class KDA(ConvolvedLayer, config=KDAConfig):
     sigmoid(x W_3 W_4). It uses no rotary positions: the recurrence already depends on the order.
     """
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
         d = self.dimensions
 
         def project(name: str, axis: Any) -> Array:
@@ -53,16 +54,14 @@ class KDA(ConvolvedLayer, config=KDAConfig):
         query, key = unit(project("query", "heads")), unit(project("key", "kv_heads"))
         value = project("value", "kv_heads")
         rule = self.rule(x)
-        steps = self.low_rank(x, "step", d.num_kv_heads, "kv_heads", use_bias=False)
+        steps = low_rank_heads(d, x, "step", "kv_heads", self.mechanism.gate_rank)
         function = functools.partial(
             rule,
-            query * jnp.asarray(d.head_dim**-0.5, query.dtype),
-            key,
             log_decay=step_decay(self, steps, ("kv_heads", "head_dim"))[0],
             normalize_keys=False,
             chunk_size=self.mechanism.chunk_size,
         )
-        return StateAttention(function, value)
+        return Attention(function, query * jnp.asarray(d.head_dim**-0.5, query.dtype), key, value)
 
     def rule(self, x: Float[Array, "B T D"]) -> Callable[..., Any]:
         """Returns the attention function, with the gates that the tokens give it."""
@@ -72,18 +71,8 @@ class KDA(ConvolvedLayer, config=KDAConfig):
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d = self.dimensions
-        gate = self.low_rank(x, "gate", d.num_heads, "heads", use_bias=True)
+        gate = low_rank_heads(d, x, "gate", "heads", self.mechanism.gate_rank, use_bias=True)
         return merge_heads(d, GatedNorm(d, "sigmoid", name="head_norm")(attended, gate))
-
-    def low_rank(
-        self, x: Float[Array, "B T D"], name: str, heads: int, axis: str, *, use_bias: bool
-    ) -> Float[Array, "B T heads H"]:
-        """Returns x times two matrices; the second has `heads` heads of outputs and an optional bias."""
-        d = self.dimensions
-        rank = self.mechanism.gate_rank or d.head_dim
-        inner = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(x)
-        axes = ("projected", axis, "head_dim")
-        return dense(d, (heads, d.head_dim), axes, name=f"{name}_up", use_bias=use_bias)(inner)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,14 @@ import functools
 from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearConfig(StateConfig):
+class LinearConfig(RecurrentConfig):
     """Linear attention (Katharopoulos et al. 2020, arXiv:2006.16236), with or without its denominator."""
 
     normalize: bool = True
@@ -23,7 +24,7 @@ class LinearConfig(StateConfig):
     """Feature map [phi] of the queries and keys."""
 
 
-class LinearAttention(StateLayer, config=LinearConfig):
+class LinearAttention(RecurrentLayer, config=LinearConfig):
     """`linear_attention`. Rotary positions rotate the features, so that weights depend on distances only."""
 
     def init_state(self, batch: int, length: int) -> LinearState:
@@ -32,16 +33,13 @@ class LinearAttention(StateLayer, config=LinearConfig):
             batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=self.mechanism.normalize
         )
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         m = self.mechanism
-        query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
             linear_attention,
-            query,
-            key,
             normalize=m.normalize,
             feature_map=m.feature_map,
             chunk_size=m.chunk_size,
             **rotary_options(self.dimensions, call.positions),
         )
-        return StateAttention(function, value)
+        return Attention(function, *project_unrotated(self.dimensions, x))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
+from brl_jax.attention.recurrent.luna import LunaState, init_luna_state, luna_attention
 from brl_jax.fields import Count
 from brl_jax.layers.compressed.compressed_tokens import spread
-from brl_jax.layers.core.caches import StateCache
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import (
     dense,
     merge_heads,
@@ -23,11 +21,12 @@ from brl_jax.layers.core.modules import (
     parameter,
     project_qkv,
     rotary_options,
+    rotated,
     scale_scores,
-    sow_weights,
     to_heads,
 )
-from brl_jax.layers.core.protocol import CacheOwner, Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import CacheOwner, Dimensions, LayerCall, Mechanism
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,60 +68,45 @@ class LunaCarrier(CacheOwner):
         return None
 
 
-class LunaAttention(MechanismLayer, config=LunaConfig):
+class LunaAttention(RecurrentLayer, config=LunaConfig):
     """See `brl_jax.layers.core.protocol` for the call, whose carry is the packed tokens, and `luna_attention` for the
     mathematics. Rotary positions spread the packed tokens evenly over an encoder's sequence."""
 
     mechanism: LunaConfig
 
-    def init_cache(self, batch: int, length: int) -> StateCache:
+    def init_state(self, batch: int, length: int) -> LunaState:
         d = self.dimensions
-        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, num_packed=self.mechanism.num_packed)
-        return StateCache(state, jnp.zeros((), jnp.int32))
+        return init_luna_state(batch, d.num_kv_heads, d.head_dim, num_packed=self.mechanism.num_packed)
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:
         if self.dimensions.is_causal:
-            y, cache = self._causal(x, call)
-            return y, call.carry, cache
+            return super().mix_with_carry(x, call)
         y, carry = self._bidirectional(x, call)
         return y, carry, None
 
-    def _causal(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, cache = self.dimensions, call.cache
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d = self.dimensions
         query, key, value = project_qkv(d, x, None)
         # All rows of the batch have the same packed tokens.
         packed = to_heads(d, call.carry[:1], "pack_query", "kv_heads")[0]
         packed = scale_scores(packed, d.head_score_factor)
-        attend: Any = functools.partial(
-            luna_attention,
-            query,
-            key,
-            packed=packed,
-            chunk_size=self.mechanism.chunk_size,
-            segment_ids=call.segment_ids,
-            implementation=d.implementation,
-            **rotary_options(d, call.positions),
-        )
-        if cache is None:
-            sow_weights(self, attend, value)
-            return merge_heads(d, attend(value)), None
-        lengths = None
-        if call.count is not None:
-            lengths = jnp.full((x.shape[0],), call.count, jnp.int32)
-        out, state = attend(value, state=cache.state, return_state=True, key_value_seq_lengths=lengths)
-        return merge_heads(d, out), StateCache(state, call.start + call.num_new(x.shape[1]))
+        rotary = rotary_options(d, call.positions)
+
+        def attend(query: Array, key: Array, value: Array, *, is_causal: bool, **options: Any) -> Any:
+            assert is_causal  # the function has no other form
+            return luna_attention(
+                query, key, value, packed, chunk_size=self.mechanism.chunk_size, **rotary, **options
+            )
+
+        return Attention(attend, query, key, value)
 
     def _bidirectional(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Array]:
         """Eqs. 4 to 8: returns the tokens' outputs and the next packed tokens."""
         d, packed = self.dimensions, call.carry
         count, length = packed.shape[1], x.shape[1]
         places = spread(count, length, call.lengths)
-
-        def turn(array: Array, positions: Any) -> Array:
-            return array if d.rope_theta is None else rotate(array, positions, d.rope_theta)
-
         query, key, value = project_qkv(d, x, call.positions)
-        pack_query = turn(to_heads(d, packed, "pack_query"), places)
+        pack_query = rotated(d, to_heads(d, packed, "pack_query"), places)
         pack_query = scale_scores(pack_query, d.head_score_factor)
         options: dict[str, Any] = {
             "implementation": d.implementation if d.implementation in ("xla", "cudnn") else None
@@ -130,7 +114,7 @@ class LunaAttention(MechanismLayer, config=LunaConfig):
         read = full_attention(pack_query, key, value, key_value_seq_lengths=call.lengths, **options)
         out_axes = ("heads", "head_dim", "embed")
         read = dense(d, d.d_model, out_axes, name="pack_out", contract=2)(read)
-        unpack_key = turn(to_heads(d, read, "unpack_key", "kv_heads"), places)
+        unpack_key = rotated(d, to_heads(d, read, "unpack_key", "kv_heads"), places)
         unpack_value = to_heads(d, read, "unpack_value", "kv_heads")
         out = full_attention(query, unpack_key, unpack_value, **options)
         return merge_heads(d, out), norm(d, name="packed_norm")(packed + read)

@@ -12,15 +12,16 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.fields import Count
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, to_heads
 from brl_jax.layers.core.protocol import Dimensions, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2Config(StateConfig):
+class Mamba2Config(RecurrentConfig):
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 
     A layer includes its feed-forward network, so d_ff has no effect. It has `expansion` times the network's heads."""
@@ -69,7 +70,7 @@ class Mamba2(ConvolvedLayer, config=Mamba2Config):
         groups = (m.num_groups, m.state_size)
         return {"x_conv": (self.num_heads, self.dimensions.head_dim), "B_conv": groups, "C_conv": groups}
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
         d, m = self.dimensions, self.mechanism
         inner = convolve(self._project(x, "x"), "heads", "head_dim", name="x_conv", use_bias=True)
 
@@ -84,7 +85,7 @@ class Mamba2(ConvolvedLayer, config=Mamba2Config):
         log_decay, steps = step_decay(self, steps, ("heads",), slowest=1.0)
         skip = parameter(self, "skip", nn.initializers.ones_init(), (self.num_heads,), ("heads",))
 
-        def attend(value: Array, **options: Any) -> Any:
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
             out = linear_attention(
                 query,
                 key,
@@ -99,7 +100,7 @@ class Mamba2(ConvolvedLayer, config=Mamba2Config):
             skipped = skip.astype(d.dtype)[None, None, :, None] * value
             return (out[0] + skipped, out[1]) if options.get("return_state") else out + skipped
 
-        return StateAttention(attend, inner)
+        return Attention(attend, query, key, inner)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d = self.dimensions

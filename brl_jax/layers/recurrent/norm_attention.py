@@ -10,13 +10,14 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class NormConfig(StateConfig):
+class NormConfig(RecurrentConfig):
     """Linear attention with a norm over the merged heads instead of the denominator (TransNormer, arXiv:2210.10340,
     eq. 14)."""
 
@@ -26,16 +27,15 @@ class NormConfig(StateConfig):
     """The norm over the merged heads."""
 
 
-class NormAttention(StateLayer, config=NormConfig):
+class NormAttention(RecurrentLayer, config=NormConfig):
     """`norm_attention`. Rotary positions rotate the features, as in the authors' code."""
 
     def init_state(self, batch: int, length: int) -> LinearState:
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, d.head_dim, normalize=False)
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_unrotated(d, x)
         scale = parameter(
             self, "norm_scale", nn.initializers.ones_init(), (d.num_heads, d.head_dim), ("heads", "head_dim")
         )
@@ -44,10 +44,10 @@ class NormAttention(StateLayer, config=NormConfig):
             "chunk_size": m.chunk_size,
             **rotary_options(d, call.positions),
         }
-        return StateAttention(
+        return Attention(
             functools.partial(
-                norm_attention, query, key, norm=m.norm, norm_scale=scale, epsilon=d.norm_epsilon, **options
+                norm_attention, norm=m.norm, norm_scale=scale, epsilon=d.norm_epsilon, **options
             ),
-            value,
-            linear_part=functools.partial(linear_attention, query, key, normalize=False, **options),
+            *project_unrotated(d, x),
+            linear_part=functools.partial(linear_attention, normalize=False, **options),
         )

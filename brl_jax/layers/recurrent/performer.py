@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.performer import (
@@ -19,13 +15,14 @@ from brl_jax.attention.recurrent.performer import (
     performer_projection,
 )
 from brl_jax.fields import Count, Seed
-from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.attention_layer import Attention
+from brl_jax.layers.core.modules import project_qkv, sampled
 from brl_jax.layers.core.protocol import LayerCall
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig, StateLayer
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class PerformerConfig(StateConfig):
+class PerformerConfig(RecurrentConfig):
     """FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794)."""
 
     num_features: Count | None = None
@@ -35,7 +32,7 @@ class PerformerConfig(StateConfig):
     called with a key "projection" among its rngs, each layer draws other features from that key."""
 
 
-class PerformerAttention(StateLayer, config=PerformerConfig):
+class PerformerAttention(RecurrentLayer, config=PerformerConfig):
     """`performer_attention` on rotated queries and keys."""
 
     def init_state(self, batch: int, length: int) -> PerformerState:
@@ -44,29 +41,10 @@ class PerformerAttention(StateLayer, config=PerformerConfig):
             batch, d.num_kv_heads, d.head_dim, num_features=self.mechanism.num_features
         )
 
-    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> StateAttention:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, call.positions)
-        num_features = m.num_features or default_features(d.head_dim)
-        if self.has_rng("projection"):
-            projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
-        else:
-            projection = _constant_projection(m.seed, num_features, d.head_dim)
-        function = functools.partial(
-            performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
-        )
-        return StateAttention(function, value)
-
-
-def _constant_projection(seed: int, num_features: int, head_dim: int) -> Float[Array, "F H"]:
-    """Draws a projection while tracing, so that it is a constant of the program instead of work in each run.
-
-    A separate thread draws it, outside any mesh: the active mesh may describe a topology whose devices do not exist
-    here, so nothing can run on it.
-    """
-
-    def draw() -> np.ndarray:
-        return np.asarray(performer_projection(jax.random.key(seed), num_features, head_dim))
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return jnp.asarray(thread.submit(draw).result())
+        number = m.num_features or default_features(d.head_dim)
+        draw = functools.partial(performer_projection, num_features=number, head_dim=d.head_dim)
+        projection = sampled(self, draw, m.seed, "projection")
+        function = functools.partial(performer_attention, projection=projection, chunk_size=m.chunk_size)
+        return Attention(function, *project_qkv(d, x, call.positions))

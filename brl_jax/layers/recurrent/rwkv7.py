@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -15,13 +14,14 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.recurrent.delta import rwkv7_attention
 from brl_jax.fields import Count
-from brl_jax.layers.core.modules import dense, parameter, scale_scores, to_heads
+from brl_jax.layers.core.attention_layer import Attention
+from brl_jax.layers.core.modules import low_rank_heads, parameter, scale_scores, to_heads
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateConfig
+from brl_jax.layers.recurrent.recurrent_layer import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class RWKV7Config(StateConfig):
+class RWKV7Config(RecurrentConfig):
     """RWKV-7 (Peng et al. 2025, arXiv:2503.14456)."""
 
     bidirectional: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
     def convolved(self) -> dict[str, tuple[int, ...]]:
         return {"shift": (self.dimensions.d_model,)}
 
-    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> StateAttention:
+    def convolved_attention(self, x: Float[Array, "B T D"], convolve: Convolutions) -> Attention:
         d, heads, kv_heads = self.dimensions, self.dimensions.num_heads, self.dimensions.num_kv_heads
         mixture = parameter(self, "mixture", _mixtures, (len(_POWERS), x.shape[-1]), (None, "embed"))
         change = convolve.previous(x, name="shift") - x
@@ -60,18 +60,15 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
             x = parameter(self, name, init, (number, d.head_dim), (axis, "head_dim"))
             return x.astype(d.dtype)[None, None]
 
-        def low_rank(name: str, number: int, axis: str, inner: Callable[[Array], Array]) -> Array:
-            rank = self.mechanism.rank or d.head_dim
-            narrow = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(mixed[name])
-            axes = ("projected", axis, "head_dim")
-            return dense(d, (number, d.head_dim), axes, name=f"{name}_up", use_bias=False)(inner(narrow))
+        def low_rank(name: str, axis: Any, **options: Any) -> Array:
+            return low_rank_heads(d, mixed[name], name, axis, self.mechanism.rank, **options)
 
         query = to_heads(d, mixed["query"], "query")
         key, value = (to_heads(d, mixed[name], name, "kv_heads") for name in ("key", "value"))
-        decay = low_rank("decay", kv_heads, "kv_heads", jnp.tanh) + of_features("decay_bias", _decay_biases)
-        rate = low_rank("rate", kv_heads, "kv_heads", lambda x: x)
-        rate = jax.nn.sigmoid(rate + of_features("rate_bias", nn.initializers.zeros_init()))
-        gate = low_rank("gate", heads, "heads", jax.nn.sigmoid)
+        decay = low_rank("decay", "kv_heads", inner=jnp.tanh) + of_features("decay_bias", _decay_biases)
+        rate = low_rank("rate", "kv_heads") + of_features("rate_bias", nn.initializers.zeros_init())
+        rate = jax.nn.sigmoid(rate)
+        gate = low_rank("gate", "heads", inner=jax.nn.sigmoid)
         removal_key = key * of_features("removal", nn.initializers.ones_init())
         key = key * (1 + (rate - 1) * of_features("replacement", nn.initializers.ones_init()))
         bonus = of_features("bonus", nn.initializers.constant(-0.04), heads, "heads")
@@ -79,21 +76,19 @@ class RWKV7(ConvolvedLayer, config=RWKV7Config):
         own = scale_scores(own, d.head_score_factor**2)
         rule = functools.partial(
             rwkv7_attention,
-            query,
-            key,
             removal_key=removal_key,
             learning_rate=rate,
             log_decay=-math.exp(-0.5) * jax.nn.sigmoid(decay.astype(jnp.float32)),
             chunk_size=self.mechanism.chunk_size,
         )
 
-        def attend(value: Array, **options: Any) -> Any:
-            result = rule(value, **options)
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
+            result = rule(query, key, value, **options)
             out, *state = result if options.get("return_state") else (result,)
             out = self.norm()(out) + own * jnp.repeat(value, heads // kv_heads, axis=2)
             return (out * gate, *state) if state else out * gate
 
-        return StateAttention(attend, value, linear_part=rule)
+        return Attention(attend, query, key, value, linear_part=rule)
 
     def norm(self) -> nn.Module:
         """Returns the norm of each head."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import ClassVar
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.sorting.informer import (
     InformerState,
@@ -13,8 +14,8 @@ from brl_jax.attention.sorting.informer import (
     init_informer_state,
 )
 from brl_jax.fields import Count, Seed
-from brl_jax.layers.core.attention_layer import FunctionStateLayer
-from brl_jax.layers.core.modules import sampled
+from brl_jax.layers.core.attention_layer import Attention, StateLayer
+from brl_jax.layers.core.modules import project_qkv, sampled
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
@@ -33,7 +34,7 @@ class InformerConfig(Mechanism):
     in training, each layer draws its samples from that key instead."""
 
 
-class InformerAttention(FunctionStateLayer, config=InformerConfig):
+class InformerAttention(StateLayer, config=InformerConfig):
     mechanism: InformerConfig
 
     def init_cache(self, batch: int, length: int) -> InformerState:
@@ -43,9 +44,7 @@ class InformerAttention(FunctionStateLayer, config=InformerConfig):
             dtype=d.dtype,
         )  # fmt: skip
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        return informer_attention(query, key, value, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        rng = sampled(self, lambda key: key, self.mechanism.seed, call.deterministic)
-        return {"rng": rng, "factor": self.mechanism.factor}
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        rng = sampled(self, lambda key: key, self.mechanism.seed, None if call.deterministic else "sample")
+        function = functools.partial(informer_attention, rng=rng, factor=self.mechanism.factor)
+        return Attention(function, *project_qkv(self.dimensions, x, call.positions))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.state import KeyValueCache, slide, write_places
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
@@ -26,8 +26,17 @@ from brl_jax.attention.sorting.native_sparse import (
     native_sparse_attention,
 )
 from brl_jax.fields import Count
+from brl_jax.layers.core.attention_layer import Attention
 from brl_jax.layers.core.caches import WindowCache
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights, to_heads
+from brl_jax.layers.core.modules import (
+    dense,
+    merge_heads,
+    parameter,
+    rotated,
+    scale_scores,
+    sow_weights,
+    to_heads,
+)
 from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
@@ -112,16 +121,15 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        query = scale_scores(self._turn(to_heads(d, x, "query"), call.positions), d.head_score_factor)
+        query = scale_scores(rotated(d, to_heads(d, x, "query"), call.positions), d.head_score_factor)
         project = functools.partial(to_heads, d, x, axis="kv_heads")
         tokens, window = (
-            Tokens(self._turn(project(name=f"{name}key"), call.positions), project(name=f"{name}value"))
+            Tokens(rotated(d, project(name=f"{name}key"), call.positions), project(name=f"{name}value"))
             for name in ("", "window_")
         )
         raw = Tokens(project(name="compressed_key"), project(name="compressed_value"))
         gates = jax.nn.sigmoid(dense(d, (d.num_heads, 3), ("embed", "heads", "gates"), name="gates")(x))
         if call.cache is not None:
-            call.check_one_sequence()
             out, cache = self._step(query, tokens, window, raw, gates, call)
             return merge_heads(d, out), cache
         blocks = Tokens(*(compression_blocks(a, m.sizes, call.segment_ids) for a in raw))
@@ -150,10 +158,6 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
         out = attend(tokens.value, compressed.value, window.value)
         return merge_heads(d, out), None
 
-    def _turn(self, x: Array, positions: Any) -> Array:
-        theta = self.dimensions.rope_theta
-        return x if theta is None else rotate(x, positions, theta)
-
     def _compress(self, blocks: Tokens, positions: Any) -> Tokens:
         """Returns one key and value (B, C, K, H) for each block of tokens (B, C, L, K, H), whose first tokens are at
         positions (B or 1, C)."""
@@ -170,7 +174,7 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
             return dense(d, d.head_dim, ("mlp", "head_dim"), name=f"{name}_out")(jax.nn.gelu(hidden))
 
         key, value = apply(blocks.key, "compress_key"), apply(blocks.value, "compress_value")
-        return Tokens(self._turn(key, positions), value)
+        return Tokens(rotated(d, key, positions), value)
 
     def _step(self, query, tokens, window, raw, gates, call: LayerCall):
         """Returns the branches' mixed outputs for new tokens, and the new cache."""
@@ -197,8 +201,9 @@ class NativeSparseAttention(MechanismLayer, config=NativeSparseConfig):
             implementation=d.implementation,
         )
         pattern = SlidingWindow(cache.window.key.shape[1], 0)
+        attend = functools.partial(local_attention, pattern=pattern, is_causal=True)
         last, new = cache.window.attend(
-            query, *window, start, count, pattern=pattern, implementation=d.implementation
+            Attention(attend, query, *window), call, implementation=d.implementation
         )
         out = mix_branches(gates, far, near, last).astype(query.dtype)
         return out, NativeSparseCache(kept, new, Tokens(*recent), compressed)

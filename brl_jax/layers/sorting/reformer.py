@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.sorting.reformer import (
     ReformerState,
     init_reformer_state,
@@ -15,8 +14,8 @@ from brl_jax.attention.sorting.reformer import (
     reformer_rotations,
 )
 from brl_jax.fields import Count, Even, Seed
-from brl_jax.layers.core.attention_layer import FunctionStateLayer
-from brl_jax.layers.core.modules import sampled, to_heads
+from brl_jax.layers.core.attention_layer import Attention, StateLayer
+from brl_jax.layers.core.modules import rotated, sampled, to_heads
 from brl_jax.layers.core.protocol import LayerCall, Mechanism
 
 
@@ -40,7 +39,7 @@ class ReformerConfig(Mechanism):
     rngs, as in training, each layer draws its directions from that key instead."""
 
 
-class ReformerAttention(FunctionStateLayer, config=ReformerConfig):
+class ReformerAttention(StateLayer, config=ReformerConfig):
     """Keys have length 1, so muP's factor for wider heads does not apply."""
 
     mechanism: ReformerConfig
@@ -52,21 +51,17 @@ class ReformerAttention(FunctionStateLayer, config=ReformerConfig):
             num_buckets=m.num_buckets, dtype=d.dtype,
         )  # fmt: skip
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        d = self.dimensions
-        query, value = to_heads(d, x, "query"), to_heads(d, x, "value", "kv_heads")
-        query = query if d.rope_theta is None else rotate(query, positions, d.rope_theta)
-        return query, query, value
-
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        return reformer_attention(query, value, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
+        query, value = to_heads(d, x, "query"), to_heads(d, x, "value", "kv_heads")
+        query = rotated(d, query, call.positions)
 
         def draw(key: Any) -> Array:
             return reformer_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
 
-        return {"rotations": sampled(self, draw, m.seed, call.deterministic), "chunk_size": m.chunk_size}
+        rotations = sampled(self, draw, m.seed, None if call.deterministic else "sample")
+
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Any:
+            return reformer_attention(query, value, rotations=rotations, chunk_size=m.chunk_size, **options)
+
+        return Attention(attend, query, query, value)

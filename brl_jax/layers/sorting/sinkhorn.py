@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import require, zero_padding
+from brl_jax.attention.core.checks import zero_padding
 from brl_jax.attention.core.state import KeyValueCache
 from brl_jax.attention.sorting.sinkhorn import init_sinkhorn_state, sinkhorn_attention
 from brl_jax.fields import Count, Positive
-from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
+from brl_jax.layers.core.modules import dense, project_qkv
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, check_max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +43,7 @@ class SinkhornConfig(Mechanism):
         Raises:
           ValueError: `length` is above max_length.
         """
-        require(
-            length <= self.max_length,
-            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
-            "the sorting network has an output for each block",
-        )
+        check_max_length(self, length)
         return -(-length // self.block_size)
 
 
@@ -67,7 +65,7 @@ class SinkhornCache(NamedTuple):
         return self.past.length
 
 
-class SinkhornAttention(MechanismLayer, config=SinkhornConfig):
+class SinkhornAttention(AttentionLayer, config=SinkhornConfig):
     """The sorting logits are relu(W_B relu(W_P s + b_P) + b_B) in float32, where s is the sum of a block's inputs. In a
     decoder s is the sum of all inputs up to the block's first.
     """
@@ -90,41 +88,31 @@ class SinkhornAttention(MechanismLayer, config=SinkhornConfig):
             jnp.zeros((batch, blocks, d.num_kv_heads, blocks), jnp.float32),
         )
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, call.positions)
-        options: dict[str, Any] = {
-            "block_size": m.block_size,
-            "iterations": m.iterations,
-            "temperature": m.temperature,
-            "is_causal": d.is_causal,
-            "implementation": d.implementation,
-        }
-        if call.cache is not None:
+        kept, rng = {}, None
+        if call.cache is None:
+            if not call.deterministic and self.has_rng("sample"):
+                rng = self.make_rng("sample")
+            sums = self._sums(zero_padding(x, None if d.is_causal else call.lengths))
+            sort_logits = self._sort_network(sums, sums.shape[1])
+        else:
             total, sort_logits = self._begin_blocks(x, call)
-            out, past = sinkhorn_attention(
-                query,
-                key,
-                value,
-                sort_logits,
-                state=call.cache.past,
-                return_state=True,
-                count=call.count,
-                **options,
-            )
-            return merge_heads(d, out), SinkhornCache(past, total, sort_logits)
-        lengths = None if d.is_causal else call.lengths
-        noisy = not call.deterministic and self.has_rng("sample")
-        options["key_value_seq_lengths"] = lengths
-        options["rng"] = self.make_rng("sample") if noisy else None
-        sums = self._sums(zero_padding(x, lengths))
-        sort_logits = self._sort_network(sums, sums.shape[1])
+            kept = {"total": total, "sort_logits": sort_logits}
+        function = functools.partial(
+            sinkhorn_attention,
+            sort_logits=sort_logits,
+            block_size=m.block_size,
+            iterations=m.iterations,
+            temperature=m.temperature,
+            rng=rng,
+        )
+        return Attention(function, query, key, value, kept=kept)
 
-        def attend(value: Array) -> Any:
-            return sinkhorn_attention(query, key, value, sort_logits, **options)
-
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, SinkhornCache]:
+        attended, past = attention(state=call.cache.past, return_state=True, count=call.count, **options)
+        return attended, SinkhornCache(past, **attention.kept)
 
     def _sums(self, x: Float[Array, "B T D"]) -> Float[Array, "B C D"]:
         """Returns the sum of each block's inputs; in a decoder, of all inputs up to its first."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.structured.bilinear import (
@@ -21,9 +21,9 @@ from brl_jax.attention.structured.bilinear import (
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.mlr_levels import check_ranks, feature_scales, score_scales
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
 from brl_jax.layers.core.modules import parameter, to_heads
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.structured import limit_rms, rms_limit
 
 
@@ -109,18 +109,13 @@ class BilinearLayer(AttentionLayer):
         kernel = parameter(self, name, nn.initializers.normal(rms_limit(*fan)), shape, tuple(axes))
         return limit_rms(kernel, *fan) if self.mechanism.limit_weights else kernel
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N F"], Float[Array, "B T K F"], Float[Array, "B T K H"]]:
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
         d = self.dimensions
         value = to_heads(d, x, "value", "kv_heads")
         query, key = self.features(x.astype(d.dtype))
         if d.rope_theta is not None:
-            query, key = (_rotate_pairs(features, positions, d.rope_theta) for features in (query, key))
-        return query, key, value
-
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        return feature_attention(query, key, value, **options)
+            query, key = (_rotate_pairs(features, call.positions, d.rope_theta) for features in (query, key))
+        return Attention(feature_attention, query, key, value)
 
 
 def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:

@@ -4,6 +4,7 @@ keys."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr_levels import check_ranks, score_scales
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.attention_layer import Attention, AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -76,29 +77,24 @@ class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
         past = KeyValueCache.empty((*shape, ranks[0]), (*shape, d.head_dim), d.dtype)
         return GlobalWindowCache(past, window_key)
 
-    def scales(self) -> tuple[float, ...]:
+    def scales(self) -> tuple[float, float]:
         """Returns the scales of the two parts' scores."""
         m = self.mechanism
-        return score_scales(m.score_scale, m.parts(self.dimensions.head_dim))
+        everywhere, near = score_scales(m.score_scale, m.parts(self.dimensions.head_dim))
+        return everywhere, near
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        m = self.mechanism
-        return project_qkv(
-            self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d, m = self.dimensions, self.mechanism
+        heads = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None)
+        function = functools.partial(
+            global_window_attention, ranks=m.parts(d.head_dim), window=m.window, scale=self.scales()
         )
+        return Attention(function, *heads)
 
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        m = self.mechanism
-        options |= {"ranks": m.parts(self.dimensions.head_dim), "window": m.window, "scale": self.scales()}
-        return global_window_attention(query, key, value, **options)
-
-    def step(
-        self, query: Array, key: Array, value: Array, call: LayerCall
-    ) -> tuple[Array, GlobalWindowCache]:
+    def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, GlobalWindowCache]:
         d, m, scale = self.dimensions, self.mechanism, self.scales()
         first = m.parts(d.head_dim)[0]
+        query, key, value = attention.query, attention.key, attention.value
         batch, length = query.shape[:2]
         cache, start, reach = call.cache, call.start, call.cache.window_key.shape[1]
         # Write before anything reads the values; otherwise XLA copies them.
@@ -113,10 +109,9 @@ class GlobalWindowAttention(AttentionLayer, config=GlobalWindowConfig):
             jnp.concatenate([near_value, value], axis=1),
             scale=scale[1],
             pattern=SlidingWindow.of_width(m.window, is_causal=True),
-            is_causal=True,
             segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,
-            implementation=d.implementation,
+            **options,
         )
         everywhere = feature_attention(
             query[..., :first] * jnp.asarray(scale[0], query.dtype),

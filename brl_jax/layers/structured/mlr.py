@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.attention.structured.mlr_generation import MLRState, init_mlr_state
@@ -16,7 +17,7 @@ from brl_jax.attention.structured.mlr_levels import (
     score_scales,
 )
 from brl_jax.fields import Count
-from brl_jax.layers.core.attention_layer import FunctionStateLayer
+from brl_jax.layers.core.attention_layer import Attention, StateLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
@@ -75,7 +76,7 @@ class MLRConfig(Mechanism):
         return dataclasses.replace(self, context=length) if free else self
 
 
-class MLRAttention(FunctionStateLayer, config=MLRConfig):
+class MLRAttention(StateLayer, config=MLRConfig):
     mechanism: MLRConfig
 
     def init_cache(self, batch: int, length: int) -> MLRState:
@@ -84,19 +85,9 @@ class MLRAttention(FunctionStateLayer, config=MLRConfig):
         levels = self.mechanism.levels(d.head_dim, length)
         return init_mlr_state(batch, d.num_kv_heads, d.head_dim, length=length, **levels, dtype=d.dtype)
 
-    def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        m = self.mechanism
-        return project_qkv(
-            self.dimensions, x, positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None
-        )
-
-    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        return mlr_attention(query, key, value, **options)
-
-    def attention_options(self, call: LayerCall) -> dict[str, Any]:
-        m, cache = self.mechanism, call.cache
-        length = call.positions.shape[1] if cache is None else cache.value.shape[2]
-        levels = m.levels(self.dimensions.head_dim, length)
-        return {**levels, "scale": score_scales(m.score_scale, levels["ranks"])}
+    def attention(self, x: Float[Array, "B T D"], call: LayerCall) -> Attention:
+        d, m, cache = self.dimensions, self.mechanism, call.cache
+        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache.value.shape[2])
+        scale = score_scales(m.score_scale, levels["ranks"])
+        heads = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=m.score_scale is None)
+        return Attention(functools.partial(mlr_attention, scale=scale, **levels), *heads)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.absent import mark_absent, zero_absent
+from pallas_kernels.absent import existing, mark_absent, zero_absent
 from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM
 from pallas_kernels.varying import vary_alike
 
@@ -132,7 +132,7 @@ def _existing(
         raise ValueError(
             f"{name}_lengths must be ints of shape {(batch,)}, got {lengths.dtype} of {lengths.shape}"
         )
-    return jnp.arange(length, dtype=jnp.int32)[None, :] < lengths.astype(jnp.int32)[:, None]
+    return existing(lengths, length)
 
 
 class MarkedTokens(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.absent import mark_absent, zero_absent
+from pallas_kernels.absent import existing, mark_absent, zero_absent
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import PairTile, adjustable, padded
 from pallas_kernels.triton.local.lists import BlockLists, Pattern, make_lists
@@ -117,7 +117,7 @@ def local_attention(
     batch, length, _, head_dim = query.shape
     num_keys = key.shape[1]
     exists = [
-        None if n is None else jnp.arange(size, dtype=jnp.int32)[None] < n.astype(jnp.int32)[:, None]
+        None if n is None else existing(n, size)
         for n, size in ((query_lengths, length), (key_lengths, num_keys))
     ]
     ids: tuple[Array, Array] | None = None

@@ -14,9 +14,10 @@ from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, propagate
 from brl_jax.attention.compressed import compress as compress_module
 from brl_jax.attention.compressed import xla
 from brl_jax.attention.core.by_platform import traced_for
-from tests.attention.compressed.cases import SCORES, arrays, check
+from tests.attention.compressed.cases import SCORES, arrays
 from tests.laws.networks import relative_error
 from tests.oracles.compressed import compress as oracle_compress
+from tests.support.attention import check
 
 # Only through XLA: including the TPU kernels would double the time, and test_kernels.py tests them.
 xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))

@@ -6,35 +6,33 @@ import numpy as np
 import pytest
 
 from brl_jax import compress, propagate
-from brl_jax.attention.compressed import reference
 from tests.attention.compressed.cases import arrays
-from tests.laws.networks import relative_error
+from tests.oracles.compressed import compress as oracle_compress
+from tests.support.attention import check
 
 
 @pytest.mark.parametrize("length", [512, 513, 1100])
 def test_values_of_another_width_propagate_at_any_length(length):
     """Loops over blocks of queries use the width of the values."""
     operands = arrays(3, (1, length, 2, 8), (1, 3, 2, 8), (1, 3, 2, 5), (2,))
-    query, key, value, strength = (jnp.asarray(x, jnp.float32) for x in operands)
-    plain = reference.propagate(query, key, value, strength=strength)
-    fast = propagate(query, key, value, strength=strength, implementation="xla")
-    assert relative_error(fast, plain) < 1e-5
+
+    def function(query, key, value, strength):
+        return propagate(query, key, value, strength=strength, implementation="xla")
+
+    def oracle(query, key, value, strength):
+        return strength[:, None] * oracle_compress(query, key, None, value, None, 8**-0.5, "softmax")
+
+    check(function, oracle, operands)
 
 
 @pytest.mark.parametrize("length", [21, 5000])
 def test_values_of_another_width_compress_at_any_length(length):
     operands = arrays(4, (1, 3, 2, 8), (1, length, 2, 8), (1, length, 2, 8), (1, length, 2, 5), (2,))
-    query, key, contrast_key, value, gamma = (jnp.asarray(x, jnp.float32) for x in operands)
 
-    def both(function, **options):
-        def loss(*xs):
-            return jnp.sum(jnp.square(function(*xs, gamma=gamma, **options)))
+    def function(*operands):
+        return compress(*operands[:4], gamma=operands[4], implementation="xla")
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(query, key, contrast_key, value)
-
-    fast, plain = both(compress, implementation="xla"), both(reference.compress)
-    for x, y in zip(jax.tree.leaves(fast), jax.tree.leaves(plain), strict=True):
-        assert relative_error(x, y) < 1e-4
+    check(function, lambda *xs: oracle_compress(*xs, 8**-0.5 / 3, "softmax"), operands)
 
 
 @pytest.mark.parametrize("lowest", [-jnp.inf, jnp.finfo(jnp.float32).min])

@@ -1,5 +1,6 @@
 """Calls with one form per platform: what gets traced, exported and differentiated."""
 
+import collections
 import functools
 
 import jax
@@ -75,6 +76,28 @@ def test_runs_without_jit():
     with jax.disable_jit():
         np.testing.assert_array_equal(call(x), x**2)
         np.testing.assert_allclose(jax.grad(lambda x: call(x).sum())(x), 2 * x)
+
+
+_TRACED: list[str] = []
+
+
+def scaled(factor):
+    def run(x):
+        _TRACED.append(str(factor))
+        return factor * x, ()
+
+    return lambda x: by_platform(lambda *_: Form(run), x, results=x, plain=lambda x: factor * x)
+
+
+def test_outside_jit_calls_that_close_over_the_same_are_traced_once():
+    x = jnp.arange(3.0)
+    factors = [2.0, 3.0, 2, np.full(3, 2.0), np.full(3, 5.0)]
+    for factor in (*factors, 2.0, 3.0):
+        np.testing.assert_array_equal(scaled(factor)(x), factor * x)
+        out, pull = jax.vjp(scaled(factor), x)
+        np.testing.assert_array_equal(pull(out)[0], factor * out)
+    # For the call, and for the two programs of its gradient.
+    assert collections.Counter(_TRACED) == dict.fromkeys(map(str, factors), 3)
 
 
 def test_a_scan_keeps_what_the_gradient_needs():

@@ -9,7 +9,6 @@ import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense import attend, full_xla
-from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.oracles import attention as oracles
 from tests.support.attention import (
@@ -182,8 +181,6 @@ def test_sinks_and_soft_cap(implementation):
     expected = expect(arrays, mask, bias=bias, sinks=sinks, cap=0.8)
     for got, want in zip(found, (*expected[:4], expected[5])):
         assert oracles.relative_error(got, want) < 1e-4
-    plain = dense_reference.full_attention(*arrays[:3], **options)
-    assert oracles.relative_error(plain, expected[0]) < 1e-4
     message = r"cudnn' supports full attention only with .*no sinks; with no logits_soft_cap"
     with pytest.raises(NotImplementedError, match=message):
         full_attention(*arrays[:3], sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")

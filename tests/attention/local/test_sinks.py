@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, alibi_slopes
-from brl_jax.attention.local import reference
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from tests.attention.local.cases import BOTH, PATTERNS, SINKS
@@ -81,15 +80,12 @@ def test_bfloat16():
     check(got, arrays, visible, SINKS.astype(jnp.bfloat16), 2e-2)
 
 
-def test_extreme_sinks_and_the_plain_form():
-    """A sink of -inf changes nothing, and one far above all scores takes all the weight. The reference agrees."""
+def test_extreme_sinks():
+    """A sink of -inf changes nothing, and one far above all scores takes all the weight."""
     query, key, value, _ = random_qkv(40)
     attend = functools.partial(local_attention, query, key, value, local_window_size=(5, 0), is_causal=True)
     plain = attend(logits_soft_cap=2.0)
     np.testing.assert_allclose(attend(logits_soft_cap=2.0, sinks=jnp.full(4, -jnp.inf)), plain, atol=1e-6)
     assert not np.asarray(attend(sinks=jnp.full(4, 1e4))).any()
-    window = {"pattern": SlidingWindow(5, 0), "is_causal": True, "logits_soft_cap": 2.0, "sinks": SINKS}
-    want = reference.local_attention(query, key, value, **window)
-    np.testing.assert_allclose(attend(logits_soft_cap=2.0, sinks=SINKS), want, rtol=1e-4, atol=1e-6)
     d_sinks = jax.grad(lambda s: attend(sinks=s).sum())(jnp.full(4, -jnp.inf))
     assert not np.asarray(d_sinks).any()
