@@ -18,6 +18,7 @@ from brl_jax import commands
 from brl_jax.loading import _network, load_run
 from eval.harness.runs import open_run
 from tests.support.processes import python
+from tests.support.texts import write_splits
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
 
@@ -28,10 +29,9 @@ ROOT = Path(__file__).parents[1]
 def finished(tmp_path_factory):
     """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    for split in ("train", "valid"):
-        (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
+    text = write_splits(folder, "alpha beta gamma " * 40)
     line = (
-        f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
+        f"--data {text} --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
         "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
     )
     train.lm.main(line.split())

@@ -8,12 +8,13 @@ lines are in a new file OUT.*.part; the same command finds it after a stop and g
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -140,12 +141,13 @@ def generate_file(
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    part, done = _progress_file(out, json.loads(json.dumps(call)), say)
+    with _naming(out):
+        part, done = _progress_file(out, json.loads(json.dumps(call)), say)
     left = [i for i in range(len(lines)) if i not in done]
     if done:
         say(f"{part}: {len(done)} of {len(lines)} prompts are done")
     started, new = time.monotonic(), 0
-    with part.open("a", encoding="utf-8") as file, Progress(console=console) as progress:
+    with _naming(out), part.open("a", encoding="utf-8") as file, Progress(console=console) as progress:
         bar = progress.add_task("prompts", total=len(lines), completed=len(done))
         completions = generate_requests(
             model,
@@ -174,10 +176,20 @@ def generate_file(
             rate = new / (time.monotonic() - started)
             progress.update(bar, advance=1, description=f"prompts, {rate:.0f} tokens a second")
     whole = (json.dumps(done[i], ensure_ascii=False) + "\n" for i in range(len(lines)))
-    write_whole(epath.Path(out), "".join(whole))
-    part.unlink()
+    with _naming(out):
+        write_whole(epath.Path(out), "".join(whole))
+        part.unlink()
     seconds = time.monotonic() - started
     say(f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second")
+
+
+@contextlib.contextmanager
+def _naming(out: Path) -> Iterator[None]:
+    """Turns an OSError, such as a full disk, into a UserError that names --out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out: cannot write {out}: {reason(error)}") from error
 
 
 def _append(file: TextIO, row: dict[str, Any]) -> None:
@@ -196,13 +208,15 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
         if done is not None:
             return part, done
         say(f"{part} is left alone: it is of other prompts, settings or parameters")
+    number, name = tempfile.mkstemp(prefix=f"{out.name}.", suffix=".part", dir=out.parent)
+    part = Path(name)
     try:
-        number, name = tempfile.mkstemp(prefix=f"{out.name}.", suffix=".part", dir=out.parent)
-    except OSError as error:
-        raise UserError(f"--out: cannot write {out}: {reason(error)}") from error
-    with os.fdopen(number, "w", encoding="utf-8") as file:
-        _append(file, call)
-    return Path(name), {}
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            _append(file, call)
+    except OSError:
+        part.unlink()
+        raise
+    return part, {}
 
 
 def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]] | None:

@@ -13,6 +13,13 @@ def all_at_once():
 
 
 @pytest.fixture
+def platform(request):
+    """Runs the form for this platform on this machine."""
+    with traced_for(request.param):
+        yield request.param
+
+
+@pytest.fixture
 def schedule(request):
     """Runs both schedules on this machine: the CPU's ("loop"), and the one for other platforms."""
     with traced_for("cpu" if request.param == "loop" else "default"):

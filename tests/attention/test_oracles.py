@@ -308,17 +308,28 @@ CASES = [
 OURS = {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
 RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
 OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
-EACH = [
-    pytest.param(name, oracle, arrays, options, id=f"{name}-{number}")
-    for name, oracle, arrays, several in CASES
-    for number, options in enumerate(several)
-]
+OF_RECURRENCES = [case for case in CASES if ".recurrent." in getattr(brl_jax, case[0]).__module__]
+# Fast on a GPU's platform: a sum of outer products, decays, triangular systems, and chunks with weights of their own.
+FAST_ON_GPU = ("linear_attention", "gated_delta_rule", "mixed_chunk_attention")
+each = pytest.mark.parametrize(
+    ("name", "oracle", "arrays", "options", "platform"),
+    [
+        pytest.param(
+            name, oracle, arrays, options, platform, id=f"{name}-{number}-{platform}",
+            marks=pytest.mark.slow if platform == "cuda" and name not in FAST_ON_GPU else (),
+        )
+        for platform, cases in (("cpu", CASES), ("cuda", OF_RECURRENCES))
+        for name, oracle, arrays, several in cases
+        for number, options in enumerate(several)
+    ],
+    indirect=["platform"],
+)  # fmt: skip
 # Options with a row for each sequence, or one for all.
 BY_ROW = ("positions", "log_decay")
 
 
-def compare(name, oracle, arrays, options, length):
-    arrays = arrays(length)
+def compare(name, oracle, arrays, options, length, dtype=jnp.float32, **tolerances):
+    arrays = {key: np.asarray(jnp.asarray(x, dtype), np.float64) for key, x in arrays(length).items()}
     options = {
         key: value(length) if isinstance(value, types.FunctionType) else value
         for key, value in options.items()
@@ -333,9 +344,10 @@ def compare(name, oracle, arrays, options, length):
     )
 
     def function(*operands):
-        given = dict(zip(arrays, operands))
+        given = dict(zip(arrays, (x.astype(dtype) for x in operands)))
         positional = [given.pop(key) for key in tuple(given)[:2]]
-        return getattr(brl_jax, name)(*positional, **given, **ours, **OURS.get(name, {}))
+        out = getattr(brl_jax, name)(*positional, **given, **ours, **OURS.get(name, {}))
+        return out.astype(jnp.float32)
 
     def row(b, operands):
         own = {
@@ -344,19 +356,31 @@ def compare(name, oracle, arrays, options, length):
         }
         return oracle(*(x[b] for x in operands), **own)
 
-    check(function, lambda *operands: np.stack([row(b, operands) for b in range(B)]), [*arrays.values()])
+    check(
+        function,
+        lambda *operands: np.stack([row(b, operands) for b in range(B)]),
+        [*arrays.values()],
+        **tolerances,
+    )
 
 
-@pytest.mark.parametrize(("name", "oracle", "arrays", "options"), EACH)
-def test_equals_its_oracle(name, oracle, arrays, options):
+@each
+def test_equals_its_oracle(name, oracle, arrays, options, platform):
     compare(name, oracle, arrays, options, 67)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 130])
-@pytest.mark.parametrize(("name", "oracle", "arrays", "options"), EACH)
-def test_other_lengths(name, oracle, arrays, options, length):
+@each
+def test_other_lengths(name, oracle, arrays, options, length, platform):
     compare(name, oracle, arrays, options, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
+@pytest.mark.parametrize(("name", "oracle", "arrays", "several"), OF_RECURRENCES)
+def test_bfloat16(name, oracle, arrays, several, platform):
+    compare(name, oracle, arrays, several[0], 130, jnp.bfloat16, tolerance=2e-2, of_output=2e-2)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -107,6 +107,11 @@ CASES = {
     "gau": Case(brl_jax.gau_attention, BIAS, of_state=ROOM),
     "flash": Case(brl_jax.mixed_chunk_attention, {"chunk_size": 4, **BIAS}, second_linear),
     "bsbr": Case(brl_jax.bsbr_attention, {"chunk_size": 4}, retrieval, {**ROOM, "num_heads": N}),
+    "bsbr, compressed": Case(
+        brl_jax.bsbr_attention,
+        {"chunk_size": 4, "strength": normal(N), "compression": (normal(H, H, 3), normal(3, H, H))},
+        retrieval, {**ROOM, "num_heads": N},
+    ),
     "mlr": Case(brl_jax.mlr_attention, LEVELS, of_state={"length": T}),
     "mlr, doubling": Case(brl_jax.mlr_attention, {"ranks": (4, 2, 2)}, of_state={"length": T}),
     "mlr, no common block": Case(
@@ -115,7 +120,7 @@ CASES = {
     "long_short": Case(
         brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "rank": 3}
     ),
-}
+}  # fmt: skip
 
 
 def _inputs(name, dtype=jnp.float32):
@@ -190,39 +195,49 @@ def test_values_narrower_than_keys(name):
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-4, atol=2e-5)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
-        state_functions("lokal")
-    for name, settings, error, message in (
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("lokal", {}, ValueError, "name must be one of local, diag, .*, got 'lokal'"),
         ("local", {"local_window_sise": 4}, TypeError, "did you mean 'local_window_size'?"),
         ("local", {}, TypeError, r"state_functions\('local'\) needs local_window_size"),
         ("norm", {"epsilon": -1.0}, ValueError, "epsilon must be at least 0, got -1.0"),
         ("linear", {"return_state": True}, TypeError, "got 'return_state'"),
         ("mamba2", {}, ValueError, "got 'mamba2'; use 'linear' with normalize=False, .* log_decay"),
-    ):
-        with pytest.raises(error, match=message):
-            state_functions(name, **settings)
-    state = state_functions("local", local_window_size=(3, 0)).init(B, K, H)
-    with pytest.raises(
-        ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
-    ):
-        brl_jax.local_attention(*(x[:1] for x in _inputs("local")), **WINDOW, state=state)
-    linear, tokens = state_functions("linear"), _inputs("linear")
-    with pytest.raises(ValueError, match="return_states must be from 1 to the number of tokens 11, got 12"):
-        linear.extend(*tokens, linear.init(B, K, H), return_states=12)
-    ids = jnp.zeros((B, T), jnp.int32)
-    with pytest.raises(ValueError, match="segment_ids must be None with return_states"):
-        linear.extend(*tokens, linear.init(B, K, H), return_states=2, segment_ids=ids)
-    long_short = state_functions("long_short", length=T)
-    with pytest.raises(
-        ValueError,
-        match=r"state.logits must be float32 of shape \(2, 16, 2, 3\), got float32 of shape \(2, 16, 2, 1\)",
-    ):
-        long_short.extend(*tokens, long_short.init(B, K, H), **projected(*tokens))
-    with pytest.raises(ValueError, match="state must be of type LongShortState, got"):
-        long_short.extend(*tokens, (), **projected(*tokens))
-    with pytest.raises(ValueError, match="state must be of type LocalState, got"):
-        brl_jax.local_attention(*_inputs("local"), **WINDOW, state=(1, 2, 3))
+    ],
+)
+def test_bad_settings(name, settings, error, message):
+    with pytest.raises(error, match=message):
+        state_functions(name, **settings)
+
+
+LOCAL, LINEAR, LONG_SHORT = (
+    state_functions(name, **settings)
+    for name, settings in (
+        ("local", {"local_window_size": (3, 0)}),
+        ("linear", {}),
+        ("long_short", {"length": T}),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("functions", "rows", "options", "message"),
+    [
+        (LOCAL, 1, {}, r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"),
+        (LOCAL, B, {"state": (1, 2, 3)}, "state must be of type LocalState, got"),
+        (LINEAR, B, {"return_states": 12}, "return_states must be from 1 to the number of tokens 11, got 12"),
+        (LINEAR, B, {"return_states": 2, "segment_ids": np.zeros((B, T), np.int32)},
+         "segment_ids must be None with return_states"),
+        (LONG_SHORT, B, {}, r"state.logits must be float32 of shape \(2, 16, 2, 3\), got float32 of .*\(2, 16, 2, 1\)"),
+        (LONG_SHORT, B, {"state": ()}, "state must be of type LongShortState, got"),
+    ],
+)  # fmt: skip
+def test_bad_states(functions, rows, options, message):
+    tokens = [x[:rows] for x in _inputs("linear")]
+    more = projected(*tokens) if functions is LONG_SHORT else {}
+    with pytest.raises(ValueError, match=message):
+        functions.extend(*tokens, **more, **{"state": functions.init(B, K, H)} | options)
 
 
 def test_a_window_can_start_without_a_state():

@@ -5,10 +5,8 @@ Each row is a module, a command line and a pattern that the line must match.
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 import train.cli.options
 from brl_jax.fields import Checked
 from brl_jax.layers import MECHANISMS
-from train.cli.command import command
+from tests.support.command_lines import run
 from train.tasks.lm import LM as TASK
 
 # A line that was accepted by mistake would train: keep that short, and the row fails.
@@ -285,14 +283,6 @@ OTHERS = {
 
 ROWS = [("train.lm", line, message) for line, message in LM.items()]
 ROWS += [(*line.partition(" ")[::2], message) for line, message in OTHERS.items()]
-
-
-def run(module, words, monkeypatch, capsys):
-    """The exit status of a command and what it printed on standard error."""
-    monkeypatch.setattr(sys, "argv", [module, *words])
-    file = f"{module}.__main__" if importlib.util.find_spec(module).submodule_search_locations else module
-    status = command(importlib.import_module(file).main, module)
-    return status, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import eval.harness.runs
 import train.cli.main
 import train.lm
-from tests.bad_input.test_command_lines import run
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import last_wins, run
+from tests.support.texts import write_splits
 from train.data.tokenizers.named import train_tokenizer
 from train.engine.checkpoint import Checkpoints, ocp
 from train.engine.errors import is_memory_shortage
@@ -22,8 +22,7 @@ from train.engine.errors import is_memory_shortage
 def trained(tmp_path_factory):
     """The folder of a short run."""
     folder = tmp_path_factory.mktemp("trained")
-    for split in ("train", "valid"):
-        (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
+    write_splits(folder, "alpha beta gamma " * 40)
     train.lm.main(line(folder))
     return folder
 

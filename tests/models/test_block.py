@@ -16,6 +16,8 @@ from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
+from tests.oracles.attention import softmax_attention
+from tests.oracles.parts import project, rotary
 from tests.support.generation import in_pieces
 from tests.support.parameters import drawn
 
@@ -28,21 +30,17 @@ def draw(*shape, seed=0):
 
 
 def dense_cross_attention(params, x, encoded, lengths):
-    """Softmax over the existing encoder outputs, head by head, in NumPy."""
-    p = as_float64(params)
-    x, encoded = as_float64(x), as_float64(encoded)
-    out = np.zeros(x.shape)
-    heads, kv_heads = p["query"]["kernel"].shape[1], p["key"]["kernel"].shape[1]
-    for b, length in enumerate(lengths):
-        for head in range(heads):
-            shared = head * kv_heads // heads
-            query = x[b] @ p["query"]["kernel"][:, head]
-            key = encoded[b, :length] @ p["key"]["kernel"][:, shared]
-            value = encoded[b, :length] @ p["value"]["kernel"][:, shared]
-            scores = query @ key.T / np.sqrt(query.shape[1])
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[b] += (weights / weights.sum(axis=1, keepdims=True)) @ value @ p["out"]["kernel"][head]
-    return out
+    """Softmax over the existing encoder outputs, in NumPy."""
+    p, x, encoded = (as_float64(each) for each in (params, x, encoded))
+    exists = np.arange(encoded.shape[1]) < np.asarray(lengths)[:, None]
+    query, key, value = (
+        project(a, p[name]) for name, a in (("query", x), ("key", encoded), ("value", encoded))
+    )
+    return merged(softmax_attention(query, key, value, exists[:, None, None])[0], p)
+
+
+def merged(heads, p):
+    return np.tensordot(heads, p["out"]["kernel"], axes=2)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -200,27 +198,13 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     x, outputs, compressed = (as_float64(a) for a in (x, outputs, compressed))
 
     def turned(rows):
-        angles = np.arange(len(rows))[:, None] * d.rope_theta ** (-np.arange(2) / 2)
-        a, b = rows[:, 0::2], rows[:, 1::2]
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.stack([a * cos - b * sin, b * cos + a * sin], axis=2).reshape(rows.shape)
+        return np.stack([rotary(row, np.arange(len(row)), d.rope_theta) for row in rows])
 
-    def softmax(scores, seen=True):
-        weights = np.where(seen, np.exp(scores), 0.0)
-        return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
-
-    distance = np.arange(11)[None] - np.arange(7)[:, None]
-    expected = np.zeros(x.shape)
-    for b, length in enumerate(lengths):
-        for head in range(2):
-            query, key = (
-                turned(rows @ p[name]["kernel"][:, head])
-                for name, rows in (("query", x[b]), ("key", outputs[b]))
-            )
-            seen = (np.abs(distance) <= 3) & (np.arange(11)[None] < length)
-            read = softmax(query @ key.T / 2, seen) @ outputs[b] @ p["value"]["kernel"][:, head]
-            query = x[b] @ p["compressed_query"]["kernel"][:, head]
-            scores = query @ (compressed[b] @ p["compressed_key"]["kernel"][:, head]).T / 2
-            propagated = softmax(scores) @ compressed[b] @ p["compressed_value"]["kernel"][:, head]
-            expected[b] += (read + p["lambda"][head] * propagated) @ p["out"]["kernel"][head]
-    assert relative_error(got, expected) < 1e-5
+    exists = (np.arange(11) < np.array(lengths)[:, None])[:, None, None]
+    near = np.abs(np.arange(11)[None] - np.arange(7)[:, None]) <= 3
+    query, key = turned(project(x, p["query"])), turned(project(outputs, p["key"]))
+    read, _ = softmax_attention(query, key, project(outputs, p["value"]), near & exists)
+    names = zip(("query", "key", "value"), (x, compressed, compressed))
+    given = (project(rows, p[f"compressed_{name}"]) for name, rows in names)
+    propagated, _ = softmax_attention(*given, True)
+    assert relative_error(got, merged(read + p["lambda"][:, None] * propagated, p)) < 1e-5

@@ -21,6 +21,7 @@ from brl_jax.layers import (
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.conversion import converted, matching_errors, mixers, replaced_layers, with_mixers
+from tests.oracles.parts import feed_forward, layer_norm
 from tests.support.parameters import drawn
 
 TEACHER = DecoderConfig(num_layers=4, d_model=32, num_heads=4, d_ff=48, vocab_size=61, mechanism=FullConfig())
@@ -107,16 +108,14 @@ def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
     weights = jnp.asarray(np.random.default_rng(0).uniform(size=TOKENS.shape) > 0.4, jnp.float32)
     got = errors(config, params, teacher, weights=weights)
     dimensions = TEACHER.dimensions
-    x = teacher["embedding"][TOKENS] * 32**0.5
-    blocks, expected = teacher["stack"]["layers_0"]["block_0"], []
+    x = np.asarray(teacher["embedding"][TOKENS] * 32**0.5)
+    blocks, expected = jax.tree.map(np.asarray, nn.unbox(teacher["stack"]["layers_0"]["block_0"])), []
     own = params["stack"]["layers_0"]
     carrier = mechanism.carrier(dimensions, parent=None)
     carry = carrier and carrier.apply({"params": params["stack"]["carrier_0"]}, x, None)
     for i in range(4):
         block = jax.tree.map(lambda a, i=i: a[i], blocks)
-        centred = x - x.mean(-1, keepdims=True)
-        read = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-        read = read * block["mixer_norm"]["scale"][None, None]
+        read = layer_norm(x, block["mixer_norm"])
         target, *_ = FullConfig().layer(dimensions, parent=None).apply({"params": block["mixer"]}, read)
         new = mechanism if i % 2 == 0 else FullConfig()
         mixer = jax.tree.map(lambda a, i=i: a[i // 2], own[f"block_{i % 2}"]["mixer"])
@@ -127,15 +126,8 @@ def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
         chosen = np.asarray(weights) > 0
         ours, theirs = np.asarray(y, np.float64)[chosen], np.asarray(target, np.float64)[chosen]
         expected.append(((ours - theirs) ** 2).sum() / ((theirs - theirs.mean(0)) ** 2).sum())
-        x = x + target
-        feed_forward = nn.unbox(block["feed_forward"])
-        centred = x - x.mean(-1, keepdims=True)
-        normed = centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-        normed = normed * block["feed_forward_norm"]["scale"][None, None]
-        inside = jax.nn.relu(normed @ feed_forward["gate"]["kernel"]) * (
-            normed @ feed_forward["up"]["kernel"]
-        )
-        x = x + inside @ feed_forward["down"]["kernel"]
+        x = x + np.asarray(target)
+        x = x + feed_forward(layer_norm(x, block["feed_forward_norm"]), block["feed_forward"])
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-9)
     assert expected[0] > 0.01 > expected[1]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import (
     Classifier,
     Encoder,
@@ -22,17 +22,14 @@ from brl_jax.models import (
     transnormer,
 )
 from brl_jax.models.inputs import sinusoidal_positions
-from tests.laws.cases import CASES
-from tests.laws.networks import relative_error
+from tests.laws.cases import CASES, LEADING
+from tests.laws.networks import as_float64, relative_error
+from tests.oracles.parts import classified
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}
 # One case of each listed mechanism; max_length of Linformer and cosFormer leaves space for a token in front.
-BIDIRECTIONAL = {
-    name: next(m for case, m in CASES.items() if case == name or case.startswith(f"{name}-"))
-    for name in MECHANISMS
-}
-BIDIRECTIONAL = {name: m for name, m in BIDIRECTIONAL.items() if m.bidirectional}
+BIDIRECTIONAL = {name: CASES[name] for name in LEADING if CASES[name].bidirectional}
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 11, (2, 14)), jnp.int32)
 LENGTHS = jnp.array([9, 14])
 
@@ -138,12 +135,10 @@ def test_a_pair_is_two_texts_through_one_encoder():
         lambda v, tokens, n: encoder.apply(v, tokens, lengths=n, method=lambda m, *a, **k: m.encoder(*a, **k))
     )
     a, b = (encode(variables, tokens[0], lengths[0])[i : i + 1] for i in range(2))
-    head = jax.tree.map(np.asarray, variables["params"]["head"])
-    features = np.concatenate([a, b, a * b, a - b], axis=-1)
-    hidden = np.maximum(features @ head["hidden"]["kernel"] + head["hidden"]["bias"], 0)
-    np.testing.assert_allclose(
-        logits, hidden @ head["out"]["kernel"] + head["out"]["bias"], rtol=1e-4, atol=1e-5
+    expected = classified(
+        np.concatenate([a, b, a * b, a - b], axis=-1), as_float64(variables["params"]["head"])
     )
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     garbage = tokens.at[0, 0, 9:].set(7)
     np.testing.assert_array_equal(run(variables, garbage, lengths), logits)
 
@@ -156,9 +151,7 @@ def test_every_token_has_a_class():
     encoder = Encoder(config)
     own = {"params": variables["params"]["encoder"]}
     outputs = jax.jit(lambda v: encoder.apply(v, TOKENS, lengths=LENGTHS))(own)
-    head = variables["params"]["head"]
-    hidden = np.maximum(outputs @ head["hidden"]["kernel"] + head["hidden"]["bias"][None, None], 0)
-    expected = hidden @ head["out"]["kernel"] + head["out"]["bias"][None, None]
+    expected = classified(np.asarray(outputs), as_float64(variables["params"]["head"]))
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 

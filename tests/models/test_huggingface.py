@@ -290,6 +290,7 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
 
 def small(tmp_path, change=None, **options):
     """A configuration and random parameters, and the folder that they are saved in."""
+    pytest.importorskip("safetensors")
     config = read_config(LLAMA | {"num_hidden_layers": 1} | (change or {}))
     params = random_parameters(config)
     huggingface.save(tmp_path / "model", config, params, **options)
@@ -301,7 +302,6 @@ def edit(file, **changes):
 
 
 def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     ours = json.loads((folder / "config.json").read_text())
     # If absent, transformers would use its defaults, which are other tokens.
@@ -321,7 +321,6 @@ def test_token_ids_and_generation_survive_a_round_trip(tmp_path):
 
 def test_a_separate_table_of_logits_is_kept(tmp_path):
     """transformers 5 reads both tables if config.json ties them but the file holds two different ones."""
-    pytest.importorskip("safetensors")
     _, params, folder = small(tmp_path)
     edit(folder / "config.json", tie_word_embeddings=True)
     config, loaded = huggingface.load(folder)
@@ -397,7 +396,6 @@ def test_a_field_of_another_type_is_named(change, field):
 
 
 def test_shards_that_are_not_the_folders_own(tmp_path):
-    pytest.importorskip("safetensors")
     numpy = pytest.importorskip("safetensors.numpy")
     _, _, folder = small(tmp_path)
     tensors = numpy.load_file(folder / "model.safetensors")
@@ -416,7 +414,6 @@ def test_shards_that_are_not_the_folders_own(tmp_path):
 
 
 def test_weights_in_8_bits_are_named(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     data = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -437,7 +434,6 @@ def test_a_name_on_the_hub_is_not_a_folder():
 
 def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
     """transformers cuts OLMo Hybrid's convolutions into thirds, and renames the norms of its other layers too."""
-    pytest.importorskip("safetensors")
     numpy = pytest.importorskip("safetensors.numpy")
     _, params, folder = small(tmp_path, OLMO_HYBRID)
     tensors = numpy.load_file(folder / "model.safetensors")
@@ -462,7 +458,6 @@ def test_convolutions_cut_elsewhere_and_other_names_of_norms_are_read(tmp_path):
 
 
 def test_a_folder_without_its_files(tmp_path):
-    pytest.importorskip("safetensors")
     _, _, folder = small(tmp_path)
     weights = folder / "model.safetensors"
     weights.rename(tmp_path / "moved")
@@ -516,86 +511,68 @@ def test_the_text_model_of_a_network_of_text_and_images():
         read_config(text_part(experts))
 
 
-def test_what_has_no_counterpart_is_named():
-    for change, message in (
-        ({"hidden_act": "gelu"}, "hidden_act must be silu with linear_attention layers, got 'gelu'"),
-        ({"num_experts": 4}, "num_experts=4 makes 6 of 6 layers mixtures of experts"),
-        ({"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 3}, "makes 1 of 6 layers"),
-        ({"attention_bias": True}, "attention_bias must be false with linear_attention layers"),
-        ({"partial_rotary_factor": 0.05}, "partial_rotary_factor must give an even number of the 24"),
-        ({"layer_types": ["sliding_attention"] * 6}, "layer_types must be 6 of full_attention, linear_att"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_config(NEXT | change)
+GEMMA2, OLMO2 = {"model_type": "gemma2", **GEMMA}, {"model_type": "olmo2", **SMALL}
+SMOL = {"model_type": "smollm3", **SMALL, "num_hidden_layers": 5}
+SLIDING, FULL = "sliding_attention", "full_attention"
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        (NEXT, {"hidden_act": "gelu"}, "hidden_act must be silu with linear_attention layers, got 'gelu'"),
+        (NEXT, {"num_experts": 4}, "num_experts=4 makes 6 of 6 layers mixtures of experts"),
+        (NEXT, {"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 3}, "makes 1 of 6 layers"),
+        (NEXT, {"attention_bias": True}, "attention_bias must be false with linear_attention layers"),
+        (NEXT, {"partial_rotary_factor": 0.05}, "partial_rotary_factor must give an even number of the 24"),
+        (NEXT, {"layer_types": [SLIDING] * 6}, "layer_types must be 6 of full_attention, linear_att"),
+        (LLAMA, {"model_type": "phi"}, "model_type must be one of llama, mistral, .* got 'phi'"),
+        (LLAMA, {"model_type": "gpt_oss", "num_local_experts": 32},
+         "num_local_experts=32 makes the layers of gpt_oss mixtures of experts"),
+        (LLAMA, {"hidden_act": "quick_gelu"},
+         "hidden_act must be one of silu, gelu_pytorch_tanh, gelu, relu, got 'quick_gelu'"),
+        (LLAMA, {"num_local_experts": 8}, "num_local_experts=8 is not supported for llama; supported are vocab_size"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type must be one of .* got 'dynamic'"),
+        (LLAMA, {"rope_scaling": LONGROPE}, "rope_type must be one of default, .* got 'longrope'"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_type linear needs the field factor"),
+        (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
+        (LLAMA, {"hidden_size": None}, "hidden_size must be an integer, got None"),
+        (SMOL, {"no_rope_layers": [1]}, "no_rope_layers must have 5 numbers, got 1"),
+        (SMOL, {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \(with layer_types\) must be one kind and then"),
+        (SMOL, {"layer_types": [SLIDING] * 5}, "sliding_window must be a number of tokens"),
+        (OLMO2, {"clip_qkv": 8.0}, r"clip_qkv=8\.0 is not supported for olmo2"),  # transformers would not read it
+        (GEMMA2, {"layer_types": [FULL, SLIDING, SLIDING, FULL, FULL]},
+         "layer_types must be one kind and then the other, or repeat"),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_what_has_no_counterpart_here_is_named(values, change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(values | change)
+
+
+def test_other_forms_of_one_configuration():
     dense = {"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 7}
     assert meaning(read_config(NEXT | dense)) == meaning(read_config(NEXT))
-    for change, message in (
-        ({"model_type": "phi"}, "model_type must be one of llama, mistral, .* got 'phi'"),
-        (
-            {"model_type": "gpt_oss", "num_local_experts": 32},
-            "num_local_experts=32 makes the layers of gpt_oss mixtures of experts",
-        ),
-        (
-            {"hidden_act": "quick_gelu"},
-            "hidden_act must be one of silu, gelu_pytorch_tanh, gelu, relu, got 'quick_gelu'",
-        ),
-        (
-            {"num_local_experts": 8},
-            "num_local_experts=8 is not supported for llama; supported are vocab_size",
-        ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type must be one of default, .* got 'dynamic'",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-            "rope_type must be one of default, .* got 'longrope'",
-        ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs the field factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
-        ({"hidden_size": None}, "hidden_size must be an integer, got None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_config(LLAMA | change)
-    smol = {"model_type": "smollm3", **SMALL, "num_hidden_layers": 5}
-    for change, message in (
-        ({"no_rope_layers": [1]}, "no_rope_layers must have 5 numbers, got 1"),
-        (
-            {"no_rope_layers": [1, 0, 0, 1, 1]},
-            r"no_rope_layers \(with layer_types\) must be one kind and then the",
-        ),
-        ({"layer_types": ["sliding_attention"] * 5}, "sliding_window must be a number of tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_config(smol | change)
-    # A published form of no positions, and a field that transformers would not read.
+    # A published form of no positions.
     published = {name: value for name, value in OLMO_HYBRID.items() if name != "rope_parameters"}
     assert meaning(read_config(published | {"rope_theta": None})) == meaning(read_config(OLMO_HYBRID))
-    with pytest.raises(ValueError, match=r"clip_qkv=8\.0 is not supported for olmo2"):
-        read_config({"model_type": "olmo2", **SMALL, "clip_qkv": 8.0})
-    types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
-    with pytest.raises(ValueError, match="layer_types must be one kind and then the other, or repeat"):
-        read_config({"model_type": "gemma2", **GEMMA, "layer_types": types})
-    with pytest.raises(
-        ValueError, match=r"no supported architecture .* differs in .*sinks|differs in mechanism"
-    ):
-        huggingface.save(
-            "unused", DecoderConfig(norm="rms", ffn="swiglu", mechanism=FullConfig(sinks=True)), {}
-        )
-    # The decoder of an encoder-decoder reads inputs that no file format has.
-    with pytest.raises(ValueError, match="the nearest, llama, differs in cross_attention"):
-        huggingface.save(
-            "unused",
-            EncoderDecoderConfig(norm="rms", ffn="swiglu", embedding_scale=1.0, mechanism=FullConfig()),
-            {},
-        )
-    # An architecture without such layers is not near, although it differs in nothing else.
-    with pytest.raises(ValueError, match="the nearest, mistral, differs in norm, embedding_scale"):
-        huggingface.save("unused", DecoderConfig(mechanism=LocalConfig()), {})
-    with pytest.raises(
-        ValueError, match=r"head_dim must be d_model / num_heads = 64 with mechanism brl, got 8"
-    ):
-        DecoderConfig(head_dim=8)
-    with pytest.raises(ValueError, match="output_norms must be False with mechanism tlinformer"):
-        DecoderConfig(output_norms=True, mechanism=MECHANISMS["tlinformer"]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DecoderConfig, {"mechanism": FullConfig(sinks=True), "norm": "rms", "ffn": "swiglu"},
+         r"no supported architecture .* differs in .*sinks|differs in mechanism"),
+        # The decoder of an encoder-decoder reads inputs that no file format has.
+        (EncoderDecoderConfig,
+         {"mechanism": FullConfig(), "norm": "rms", "ffn": "swiglu", "embedding_scale": 1.0},
+         "the nearest, llama, differs in cross_attention"),
+        # An architecture without such layers is not near, although it differs in nothing else.
+        (DecoderConfig, {"mechanism": LocalConfig()}, "the nearest, mistral, differs in norm, embedding_scale"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_there_is_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        huggingface.save("unused", kind(**options), {})

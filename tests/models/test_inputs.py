@@ -22,8 +22,9 @@ from brl_jax import (
 )
 from brl_jax.models.losses import cross_entropy
 from pallas_kernels.absent import existing
-from tests.laws.networks import relative_error
+from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
+from tests.oracles.parts import classified
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 24, "mechanism": FullConfig()}
@@ -44,9 +45,7 @@ def test_an_encoder_gives_token_outputs_that_classifiers_pool():
     outputs = jax.jit(encoder.apply)(own, TOKENS, lengths=lengths)
     assert outputs.shape == (2, 6, 16)
     pooled = jnp.stack([outputs[0, :4].mean(axis=0), outputs[1].mean(axis=0)])
-    head = variables["params"]["head"]
-    hidden = jax.nn.relu(pooled @ head["hidden"]["kernel"] + head["hidden"]["bias"][None])
-    expected = hidden @ head["out"]["kernel"] + head["out"]["bias"][None]
+    expected = classified(as_float64(pooled), as_float64(variables["params"]["head"]))
     got = jax.jit(classifier.apply)(variables, TOKENS, lengths=lengths)
     assert relative_error(got, expected) < 1e-5
 

@@ -37,6 +37,12 @@ def feed_forward(x, p):
     return (relu(x @ p["gate"]["kernel"]) * (x @ p["up"]["kernel"])) @ p["down"]["kernel"]
 
 
+def classified(x, p):
+    """The logits of a classifier's head."""
+    hidden = relu(x @ p["hidden"]["kernel"] + p["hidden"]["bias"])
+    return hidden @ p["out"]["kernel"] + p["out"]["bias"]
+
+
 def softmax(z, mask=True, sink=-np.inf):
     """Weights over the keys; a sink is a logit without a key."""
     top = np.maximum(np.where(mask, np.real(z), -np.inf).max(-1, keepdims=True, initial=-1e30), np.real(sink))

@@ -30,51 +30,47 @@ from tests.oracles.parts import (
 )
 
 
-def decayed(q, k, v, decay, segments=None):
-    """The recurrence S <- diag(decay) S + k v^T, o = S^T q of one head, for decay (n,) or (n, features)."""
-    state, out = 0, []
+def recurrence(q, transition, written):
+    """o_t = S_t^T q_t of one head, where S_t = transition(t) S_(t - 1) + written(t)."""
+    state, out = 0 * written(0), []
     for t in range(len(q)):
-        kept = decay[t][..., None] * begun(state, t, segments)
-        state = kept + np.outer(k[t], v[t])
+        state = transition(t) @ state + written(t)
         out.append(state.T @ q[t])
     return np.stack(out)
 
 
-def delta(q, k, v, beta, decay=None, segments=None):
-    """The recurrence S <- D + beta k (v - D^T k)^T, D = diag(decay) S, o = S^T q of one head."""
-    state, out = np.zeros((k.shape[1], v.shape[1])), []
-    for t in range(len(q)):
-        state = begun(state, t, segments)
-        if decay is not None:
-            state = decay[t][..., None] * state
-        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
+def kept(decay, t, features):
+    """diag(decay) at token t; decay (n, features), (n,) or None."""
+    return np.eye(features) if decay is None else np.eye(features) * decay[t][..., None]
 
 
-def gated_delta_2(q, k, v, erase, write, decay, segments=None):
-    """The recurrence S <- D + k (write v - D^T (erase k))^T, D = diag(decay) S, o = S^T q of one head."""
-    state, out = np.zeros((k.shape[1], v.shape[1])), []
-    for t in range(len(q)):
-        state = decay[t][:, None] * begun(state, t, segments)
-        state = state + np.outer(k[t], write[t] * v[t]) - np.outer(k[t], (erase[t] * k[t]) @ state)
-        out.append(state.T @ q[t])
-    return np.stack(out)
+def decayed(q, k, v, decay):
+    """S <- diag(decay) S + k v^T."""
+    return recurrence(q, lambda t: kept(decay, t, k.shape[1]), lambda t: np.outer(k[t], v[t]))
 
 
-def rwkv7(q, k, v, removal, rate, decay, segments=None):
-    """The recurrence S <- (diag(decay) - diag(rate) r r^T) S + k v^T, o = S^T q of one head."""
-    state, out = np.zeros((k.shape[1], v.shape[1])), []
-    for t in range(len(q)):
-        transition = np.diag(decay[t]) - rate[t][:, None] * np.outer(removal[t], removal[t])
-        state = transition @ begun(state, t, segments) + np.outer(k[t], v[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
+def delta(q, k, v, beta, decay=None):
+    """S <- D + beta k (v - D^T k)^T, D = diag(decay) S."""
+    return gated_delta_2(q, k, v, beta[:, None], beta[:, None], decay)
 
 
-def begun(state, t, segments):
-    """The state before token t: zeros if a segment begins there."""
-    return state if segments is None else state * (t > 0 and segments[t] == segments[t - 1])
+def gated_delta_2(q, k, v, erase, write, decay):
+    """S <- D + k (write v - D^T (erase k))^T, D = diag(decay) S."""
+
+    def transition(t):
+        diagonal = kept(decay, t, k.shape[1])
+        return diagonal - np.outer(k[t], erase[t] * k[t]) @ diagonal
+
+    return recurrence(q, transition, lambda t: np.outer(k[t], write[t] * v[t]))
+
+
+def rwkv7(q, k, v, removal, rate, decay):
+    """S <- (diag(decay) - diag(rate) r r^T) S + k v^T."""
+
+    def transition(t):
+        return kept(decay, t, k.shape[1]) - rate[t][:, None] * np.outer(removal[t], removal[t])
+
+    return recurrence(q, transition, lambda t: np.outer(k[t], v[t]))
 
 
 @each_head

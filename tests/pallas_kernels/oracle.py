@@ -167,8 +167,9 @@ def rotated(x, positions):
     return np.stack([turned.real, turned.imag], -1).reshape(*turned.shape[:-1], -1)
 
 
-def recurrence(operands, d_total, d_weight, d_key_value, d_key):
-    """Results and gradients by name of a recurrence, token by token; operands by name as for `triton.Operands`."""
+def recurrence(operands, cotangents):
+    """Results and gradients by name of a recurrence, token by token; operands by name as for `triton.Operands`, and the
+    results' cotangents by name, where missing ones are 0."""
     given = {name: np.asarray(x, np.float64) for name, x in operands.items() if x is not None}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     (batch, length, heads, features), kv_heads = query.shape, key.shape[2]
@@ -179,8 +180,10 @@ def recurrence(operands, d_total, d_weight, d_key_value, d_key):
     total, weight = np.zeros((batch, length, heads, value.shape[3])), np.zeros((batch, length, heads))
     found = {name: np.zeros_like(x) for name, x in given.items() if name != "segments"}
     last, last_key = np.zeros_like(given["key_value"]), np.zeros((batch, kv_heads, features))
-    d_total, d_weight, d_key_value, d_key = (
-        np.asarray(x, np.float64) for x in (d_total, d_weight, d_key_value, d_key)
+    results = {"total": total, "key_value": last} | ({"weight": weight, "key": last_key} if weighs else {})
+    d_total, d_key_value, d_weight, d_key = (
+        np.asarray(cotangents.get(name, np.zeros(like.shape)), np.float64)
+        for name, like in zip(("total", "key_value", "weight", "key"), (total, last, weight, last_key))
     )
     for b, h in np.ndindex(batch, kv_heads):
         mine = slice(h * groups, (h + 1) * groups)
@@ -225,5 +228,4 @@ def recurrence(operands, d_total, d_weight, d_key_value, d_key):
         found["key_value"][b, h] = d_state
         if weighs:
             found["key_sum"][b, h] = d_sums
-    results = {"total": total, "key_value": last} | ({"weight": weight, "key": last_key} if weighs else {})
     return results, found

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 from brl_jax.sharding import MeshConfig, make_mesh
+from tests.support.command_lines import config_of
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
-from train.cli.options import parse
 from train.engine.loop import train
 from train.tasks.graph import GRAPH
 
@@ -19,7 +19,7 @@ _OPTIONS = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --dropout 0 
 def losses(folder, preset, mesh, name):
     """The losses of twelve steps."""
     line = f"{preset} --data_dir {folder}/g --cache_dir {folder}/cache --workdir {folder}/{name} --batch 8 {_OPTIONS}"
-    config = parse(GRAPH.presets, "acm-brl", [*line.split(), "--steps", "12"], prog="", about="")
+    config = config_of(GRAPH, f"{line} --steps 12")
     data = GRAPH.load(config, ("train", "valid"))
     config = GRAPH.sized(config, data)
     streams = GRAPH.streams(config, data, mesh)

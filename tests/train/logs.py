@@ -2,10 +2,14 @@
 
 import json
 
+TIMED = ("tokens_per_second", "tokens_per_second_per_device", "input_wait", "goodput", "mfu")
 
-def metrics_lines(workdir, names=None):
-    """The lines of a run's metrics; with `names`, only those fields of each."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    if names is None:
-        return lines
-    return [{name: line[name] for name in names if name in line} for line in lines]
+
+def metrics_lines(workdir):
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured_lines(workdir):
+    """The same without what the machine's speed decides."""
+    return [{name: x for name, x in line.items() if name not in TIMED} for line in metrics_lines(workdir)]

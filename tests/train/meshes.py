@@ -18,10 +18,10 @@ from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, huggingface, losses
 from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh, parameter_shardings
+from tests.support.command_lines import config_of
 from tests.train.logs import metrics_lines
 from tests.train.pretrained import write_model
 from tests.train.toy import ToyHeldOut, ToyStream
-from train.cli.options import parse
 from train.data.masking import mask_tokens
 from train.engine.batch import Batch
 from train.engine.config import LoopConfig
@@ -31,7 +31,6 @@ from train.engine.mesh import place_batch, training_programs
 from train.engine.optimizer import OptimizerConfig
 from train.lm import main as train_lm
 from train.tasks.lm import LM, lm_objective
-from train.tasks.lm_config import PRESETS
 from train.tasks.mlm import mlm_objective
 
 ROWS, LENGTH, STEPS = 16, 16, 4
@@ -200,7 +199,7 @@ def refused():
     """The error message for each set of options that eight devices cannot share."""
     messages = {}
     for line in REFUSED:
-        config = parse(PRESETS, "small", line.split(), prog="train.lm", about="")
+        config = config_of(LM, line, "small")
         try:
             mesh = LM.open_mesh(config)
             training_programs(mesh, lm_objective(DecoderLM(config.model)), config.optimizer, config.loop)

@@ -10,6 +10,7 @@ import tokenizers
 
 from brl_jax.layers import FullConfig
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
+from tests.support.texts import write_splits
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -21,11 +22,8 @@ GENERATION = {"eos_token_id": [3, 5], "temperature": 0.5}
 
 def write_text(folder):
     """Two lines about colours, many times; returns the value of --data for them."""
-    for split, count in (("train", 60), ("valid", 6)):
-        (folder / f"{split}.txt").write_text(
-            "the colour of the sky is blue\nthe colour of grass is green\n" * count
-        )
-    return f"text:{folder}/*.txt"
+    text = "the colour of the sky is blue\nthe colour of grass is green\n"
+    return write_splits(folder, train=60 * text, valid=6 * text)
 
 
 def write_tokenizer(folder, template=TEMPLATE):

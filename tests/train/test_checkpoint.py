@@ -1,5 +1,4 @@
 import json
-import resource
 import shutil
 import sys
 import time
@@ -10,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from tests.support.texts import full_disk
 from train.engine.checkpoint import Checkpoints
 from train.engine.errors import RunError, UserError
 from train.engine.step import TrainState
@@ -279,13 +279,9 @@ def test_a_full_disk_is_told_with_the_last_good_checkpoint(tmp_path, save):
     checkpoints = Checkpoints(tmp_path)
     _save_and_wait(checkpoints, 1)
     checkpoints.check()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(RunError, match=f"; last good checkpoint: {tmp_path / '1'}") as caught:
-            save(checkpoints, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = f"; last good checkpoint: {tmp_path / '1'}"
+    with full_disk(1000), pytest.raises(RunError, match=message) as caught:
+        save(checkpoints, 2)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["1"]  # nothing half-written takes the disk's room
     assert _restore(tmp_path).step == 1

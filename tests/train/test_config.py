@@ -12,6 +12,7 @@ import brl_jax
 from brl_jax.configuration import to_json
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderLM
+from tests.support.command_lines import config_of
 from tests.support.processes import python
 from train.cli.help import first_screen, preset_list
 from train.cli.main import _resumed
@@ -28,7 +29,7 @@ from train.tasks.task import from_json, read_config
 
 
 def _parse(line=""):
-    return parse(PRESETS, LM.default_preset, line.split(), prog="python -m train.lm", about="About.")
+    return config_of(LM, line)
 
 
 def test_no_arguments_mean_the_default_preset():
@@ -86,8 +87,7 @@ def test_a_late_mechanism():
     assert _parse("--late-mechanism none").model.late_mechanism is None
     one_layer = TASKS["lra"].presets["lra-image-original"]
     assert one_layer.model.num_layers == 1
-    words = ["--late_mechanism", "local", "--num_layers", "4"]
-    parsed = parse({"p": one_layer}, "p", words, prog="p", about="a")
+    parsed = config_of(TASKS["lra"], "lra-image-original --late_mechanism local --num_layers 4")
     assert [mechanism.name for mechanism in parsed.model.mechanisms] == ["full", "full", "local", "local"]
 
 

@@ -17,16 +17,15 @@ import train.tokenize
 from brl_jax.loading import load_run
 from brl_jax.models import huggingface
 from eval.harness.runs import open_run
-from tests.bad_input.test_command_lines import run as command
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
+from tests.support.command_lines import run as command
 from tests.support.runs import untrained
+from tests.support.texts import write_splits
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import write_model, write_text, write_tokenizer
-from train.cli.options import parse
 from train.data.tokenizers.named import load_tokenizer
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING
-from train.tasks.recall import PRESETS, RECALL
+from train.tasks.recall import RECALL
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("train.converting")
@@ -40,11 +39,6 @@ BRL = "--mechanism brl --mechanism.window 8 --mechanism.num_compressed 4 --mecha
 CONVERTED = f"{BRL} --match_steps 60 --steps 40 --checkpoint_every 20 --convert_from"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
 def words(text, workdir, *more):
     return last_wins(f"--workdir {workdir} --data {text} {SHORT} {' '.join(map(str, more))}")
 
@@ -55,15 +49,6 @@ def teacher(text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("teacher") / "run"
     train.lm.main(words(text, workdir, SIZES, "--tokenizer bpe:300 --steps 40"))
     return workdir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a small random decoder of transformers."""
-    place = tmp_path_factory.mktemp("hf")
-    write_tokenizer(place / "tokenizer")
-    write_model(place / "model", place / "tokenizer")
-    return place / "model"
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +108,7 @@ def test_a_run_goes_on_from_the_matched_layers(run, teacher, capsys):
 
 def test_the_same_mechanism_goes_on_as_the_teacher_on_other_text(teacher, tmp_path, monkeypatch, capsys):
     """Its first loss is the teacher's, by the teacher's tokenizer; tokens of another tokenizer are refused."""
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("other words altogether, not about skies\n" * 60)
-    other = f"text:{tmp_path}/*.txt"
+    other = write_splits(tmp_path, "other words altogether, not about skies\n" * 60)
     train.lm.main(words(other, tmp_path / "run", "--mechanism full --convert_from", teacher))
     tokenizers = [load_tokenizer(place) for place in (teacher, tmp_path / "run")]
     assert tokenizers[0].digest == tokenizers[1].digest
@@ -210,8 +193,7 @@ def test_recall_is_converted_too(tmp_path):
         "--valid_rows 4 --test_rows 4 --tensorboard False"
     )
     sizes = "--num_layers 1 --d_model 16 --num_heads 2 --d_ff 16"
-    line = f"{short} {sizes} --workdir {tmp_path}/full"
-    untrained(RECALL, RECALL.sized(parse(PRESETS, "full", line.split(), prog="p", about="a")))
+    untrained(RECALL, RECALL.sized(config_of(RECALL, f"full {short} {sizes} --workdir {tmp_path}/full")))
     train.recall.main(
         f"local {short} --convert_from {tmp_path}/full --match_steps 4 --workdir {tmp_path}/local".split()
     )

@@ -5,8 +5,9 @@ import fcntl
 
 import pytest
 
-from tests.bad_input.test_command_lines import run
+from tests.support.command_lines import run
 from tests.support.processes import started
+from tests.support.texts import write_splits
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 
@@ -21,11 +22,9 @@ with alone_in(sys.argv[1]):
 
 def test_a_second_command_is_refused_until_the_first_one_is_gone(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "runs" / "a"
-    text = tmp_path / "train.txt"
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
+    text = write_splits(tmp_path, "alpha beta gamma " * 40)
     words = (
-        f"--data text:{text.parent}/*.txt --workdir {folder} --steps 1 --batch 2 --length 16 --num_layers 1 "
+        f"--data {text} --workdir {folder} --steps 1 --batch 2 --length 16 --num_layers 1 "
         "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --tensorboard False --sample_tokens 0"
     ).split()
     holder = started("-c", HOLDER, str(folder))

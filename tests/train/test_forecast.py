@@ -12,8 +12,8 @@ import pytest
 import eval.tasks.forecast
 import train.forecast
 from eval.tasks.forecast import markdown
-from tests.support.command_lines import last_wins
-from train.cli.options import parse
+from tests.support.command_lines import config_of, last_wins
+from tests.support.texts import damage
 from train.data.series import (
     HeldOutWindows,
     SeriesConfig,
@@ -151,7 +151,7 @@ def test_tokens_are_bins_of_the_scaled_series(table):
 
 
 def test_blocks_follow_the_length_of_their_own_sequence():
-    config = parse(FORECAST_TOKENS.presets, "chronos-tiny", ["--mechanism", "mlr"], prog="", about="")
+    config = config_of(FORECAST_TOKENS, "chronos-tiny --mechanism mlr")
     model = FORECAST_TOKENS.sized(config).model
     assert (model.encoder.mechanism.context, model.mechanism.context) == (512, 64)
     assert FORECAST_TOKENS.sized(FORECAST_TOKENS.presets["tokens"]).model.encoder_mechanism is None
@@ -159,9 +159,7 @@ def test_blocks_follow_the_length_of_their_own_sequence():
 
 @pytest.mark.parametrize("center", ["last", "mean", "none"])
 def test_a_forecast_does_not_read_what_came(table, center):
-    config = parse(
-        FORECAST.presets, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about=""
-    )
+    config = config_of(FORECAST, f"encoder --data {table} {TINY} --center {center}")
     series = load_series(config.data)
     config = FORECAST.sized(config, series)
     model = FORECAST.build(config)
@@ -248,38 +246,37 @@ def test_bad_options(table, tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_tables(tmp_path):
-    def load(text):
-        path = tmp_path / "table.csv"
-        path.write_text(text)
-        return load_series(SeriesConfig(data=str(path), lookback=1, horizon=1, split=(2, 1, 1)))
+TABLE = "date,OT\n" + "".join(f"2016-07-01 0{i}:00:00,{i}\n" for i in range(4))
 
-    rows = "".join(f"2016-07-01 0{i}:00:00,{i}\n" for i in range(4))
-    assert len(load("date,OT\n" + rows).values) == 4
-    with pytest.raises(UserError, match="--data: expected a first column 'date'"):
-        load("time,OT\n" + rows)
-    for wrong in ("many", "", "nan", "inf", "1e39"):
-        with pytest.raises(
-            UserError, match=rf"csv, row 3: expected a date .* got '2016-07-01 02:00:00,{wrong}'"
-        ):
-            load("date,OT\n" + rows.replace(",2", f",{wrong}"))
-    with pytest.raises(UserError, match=r"csv, row 2: expected a date .* got ''"):
-        load("date,OT\n" + rows.replace("\n", "\n\n", 1))
-    for hour, message in (
-        ("01", "got 2016-07-01 01:00:00 after 2016-07-01 01:00:00 in row 3"),
-        ("00", "got 2016-07-01 00:00:00 after 2016-07-01 01:00:00 in row 3"),
-        ("02:00:00+00", "all with or all without a time zone"),
-        ("yesterday", "row 3: expected a date .* got '2016-07-01 yesterday"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load("date,OT\n" + rows.replace("02:00:00", f"{hour}:00:00"))
-    with pytest.raises(UserError, match=r"--data: .* has two columns 'OT'; expected one of each name"):
-        load("date,OT,OT\n" + rows)
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("date", "time", "--data: expected a first column 'date'"),
+        *((",2", f",{x}", rf"csv, row 3: expected a date .* got '2016-07-01 02:00:00,{x}'")
+          for x in ("many", "", "nan", "inf", "1e39")),
+        (",0\n", ",0\n\n", r"csv, row 2: expected a date .* got ''"),
+        ("02:00:00", "01:00:00", "got 2016-07-01 01:00:00 after 2016-07-01 01:00:00 in row 3"),
+        ("02:00:00", "00:00:00", "got 2016-07-01 00:00:00 after 2016-07-01 01:00:00 in row 3"),
+        ("02:00:00", "02:00:00+00:00", "all with or all without a time zone"),
+        ("02:00:00", "yesterday:00:00", "row 3: expected a date .* got '2016-07-01 yesterday"),
+        ("date,OT", "date,OT,OT", r"--data: .* has two columns 'OT'; expected one of each name"),
+    ],
+)  # fmt: skip
+def test_bad_tables(tmp_path, old, new, message):
+    config = SeriesConfig(data=str(tmp_path / "table.csv"), lookback=1, horizon=1, split=(2, 1, 1))
+    (tmp_path / "table.csv").write_text(TABLE)
+    assert len(load_series(config).values) == 4
+    (tmp_path / "table.csv").write_text(TABLE.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        load_series(config)
+
+
+def test_tables_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
         load_series(SeriesConfig())
-    damaged = bytearray(gzip.compress(rows.encode()))
-    damaged[10] = 7  # after gzip's header
-    (tmp_path / "damaged.csv.gz").write_bytes(damaged)
+    (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(TABLE.encode()))
+    damage(tmp_path / "damaged.csv.gz")
     with pytest.raises(UserError, match=r"--data: .*damaged.csv.gz cannot be read: .*invalid block type"):
         load_series(SeriesConfig(data=str(tmp_path / "damaged.csv.gz")))
     with pytest.raises(UserError, match=r"--data: .*nothing.csv cannot be read"):

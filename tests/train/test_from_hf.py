@@ -17,10 +17,10 @@ import train.lm
 from brl_jax.loading import load_run
 from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
-from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
+from tests.support.command_lines import run as command
 from tests.train.logs import metrics_lines
-from tests.train.pretrained import GENERATION, TEMPLATE, write_model, write_text, write_tokenizer
+from tests.train.pretrained import GENERATION, TEMPLATE, write_model
 from train.tasks.lm import LM
 
 pytest.importorskip("safetensors")
@@ -28,20 +28,6 @@ pytestmark = pytest.mark.xdist_group("train.from_hf")
 
 SHORT = "--steps 80 --batch 4 --length 32 --eval_every 40 --checkpoint_every 40 --warmup_steps 4 --sample_tokens 0"
 RATE = "--learning_rate 1e-2 --eval_tokens 0 --z_loss 1e-4"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a small random decoder."""
-    place = tmp_path_factory.mktemp("hf")
-    write_tokenizer(place / "tokenizer")
-    write_model(place / "model", place / "tokenizer")
-    return place / "model"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def words(text, workdir, *more):

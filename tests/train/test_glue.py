@@ -1,6 +1,5 @@
 """GLUE: its files, rows of one and two sentences, metrics, the paper's table, and fine-tuning as a user runs it."""
 
-import dataclasses
 import gzip
 import json
 
@@ -12,11 +11,10 @@ import pytest
 import eval.tasks.glue
 import train.glue
 import train.mlm
-from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.glue import PAPER, best_rates, markdown, summarise, task_metrics
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.test_mlm import TINY as TINY_MLM
@@ -51,11 +49,7 @@ def read(folder, task, splits=("train", "valid", "test"), **options):
 def test_a_file_without_a_header_and_every_tenth_row_for_validation(tmp_path):
     cola(tmp_path)
     found = read(tmp_path, "cola")
-    assert {split: len(examples) for split, examples in found.items()} == {
-        "train": 36,
-        "valid": 4,
-        "test": 12,
-    }
+    assert [len(found[split]) for split in ("train", "valid", "test")] == [36, 4, 12]
     assert bytes(found["valid"][0][0].astype(np.uint8)) == b"The cat sat 9."
     assert found["valid"].labels.tolist() == [1, 1, 1, 1]
     assert bytes(found["test"][0][0].astype(np.uint8)) == b"Cat the sat 0."
@@ -145,27 +139,13 @@ def test_missing_files_and_empty_splits(tmp_path):
         read(tmp_path, "cola")
 
 
-@pytest.mark.parametrize(
-    ("mechanism", "rows"), [(CosformerConfig(), 24), (MLRConfig(), 24), (MLRConfig(), 64)]
-)
+@pytest.mark.parametrize(("mechanism", "rows"), [("cosformer", 24), ("mlr", 24), ("mlr", 64)])
 def test_a_sentence_is_read_alike_in_every_bucket(tmp_path, mechanism, rows):
     """Includes mechanisms whose settings follow the row length: they keep the settings of pretraining."""
-    small = MLM.presets["mlm-full"]
-    model = dataclasses.replace(small.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism)
-    pretraining = dataclasses.replace(
-        small,
-        loop=dataclasses.replace(small.loop, length=rows),
-        data=dataclasses.replace(small.data, tokenizer="bytes"),
-        model=model,
-    )
-    pretraining = MLM.sized(pretraining)
+    line = f"mlm-full --mechanism {mechanism} --length {rows} --tokenizer bytes --d_model 16 --num_heads 2 --d_ff 16"
+    pretraining = MLM.sized(config_of(MLM, line))
     (tmp_path / "config.json").write_text(json.dumps(MLM.to_json(pretraining)))
-    preset = GLUE.presets["cola"]
-    config = GLUE.sized(
-        dataclasses.replace(
-            preset, data=dataclasses.replace(preset.data, length=32), pretrained=str(tmp_path)
-        )
-    )
+    config = GLUE.sized(config_of(GLUE, f"cola --length 32 --pretrained {tmp_path}"))
     check_read_alike(GLUE.model(config), (8, 16, 32))
 
 
@@ -227,13 +207,8 @@ def test_runs_that_differ_in_the_seed_are_averaged():
 def test_the_best_of_several_learning_rates_is_kept():
     def measured(rate, value, **more):
         configuration = {"optimizer.learning_rate": rate, "model.num_layers": 2, **more}
-        facts = {
-            "task": "cola",
-            "metrics": ["matthews"],
-            "configuration": configuration,
-            "learning_rate": rate,
-        }
-        return Measured({**facts, "matthews": value})
+        facts = {"task": "cola", "metrics": ["matthews"], "matthews": value}
+        return Measured({**facts, "configuration": configuration, "learning_rate": rate})
 
     runs = [measured(1e-5, 40.0), measured(1e-5, 10.0), measured(1e-4, 30.0), measured(1e-4, 24.0)]
     other = measured(1e-5, 5.0, **{"model.num_layers": 3})

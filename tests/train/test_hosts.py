@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.processes import python, started
+from tests.support.texts import write_splits
 from train.engine import hosts, watchdog
 
 TINY = (
@@ -23,7 +24,7 @@ TINY = (
 def _start(workdir, text, devices, steps, *more):
     """Starts a process with `devices` CPU devices."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled")}
-    line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text} --steps {steps}"
+    line = f"-m train.lm {TINY} --workdir {workdir} --data {text} --steps {steps}"
     return started(*line.split(), *more, JAX_NUM_CPU_DEVICES=str(devices), **cache)
 
 
@@ -57,10 +58,8 @@ def _wait_for(step, workdir, processes):
 
 @pytest.mark.slow
 def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
-    text = tmp_path / "train.txt"
-    text.write_text(" ".join(f"word{i * i % 97}" for i in range(3000)))
-    (tmp_path / "valid.txt").write_text("word1 word4 word9 " * 20)
-    text, workdir = f"{tmp_path}/*.txt", tmp_path / "run"
+    train = " ".join(f"word{i * i % 97}" for i in range(3000))
+    text, workdir = write_splits(tmp_path, train=train, valid="word1 word4 word9 " * 20), tmp_path / "run"
 
     # Preempt the second process: both stop after the same step, with one checkpoint.
     processes = _start_two(workdir, text)
@@ -105,10 +104,9 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
 )
 def test_processes_that_do_not_belong_together_end(more, same_folder, message, tmp_path):
     """Otherwise they would wait for each other for ever; with different folders, at the first checkpoint."""
-    (tmp_path / "train.txt").write_text("alpha beta " * 300)
-    (tmp_path / "valid.txt").write_text("alpha beta " * 30)
+    text = write_splits(tmp_path, train="alpha beta " * 300, valid="alpha beta " * 30)
     others = tmp_path / ("here" if same_folder else "there")
-    processes = _start_two(tmp_path / "here", f"{tmp_path}/*.txt", others=others, more=more)
+    processes = _start_two(tmp_path / "here", text, others=others, more=more)
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
     assert message.format(tmp_path) in errors[1]

@@ -19,8 +19,8 @@ import eval.tasks.generate
 import eval.tasks.lm
 import train.lm
 from eval.harness.runs import open_run
-from tests.bad_input.test_command_lines import run as command
 from tests.support.command_lines import last_wins
+from tests.support.command_lines import run as command
 from tests.support.processes import python
 from tests.train.logs import metrics_lines
 from train.data.corpus import Corpus
@@ -43,7 +43,6 @@ BRL = (
     "--mechanism.window 4 --mechanism.num_compressed 2 --mechanism.block_size 8 --mechanism.history_size 8 "
     "--mechanism.beta 0.5"
 )
-MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +60,6 @@ def text(tmp_path_factory):
 def _argv(text, workdir, *more, mechanism=BRL):
     line = f"--workdir {workdir} --data text:{text}/*.txt {TINY} {mechanism}"
     return last_wins([*line.split(), *more])
-
-
-def _lines(workdir):
-    return metrics_lines(workdir, MEASURED)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +86,7 @@ def test_a_run_leaves_what_it_should(run):
     names = {path.name for path in run.iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "checkpoints", "tokenizer_config.json"}
     assert any(name.startswith("events.out.tfevents") for name in names)
-    lines = _lines(run)
+    lines = metrics_lines(run)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["step"] for line in lines if "val_loss" in line] == [4, 8]
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -110,7 +105,7 @@ def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
         r"data: text:.*/\*\.txt as bytes, [\d,]+ tokens train, 5\d\d tokens valid", lines[2]
     ), lines[2]
     assert lines[3] == f"training: 8 steps of 64 tokens (4 rows), in {workdir}"
-    last = _lines(workdir)[-1]
+    last = metrics_lines(workdir)[-1]
     measured = f"loss {last['val_loss']:.4f}, perplexity {math.exp(last['val_loss']):.4f}"
     measured += f", bits per byte {last['val_bits_per_byte']:.4f}"
     assert re.fullmatch(f"done: 8 steps in {workdir}, \\d+:\\d\\d:\\d\\d; held-out {measured}", lines[-3])

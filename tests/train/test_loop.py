@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.marks import slow_unless
-from tests.train.logs import metrics_lines
+from tests.train.logs import measured_lines, metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import differences
@@ -20,8 +20,6 @@ from train.engine.loop import train
 from train.engine.metrics import MetricsLog
 from train.engine.signals import Signals
 from train.engine.step import Objective, make_eval_step
-
-MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
 
 
 def _train(workdir, *, stream=None, held_out=None, full=None, objective=OBJECTIVE, config=None, **changes):
@@ -40,10 +38,6 @@ def _train(workdir, *, stream=None, held_out=None, full=None, objective=OBJECTIV
     ).state
 
 
-def _lines(workdir):
-    return metrics_lines(workdir, MEASURED)
-
-
 def _sigterm():
     signal.raise_signal(signal.SIGTERM)
 
@@ -52,7 +46,7 @@ def _sigterm():
 def never_stopped(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("never_stopped")
     state = _train(workdir)
-    return _lines(workdir), state
+    return measured_lines(workdir), state
 
 
 def test_a_whole_run(never_stopped):
@@ -74,7 +68,7 @@ def test_steps_in_one_call_are_single_steps_bit_for_bit(tmp_path, never_stopped)
     with pytest.raises(Stopped, match="after step 3 of 12"):
         _train(tmp_path, dispatch=5, stream=ToyStream(at={1: _sigterm}))
     state = _train(tmp_path, dispatch=5)
-    assert _lines(tmp_path) == expected
+    assert measured_lines(tmp_path) == expected
     jax.tree.map(np.testing.assert_array_equal, state, final)
 
 
@@ -96,9 +90,12 @@ def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, 
     ) as caught:
         _train(tmp_path, stream=ToyStream(at={stop - 1: _sigterm}))
     assert caught.value.signum == signal.SIGTERM
-    assert [line["step"] for line in _lines(tmp_path)] in (list(range(1, stop + 1)), list(range(1, stop)))
+    assert [line["step"] for line in measured_lines(tmp_path)] in (
+        list(range(1, stop + 1)),
+        list(range(1, stop)),
+    )
     state = _train(tmp_path)
-    assert _lines(tmp_path) == expected
+    assert measured_lines(tmp_path) == expected
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(final), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -144,9 +141,9 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(tmp_path, never_stopped,
     # The signal comes while batch `batch` of three is fetched, and the evaluation stops there.
     with pytest.raises(Stopped):
         _train(tmp_path, held_out=ToyHeldOut(at={batch: once}))
-    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in measured_lines(tmp_path)] == [1, 2, 3]
     _train(tmp_path)
-    assert _lines(tmp_path) == expected
+    assert measured_lines(tmp_path) == expected
 
 
 def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, never_stopped):
@@ -162,7 +159,7 @@ def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, never_stopped):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
     _train(tmp_path)
-    assert _lines(tmp_path) == expected
+    assert measured_lines(tmp_path) == expected
 
 
 def test_a_checkpoint_comes_after_the_lines_up_to_it(tmp_path, monkeypatch):
@@ -223,8 +220,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
     with pytest.raises(RunError, match=r"step 8: \w+ is (nan|inf); last good checkpoint: .*/checkpoints/6$"):
         _train(tmp_path, objective=objective, stream=Poisoned())
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
-    assert [line["step"] for line in _lines(tmp_path)] == list(range(1, 8))
-    assert all(math.isfinite(value) for line in _lines(tmp_path) for value in line.values())
+    assert [line["step"] for line in measured_lines(tmp_path)] == list(range(1, 8))
+    assert all(math.isfinite(value) for line in measured_lines(tmp_path) for value in line.values())
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_the_run(tmp_path):
@@ -245,7 +242,7 @@ def test_checkpoints_are_compared_on_the_same_data(tmp_path):
                 yield batch.with_arrays(targets=batch["tokens"])
 
     _train(tmp_path, full=Harder())
-    losses = [line["val_loss"] for line in _lines(tmp_path) if "val_loss" in line]
+    losses = [line["val_loss"] for line in measured_lines(tmp_path) if "val_loss" in line]
     assert losses[2] > losses[0] > losses[1]
     assert Checkpoints(tmp_path / "checkpoints").choose("best")[0] == 12
 
@@ -281,7 +278,7 @@ def test_a_checkpoint_that_was_not_written_ends_the_run_at_the_next_step(tmp_pat
     monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", wait_until_finished)
     with pytest.raises(RunError, match=r"No space left on device; last good checkpoint: none$"):
         _train(tmp_path, eval_every=4, checkpoint_every=4, steps=8)
-    assert saved == [4] == [line["step"] for line in _lines(tmp_path)][-1:]
+    assert saved == [4] == [line["step"] for line in measured_lines(tmp_path)][-1:]
 
 
 def test_a_state_beyond_the_memory_is_an_error(tmp_path):
@@ -362,7 +359,7 @@ def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
 
     objective = _all_alike()
     _train(tmp_path, objective=objective, full=More(), steps=40, eval_every=2, patience=2)
-    lines = [line for line in _lines(tmp_path) if "val_loss" in line]
+    lines = [line for line in measured_lines(tmp_path) if "val_loss" in line]
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert bits_and_loss(lines[0]) == pytest.approx(bits_and_loss(lines[1]))
     assert bits_and_loss(lines[0]) == pytest.approx(100 * bits_and_loss(lines[2]))
@@ -380,7 +377,7 @@ def test_a_run_keeps_to_the_held_out_data_that_it_was_started_with(tmp_path):
     with pytest.raises(UserError, match=r"--workdir: the run in .* was started with other held-out data"):
         _train(tmp_path, held_out=Read("b"), steps=8)
     _train(tmp_path, held_out=Read("a"), steps=8)
-    assert _lines(tmp_path)[-1]["step"] == 8
+    assert measured_lines(tmp_path)[-1]["step"] == 8
 
 
 def test_signals_are_noted_and_handlers_put_back():

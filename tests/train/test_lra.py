@@ -1,6 +1,5 @@
 """The Long Range Arena's commands as a user runs them, on tiny sets: training, resuming, early stopping, measuring."""
 
-import dataclasses
 import json
 import math
 import re
@@ -13,18 +12,16 @@ import pytest
 
 import eval.tasks.lra
 import train.lra
-from brl_jax.layers import CosformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.harness.groups import compared
 from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.lra import average_note, markdown
 from eval.tasks.lra_figures import BRL, BRL_ABLATION, PAPERS, TRANSNORMER
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.support.parameters import drawn
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
-from train.cli.options import parse
 from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
@@ -37,7 +34,6 @@ TINY = (
     "--d_model 16 --num_heads 2 --d_ff 16 --batch 8 --dropout 0.2 --warmup_steps 2 --tensorboard False"
 )
 LOCAL = "--mechanism local --mechanism.window 4"
-MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 
 
 def run(workdir, more=LOCAL, task="listops"):
@@ -46,21 +42,13 @@ def run(workdir, more=LOCAL, task="listops"):
     )
 
 
-@pytest.mark.parametrize("mechanism", [CosformerConfig(), MLRConfig(ranks=(4, 2, 2))])
+@pytest.mark.parametrize("mechanism", ["cosformer", "mlr --mechanism.ranks 4 2 2"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
     """Includes mechanisms whose settings follow the row length."""
-    preset = PRESETS["text"]
-    model = dataclasses.replace(
-        preset.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism, pooling=pooling
-    )
-    data = dataclasses.replace(preset.data, length=32, buckets=(8, 16, 32))
-    config = LRA.sized(dataclasses.replace(preset, model=model, data=data))
-    check_read_alike(LRA.model(config), data.padded_lengths)
-
-
-def lines(workdir):
-    return metrics_lines(workdir, MEASURED)
+    sizes = "--d_model 16 --num_heads 2 --d_ff 16 --length 32 --buckets 8 16 32"
+    config = LRA.sized(config_of(LRA, f"text --mechanism {mechanism} --pooling {pooling} {sizes}"))
+    check_read_alike(LRA.model(config), config.data.padded_lengths)
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +66,12 @@ def measured(runs):
 
 
 def test_a_run_leaves_what_it_should(runs):
-    read = lines(runs / "local")
+    read = metrics_lines(runs / "local")
     assert [line["step"] for line in read] == list(range(1, 7))
     assert [line["step"] for line in read if "val_accuracy" in line] == [3, 6]
     assert all(0 <= line["accuracy"] <= 1 and "val_bits_per_byte" not in line for line in read)
     config = json.loads((runs / "local" / "config.json").read_text())
-    assert (config["model"]["vocab_size"], config["model"]["num_classes"], config["model"]["max_length"]) == (
-        15,
-        10,
-        16,
-    )
+    assert [config["model"][name] for name in ("vocab_size", "num_classes", "max_length")] == [15, 10, 16]
 
 
 @pytest.mark.slow
@@ -105,7 +89,7 @@ def test_measuring(runs, capsys):
     assert kept.pop("measured_settings")["data.task"] == "listops"
     assert kept == result
     best = max(
-        (line for line in lines(runs / "local") if "val_accuracy" in line),
+        (line for line in metrics_lines(runs / "local") if "val_accuracy" in line),
         key=lambda line: line["val_accuracy"],
     )
     eval.tasks.lra.main(
@@ -222,7 +206,7 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
 def started(run):
     """A classifier's parameters before and after it takes over the parameters of a run."""
     line = last_wins(f"{TINY} {LOCAL} --pretrained {run} --checkpoint last")
-    config = LRA.sized(parse(PRESETS, "listops", line, prog="p", about="a"))
+    config = LRA.sized(config_of(LRA, line, "listops"))
     objective = LRA.objective(LRA.model(config), config)
     fresh = drawn(objective.init)
     return fresh, objective.start(fresh)
@@ -232,9 +216,7 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
     """Trains on masked tokens; a classifier starts from that encoder's weights, and from a trained classifier's with
     its head."""
     run(tmp_path / "denoise", f"{LOCAL} --mask_share 0.3", "denoise-listops")
-    assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
-        range(1, 7)
-    )
+    assert [line["step"] for line in metrics_lines(tmp_path / "denoise")] == list(range(1, 7))
     fresh, params = started(tmp_path / "denoise")
     source = open_run([LRA_DENOISE], str(tmp_path / "denoise"), "last").params
     assert params["encoder"]["embedding"].shape[0] == 16  # 15 tokens and the mask
@@ -286,7 +268,7 @@ def test_a_classifier_starts_from_a_tracer(tmp_path, capsys):
     )
     train.lra.main(f"trace-pathfinder --workdir {tmp_path / 'trace'} {small}".split())
     *_, following = re.findall("next: python -m train.lra (.*)$", capsys.readouterr().err, re.MULTILINE)
-    line = metrics_lines(tmp_path / "trace", ("step", "val_accuracy"))[-1]
+    line = metrics_lines(tmp_path / "trace")[-1]
     assert 0 <= line["val_accuracy"] <= 1
     # The suggested command already names the network and images.
     few = f"--workdir {tmp_path / 'run'} --valid_examples 4 --batch 4 --steps 2 --eval_every 2 --tensorboard False"
@@ -306,9 +288,8 @@ def test_seeds_are_averaged():
         "chance": 0.1,
         "data": "d",
         "examples": 5,
-        "split": "test",
     }
-    result |= {"configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
+    result |= {"split": "test", "configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
     runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
     # Their spread, 10 points / sqrt(3), exceeds the standard error of 15 answers.
     assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)
@@ -325,7 +306,7 @@ def test_seeds_are_averaged():
 
 def test_what_is_compared_of_runs():
     """Excludes the seed and whatever a resumed run may change, except the steps."""
-    config = parse(PRESETS, "listops", [], prog="", about="")
+    config = config_of(LRA, "listops")
     settings = compared(LRA, config)
     assert settings["loop.steps"] == config.loop.steps
     assert settings["optimizer.learning_rate"] == config.optimizer.learning_rate
@@ -368,7 +349,7 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
     ],
 )  # fmt: skip
 def test_variants_of_a_mechanism_have_separate_rows(preset, options, label):
-    config = parse(PRESETS, preset, ["--mechanism", *options.split()], prog="p", about="a")
+    config = config_of(LRA, f"--mechanism {options}", preset)
     assert eval.tasks.lra.label(config.model) == label
 
 
@@ -385,5 +366,5 @@ def test_every_row_of_the_papers_tables_has_its_presets():
         name, *options = row.preset.split()
         assert {f"lra-{task}-{name}" for task in row.accuracies} <= PRESETS.keys()
         if options:
-            parse(PRESETS, "listops", [f"lra-image-{name}", *options], prog="p", about="a")
+            config_of(LRA, [f"lra-image-{name}", *options])
     assert len({row.preset for row in figures}) == 35

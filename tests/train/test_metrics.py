@@ -1,12 +1,12 @@
 """Progress of long work without a terminal, and which of a run's metrics reach the disk."""
 
 import json
-import resource
 import struct
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from tests.support.texts import full_disk
 from train.engine import metrics, trackers
 
 
@@ -76,13 +76,8 @@ def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeyp
             log.write({"step": step, "loss": 0.5, "grad_norm": 0.5, "learning_rate": 0.5})
             written.append(step)
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"No space left on device|File too large"):
-            write_until_it_is_full()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(2000), pytest.raises(OSError, match=r"No space left on device|File too large"):
+        write_until_it_is_full()
     log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines[: len(written)]] == written

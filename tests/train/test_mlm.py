@@ -1,6 +1,5 @@
 """Masked language modeling: which tokens are masked and how, what the objective sees, and the command."""
 
-import dataclasses
 import json
 
 import jax
@@ -8,18 +7,21 @@ import numpy as np
 import pytest
 
 import eval.tasks.mlm
-import train.cli.options
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.support.parameters import drawn
+from tests.support.texts import write_splits
 from train.data.masking import mask_tokens, num_asked
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
 TINY = (
     "--tokenizer bytes --length 32 --batch 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --warmup_steps 2 "
     "--tensorboard False --eval_tokens 600 --full_eval False --mechanism local --mechanism.window 4"
+)
+MODEL = MaskedLM(
+    EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
 )
 OPTIONS = {"share": 0.15, "vocab_size": 90, "mask": 100}
 
@@ -48,10 +50,7 @@ def test_masks_follow_the_paper():
 
 
 def test_padding_is_not_asked_for_and_changes_nothing():
-    model = MaskedLM(
-        EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
-    )
-    objective = mlm_objective(model)
+    objective = mlm_objective(MODEL)
     tokens, exists = _text(2, 20), np.ones((2, 20))
     exists[1, 12:] = 0
     batch = mask_tokens(tokens, exists, seed=(0, 0), rows=np.arange(2), **OPTIONS | {"share": 0.5})
@@ -71,10 +70,7 @@ def test_how_many_are_asked_for():
 
 def test_packed_rows_are_trained_on_as_their_documents_alone():
     """The loss of rows that pack several documents is the sum of the documents' losses in separate rows."""
-    model = MaskedLM(
-        EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
-    )
-    objective = mlm_objective(model)
+    objective = mlm_objective(MODEL)
     params = drawn(objective.init)
     tokens = _text(1, 20)
     batch = mask_tokens(tokens, np.ones((1, 20)), seed=(0, 0), rows=np.arange(1), **OPTIONS | {"share": 0.5})
@@ -96,39 +92,30 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
     assert abs(float(loss(batch)) - float(alone)) > 1e-3
 
 
-def _config(text, more=""):
+def _config(text, more="", workdir="x"):
     tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
-    return train.cli.options.parse(
-        PRESETS, "mlm", last_wins(f"--data {text} --workdir x {tiny} {more}"), prog="", about=""
-    )
+    return config_of(MLM, last_wins(f"mlm --data {text} --workdir {workdir} {tiny} {more}"))
 
 
 def _batch(text, tmp_path, more=""):
     """A run's configuration with its data, a training batch and a held-out batch."""
-    config = _config(text, more)
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
+    config = _config(text, more, tmp_path / "run")
     data = MLM.load(config, ("train", "valid"))
     config = MLM.sized(config, data)
     mesh = MLM.open_mesh(config)
     streams = MLM.streams(config, data, mesh)
-    batch = next(iter(streams.training))
-    held_out = next(iter(streams.held_out))
-    for given, rows in ((batch, 8), (held_out, 8)):
-        shapes = MLM.batch_shapes(config, rows)
-        assert {name: array.shape for name, array in given.arrays.items()} == {
-            name: like.shape for name, like in shapes.items()
-        }
-    return config, batch, held_out
+    batches = next(iter(streams.training)), next(iter(streams.held_out))
+    for given in batches:
+        for name, like in MLM.batch_shapes(config, 8).items():
+            assert given[name].shape == like.shape
+        assert given.arrays.keys() == MLM.batch_shapes(config, 8).keys()
+    return config, *batches
 
 
 def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_path):
     """Segment ids change exactly where a document starts in the text."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    content = "".join(f"@{'abcdefgh'[: 3 + i % 5]}." for i in range(2000))
-    (folder / "train.txt").write_text(content.replace("@", "\n@").lstrip("\n") + "\n")
-    (folder / "valid.txt").write_text(content[:3000].replace("@", "\n@").lstrip("\n") + "\n")
-    text = f"text:{folder}/*.txt"
+    content = "".join(f"@{'abcdefgh'[: 3 + i % 5]}." for i in range(2000)).replace("@", "\n@").lstrip("\n")
+    text = write_splits(tmp_path / "text", train=content + "\n", valid=content[:3000] + "\n")
     config, batch, held_out = _batch(text, tmp_path, "--documents @.*")
     assert config.data.pack == "always"
     for given in (batch, held_out):

@@ -10,6 +10,7 @@ from etils import epath
 import train.lm
 from eval.harness.runs import open_run
 from tests.support.processes import python
+from tests.support.texts import write_splits
 from tests.train.object_store import BUCKET, ObjectStore
 from train.data.sources import open_source
 from train.engine.errors import UserError
@@ -49,8 +50,8 @@ def store():
 def train_lm(store, tmp_path):
     """Starts a run on a "machine": a process with a separate home folder."""
 
-    def start(machine, workdir, *more, text=f"gs://{BUCKET}/text/*.txt"):
-        line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text}"
+    def start(machine, workdir, *more, text=f"text:gs://{BUCKET}/text/*.txt"):
+        line = f"-m train.lm {TINY} --workdir {workdir} --data {text}"
         (tmp_path / machine).mkdir(exist_ok=True)
         cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
         return python(*line.split(), *more, HOME=str(tmp_path / machine), **store.environment, **cache)
@@ -61,10 +62,8 @@ def train_lm(store, tmp_path):
 @pytest.fixture
 def expected(train_lm, tmp_path):
     """The losses of the same run without a bucket or a move."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "train.txt").write_text(_text(100))
-    (tmp_path / "text" / "valid.txt").write_text(_text(15))
-    done = train_lm("local", tmp_path / "run", "--steps", "8", text=f"{tmp_path}/text/*.txt")
+    text = write_splits(tmp_path / "text", train=_text(100), valid=_text(15))
+    done = train_lm("local", tmp_path / "run", "--steps", "8", text=text)
     assert done.returncode == 0, done.stderr
     return _losses((tmp_path / "run" / "metrics.jsonl").read_text())
 

@@ -12,9 +12,8 @@ import eval.tasks.recall
 import train.recall
 from eval.harness.groups import by_network
 from eval.tasks.recall import draw, frontier, kibibytes
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.train.logs import metrics_lines
-from train.cli.options import parse
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.recall import Case, RecallDataConfig, blind_accuracy, draw_rows, num_answers
 from train.engine.errors import UserError
@@ -36,7 +35,7 @@ CASES = [
 ]
 
 
-def config_of(kind, vocabulary, length, pairs, gap):
+def data_of(kind, vocabulary, length, pairs, gap):
     return RecallDataConfig(kind=kind, vocabulary=vocabulary, length=(length,), pairs=(pairs,), gap=gap)
 
 
@@ -68,7 +67,7 @@ def answer_copy(row, place, config, case):
 @pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes)))
 def test_rows_follow_their_definition(sizes):
     """Each answer is what a token-by-token reading of the row finds, and every record keeps its gap to the question."""
-    config = config_of(*sizes)
+    config = data_of(*sizes)
     case = config.cases[0]
     reader = {"mqar": answer_mqar, "induction": answer_induction, "copy": answer_copy}[config.kind]
     batch = draw_rows(config, case, (0, 1), 50)
@@ -98,7 +97,7 @@ def test_rows_follow_their_definition(sizes):
 
 def test_questions_stand_where_zoology_puts_them():
     """How often each position after the pairs has a question, drawn by the power law without replacement."""
-    config = config_of("mqar", 64, 16, 2, 0)
+    config = data_of("mqar", 64, 16, 2, 0)
     places = draw_rows(config, config.cases[0], (3,), 20_000)["places"]
     weight = np.arange(1, 7) ** (0.01 - 1)
     share = weight / weight.sum()
@@ -112,7 +111,7 @@ def test_questions_stand_where_zoology_puts_them():
 @pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
 def test_answers_are_uniform(kind):
     """Without the records, no guesser beats 1 / num_answers."""
-    config = config_of(kind, 12, 24, 3, 4)
+    config = data_of(kind, 12, 24, 3, 4)
     targets = draw_rows(config, config.cases[0], (3,), 6000)["targets"]
     values, counts = np.unique(targets, return_counts=True)
     assert len(values) == num_answers(config, 3)
@@ -120,7 +119,7 @@ def test_answers_are_uniform(kind):
 
 
 def test_batches_and_splits_are_all_different():
-    config = dataclasses.replace(config_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=4)
+    config = dataclasses.replace(data_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=4)
 
     def take(seed, count):
         return [b for b, _ in zip(DrawnBatches(config, batch=4, seed=seed), range(count))]
@@ -142,9 +141,8 @@ def test_batches_and_splits_are_all_different():
 
 
 def tiny_model(more=""):
-    config = RECALL.sized(parse(PRESETS, "full", last_wins(f"{TINY} {more}"), prog="", about=""))
-    model = RECALL.build(config)
-    return config, model
+    config = RECALL.sized(config_of(RECALL, last_wins(f"{TINY} {more}"), "full"))
+    return config, RECALL.build(config)
 
 
 def test_only_answers_count_in_the_loss():
@@ -184,9 +182,6 @@ def run(workdir, more=""):
     train.recall.main(
         last_wins(f"full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
-
-
-MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +226,7 @@ def test_hybrids_in_the_table():
 
 
 def test_measuring_and_the_table(runs, capsys):
-    lines = metrics_lines(runs / "full", MEASURED)
+    lines = metrics_lines(runs / "full")
     assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6]
     eval.tasks.recall.main(["--workdir", str(runs / "full"), "--length", "24", "40", "--pairs", "2"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -258,7 +253,7 @@ def test_measuring_and_the_table(runs, capsys):
 @pytest.mark.parametrize("pairs", [1, 2, 5])
 def test_what_the_answers_of_a_row_alone_are_worth(kind, pairs):
     """Guesses the row's most frequent answer; in "copy", the most frequent one still to come."""
-    config = config_of(kind, 18, 64, pairs, 0)
+    config = data_of(kind, 18, 64, pairs, 0)
     rows = draw_rows(config, config.cases[0], (5,), 20_000)["targets"]
     possible = blind_accuracy(config, pairs)
 
@@ -274,7 +269,7 @@ def test_what_the_answers_of_a_row_alone_are_worth(kind, pairs):
 
 
 def test_many_answers_of_many_are_hardly_ever_alike():
-    config = config_of("mqar", 8192, 1024, 64, 0)
+    config = data_of("mqar", 8192, 1024, 64, 0)
     assert 1 / 64 < blind_accuracy(config, 64) < 1.5 / 64
 
 

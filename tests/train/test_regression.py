@@ -12,9 +12,8 @@ import pytest
 import eval.tasks.regression
 import train.regression
 from eval.tasks.regression import draw, markdown
-from tests.support.command_lines import last_wins
+from tests.support.command_lines import config_of, last_wins
 from tests.train.logs import metrics_lines
-from train.cli.options import parse
 from train.data.drawn import DrawnBatches
 from train.data.in_context import (
     HeldOutPrompts,
@@ -24,23 +23,18 @@ from train.data.in_context import (
     one_step_errors,
 )
 from train.engine.errors import UserError
-from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
+from train.tasks.regression import REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
     "--input_dim 3 --pairs 5 --valid_prompts 10 --test_prompts 12 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
     "--mup_base_width 16 --batch 8 --warmup_steps 2 --learning_rate 0.01 --tensorboard False"
 )
-MEASURED = ("step", "loss", "grad_norm", "val_loss")
 
 
 def run(workdir, more="", preset="full-1"):
     train.regression.main(
         last_wins(f"{preset} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
-
-
-def lines(workdir):
-    return metrics_lines(workdir, MEASURED)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +104,7 @@ def test_prompt_layout():
 
 @pytest.mark.parametrize("kind", ["alternate", "joined"])
 def test_a_prediction_sees_earlier_pairs_only(kind):
-    config = parse(PRESETS, "full-1", TINY.split(), prog="", about="")
+    config = config_of(REGRESSION, TINY, "full-1")
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, num_inputs=4, max_length=10, num_layers=2)
     )
@@ -156,7 +150,7 @@ def test_held_out_prompts_are_the_same_in_any_batches_and_in_no_training_batch()
 
 
 def test_it_begins_at_zero_and_learns(runs):
-    read = lines(runs / "full")
+    read = metrics_lines(runs / "full")
     assert [line["step"] for line in read] == list(range(1, 7))
     assert [line["step"] for line in read if "val_loss" in line] == [3, 6]
     first = draw_prompts(InContextConfig(input_dim=3, pairs=5), (0, 0, 0), np.arange(8), 3, 5)

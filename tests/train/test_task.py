@@ -11,16 +11,15 @@ import pytest
 
 import train.cli.main
 import train.lm
+from tests.support.texts import write_splits
 from tests.train import parity
-from tests.train.logs import metrics_lines
+from tests.train.logs import measured_lines
 from tests.train.toy import ToyHeldOut, ToyStream
 from train.cli.main import check_alike
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
 from train.tasks.every import TASKS
 from train.tasks.task import read_config
-
-MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 
 
 def test_a_new_task_end_to_end(tmp_path, capsys):
@@ -34,7 +33,7 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
     assert "nothing is left to train: the run is at step 4, and --steps is 4" in capsys.readouterr().err
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "6"])
     parity.main(["--workdir", f"{tmp_path}/whole", "--seed", "3"])
-    whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))
+    whole, cut = (measured_lines(tmp_path / name) for name in ("whole", "cut"))
     assert [entry["step"] for entry in whole] == list(range(1, 7))
     # Step 4 was once the last one, so it was measured.
     assert [entry | {"val_loss": 0, "val_accuracy": 0} for entry in cut] == [
@@ -85,30 +84,19 @@ def test_a_folder_without_a_checkpoint_yet_has_its_configuration(tmp_path, capsy
 
 def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
     """The corrected command may name other data and another tokenizer."""
-    for name, content in (("short", "\n"), ("long", "the line of text\n" * 200)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.txt").write_text("the line of text\n" * 200)
-        (tmp_path / name / "valid.txt").write_text(content)
-    sizes = (
-        "--steps 1 --batch 2 --length 8 --num_layers 1 --d_model 8 --num_heads 2 --d_ff 8 --sample_tokens 0"
+    text = "the line of text\n" * 200
+    short, long = (write_splits(tmp_path / str(len(x)), train=text, valid=x) for x in ("\n", text))
+    options = (
+        "--steps 1 --batch 2 --length 8 --num_layers 1 --d_model 8 --num_heads 2 --d_ff 8 --sample_tokens 0 "
+        f"--mechanism full --tensorboard False --workdir {tmp_path}/run --data"
     )
-    options = [
-        *sizes.split(),
-        "--mechanism",
-        "full",
-        "--tensorboard",
-        "False",
-        "--workdir",
-        f"{tmp_path}/run",
-    ]
     with pytest.raises(UserError, match="--data: the held-out text must have at least 2 tokens, got 1"):
-        train.lm.main([*options, "--data", f"text:{tmp_path}/short/*.txt", "--tokenizer", "words:max=3"])
+        train.lm.main(f"{options} {short} --tokenizer words:max=3".split())
     assert (tmp_path / "run" / "data.json").exists()
-    train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt"])
-    with pytest.raises(
-        UserError, match=r"--tokenizer: the run in .* was started with 'bpe:2048', got 'words'"
-    ):
-        train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt", "--tokenizer", "words"])
+    train.lm.main(f"{options} {long}".split())
+    message = r"--tokenizer: the run in .* was started with 'bpe:2048', got 'words'"
+    with pytest.raises(UserError, match=message):
+        train.lm.main(f"{options} {long} --tokenizer words".split())
 
 
 @pytest.mark.parametrize("name", ["digest", "held_out"])

@@ -14,6 +14,7 @@ import train.lm
 from brl_jax.models import DecoderLM
 from tests.support.command_lines import last_wins
 from tests.support.processes import python
+from tests.support.texts import write_splits
 from tests.train.logs import metrics_lines
 from train.engine import throughput
 from train.engine.errors import UserError
@@ -30,9 +31,8 @@ TINY = (
 
 @pytest.fixture
 def line(tmp_path):
-    (tmp_path / "train.txt").write_text("alpha beta gamma " * 300)
-    (tmp_path / "valid.txt").write_text("alpha beta " * 30)
-    return f"--workdir {tmp_path}/run --data text:{tmp_path}/*.txt {TINY}".split()
+    text = write_splits(tmp_path, train="alpha beta gamma " * 300, valid="alpha beta " * 30)
+    return f"--workdir {tmp_path}/run --data {text} {TINY}".split()
 
 
 def test_the_longest_matching_name_gives_a_devices_peak():

@@ -22,8 +22,8 @@ from tests.support.attention import close
 NAMES = [
     name for name in CASES if name.split(",")[0] not in ("local", "diag", "flowformer", "mlr", "long_short")
 ]
-PACKING = [name for name in NAMES if name not in ("gau", "flash", "bsbr")]
-LINEAR = [name for name in NAMES if name not in ("gau", "bsbr")]
+PACKING = [name for name in NAMES if name.split(",")[0] not in ("gau", "flash", "bsbr")]
+LINEAR = [name for name in NAMES if name.split(",")[0] not in ("gau", "bsbr")]
 # More tokens than the settings of the cases are for.
 LONG = {"cosformer": {"max_length": 2**16}}
 
@@ -58,10 +58,13 @@ each = pytest.mark.parametrize("name", NAMES)
 # Fast: a sum of outer products, the delta rule's triangular systems, without and with removal keys, and a state with
 # keys. tests/laws checks pieces and packing of layers of every kind.
 each_engine = pytest.mark.parametrize("name", slow_unless(NAMES, ("linear", "deltanet", "rwkv7", "bsbr")))
+# One chunk after the other, and all at once.
+each_form = pytest.mark.parametrize("platform", slow_unless(["cpu", "cuda"], ("cpu",)), indirect=True)
 
 
+@each_form
 @each_engine
-def test_pieces_of_any_size_continue_the_state(name):
+def test_pieces_of_any_size_continue_the_state(name, platform):
     """2,000 tokens in pieces of 1, 7, 64, 1,000 and the rest give the outputs and the state of a single call."""
     arrays, run = inputs(2000), compiled(name)
     expected, expected_state = run(*arrays)
@@ -74,8 +77,9 @@ def test_pieces_of_any_size_continue_the_state(name):
     jax.tree.map(close, state, expected_state)
 
 
+@each_form
 @each_engine
-def test_padding_leaves_no_trace(name):
+def test_padding_leaves_no_trace(name, platform):
     """NaN after a row's end reaches neither its outputs nor the state nor any gradient."""
     run = compiled(name)
     arrays = inputs(150, seed=1)
@@ -101,24 +105,39 @@ def test_padding_leaves_no_trace(name):
         close(gradient, clean)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
 @pytest.mark.parametrize("name", slow_unless(PACKING, ("linear", "deltanet", "rwkv7")))
-def test_segments_are_apart(name):
+def test_segments_are_apart(name, platform):
     """A segment gives the same as alone. The given state precedes the first segment; the returned one follows the
-    last."""
-    run = compiled(name)
-    arrays = inputs(200, seed=2, batch=1)
+    last. Gradients flow through both."""
+    arrays, more = inputs(200, seed=2, batch=1), inputs(3, seed=6, batch=1)
     cuts = [0, 3, 68, 200]
     ids = np.zeros((1, 200), np.int32)
     for number, (a, b) in enumerate(itertools.pairwise(cuts)):
         ids[:, a:b] = (5, 1, 5)[number]
-    _, before = run(*inputs(20, seed=3, batch=1))
-    out, state = run(*arrays, segment_ids=jnp.asarray(ids), state=before)
-    for a, b in itertools.pairwise(cuts):
-        past = {"state": before} if a == 0 else {}
-        expected, last = run(*(x[:, a:b] for x in arrays), **past)
-        close(out[:, a:b], expected)
-    more = inputs(3, seed=6, batch=1)  # reuses the program compiled for the first segment's shape
-    close(run(*more, state=state)[0], run(*more, state=last)[0])
+
+    def together(state, *arrays):
+        out, state = extended(name, *arrays, segment_ids=jnp.asarray(ids), state=state)
+        return jnp.concatenate([out, extended(name, *more, state=state)[0]], axis=1)
+
+    def apart(state, *arrays):
+        outs = []
+        for a, b in itertools.pairwise(cuts):
+            out, state = extended(name, *(x[:, a:b] for x in arrays), state=state if a == 0 else None)
+            outs.append(out)
+        return jnp.concatenate([*outs, extended(name, *more, state=state)[0]], axis=1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(function, past, *arrays):
+        def loss(past, *arrays):
+            out = function(extended(name, *past)[1], *arrays)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.grad(loss, argnums=range(4), has_aux=True)(past, *arrays)
+
+    past = inputs(20, seed=3, batch=1)
+    for got, expected in zip(*(jax.tree.leaves(with_gradients(f, past, *arrays)) for f in (together, apart))):
+        close(got, expected, 1e-4)
 
 
 @pytest.mark.slow

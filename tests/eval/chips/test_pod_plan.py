@@ -1,6 +1,5 @@
 """Plans for pods: what is refused, and one small plan (needs the package libtpu)."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -12,8 +11,9 @@ import pytest
 
 from eval.chips import pod_plan
 from eval.chips.tpu_chips import prepare_compiler
+from tests.support.command_lines import config_of
 from train.engine.errors import RunError, UserError
-from train.tasks.lm_config import PRESETS
+from train.tasks.lm import LM
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -119,11 +119,6 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("num_kv_heads", "is_said"), [(None, True), (1, False)])
 def test_what_would_be_refused_is_not_said_to_help(num_kv_heads, is_said):
-    config = PRESETS["small"]
-    config = dataclasses.replace(
-        config,
-        loop=dataclasses.replace(config.loop, batch=4, accumulation=1),
-        model=dataclasses.replace(config.model, num_kv_heads=num_kv_heads),
-    )
+    config = config_of(LM, f"small --batch 4 --accumulation 1 --num_kv_heads {num_kv_heads}")
     mesh = type("Mesh", (), {"shape": {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}})()
     assert ("--mesh.tensor 2 shares each layer" in pod_plan.advice(config, mesh, 1, 1)) == is_said

@@ -8,9 +8,9 @@ from etils import epath
 from eval.harness.main import _measured_settings
 from eval.harness.runs import run_labels, run_names
 from eval.tasks.recall import EVALUATION
-from train.cli.options import parse
+from tests.support.command_lines import config_of
 from train.engine.config_file import write_json
-from train.tasks.recall import PRESETS, RECALL
+from train.tasks.recall import RECALL
 
 
 def test_names_are_as_long_as_it_takes_to_differ():
@@ -37,7 +37,7 @@ def test_labels_name_the_mechanism():
 
 def test_kept_measures_stand_in_a_table_of_networks(tmp_path, monkeypatch, capsys):
     """A row that is named by the run's configuration needs no second measuring."""
-    config = parse(PRESETS, "local", ["--workdir", str(tmp_path / "run")], prog="test", about="")
+    config = config_of(RECALL, f"local --workdir {tmp_path}/run")
     write_json(RECALL.to_json(config), epath.Path(tmp_path) / "run" / "config.json")
     case = {
         "length": 64,

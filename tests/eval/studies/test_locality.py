@@ -10,13 +10,13 @@ import pytest
 from brl_jax.layers import FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig
 from eval.studies.locality import RATIOS, area, layer_weights, locally_accumulated_score, main, uniform_score
+from tests.support.command_lines import config_of
 from tests.support.parameters import drawn
 from tests.support.runs import untrained
-from train.cli.options import parse
+from tests.support.texts import write_splits
 from train.data.dataset import load
 from train.engine.errors import UserError
 from train.tasks.lm import LM
-from train.tasks.lm_config import PRESETS
 
 TINY = "--length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16"
 
@@ -97,15 +97,13 @@ def test_layers_are_numbered_in_the_order_of_the_network():
 def runs(tmp_path_factory):
     """A run with full attention after local and one of BRL, before their first step, on a short text."""
     folder = tmp_path_factory.mktemp("runs")
-    for split in ("train", "valid"):
-        (folder / f"{split}.txt").write_text("a word follows another word and so on\n" * 9)
+    text = write_splits(folder, "a word follows another word and so on\n" * 9)
     for name, mechanism in {
         "mixed": "--mechanism local --mechanism.window 4 --late_mechanism full",
         "brl": "--mechanism brl --mechanism.window 2 --mechanism.num_compressed 2 --mechanism.memory output "
         "--mechanism.block_size 16",
     }.items():
-        argv = f"--workdir {folder}/{name} --data text:{folder}/*.txt {TINY} {mechanism}".split()
-        config = parse(PRESETS, "small", argv, prog="test", about="")
+        config = config_of(LM, f"small --workdir {folder}/{name} --data {text} {TINY} {mechanism}")
         load(config.data, config.loop.workdir)
         # Full attention to such small keys is nearly uniform.
         params = drawn(LM.objective(LM.model(config), config).init)

@@ -18,8 +18,8 @@ from eval.studies.locality import sown_maps
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
 from tests.oracles.parts import norm, project, softmax
+from tests.support.command_lines import config_of
 from tests.support.runs import untrained
-from train.cli.options import parse
 from train.data.recall import draw_rows
 from train.tasks.recall import PRESETS, RECALL
 
@@ -33,8 +33,7 @@ OPTIONS = (
 def run(tmp_path_factory):
     """The folder, configuration and parameters of a run before its first step."""
     folder = tmp_path_factory.mktemp("run")
-    config = parse(PRESETS, "brl", f"--workdir {folder} {OPTIONS}".split(), prog="test", about="")
-    config = RECALL.sized(config)
+    config = RECALL.sized(config_of(RECALL, f"brl --workdir {folder} {OPTIONS}"))
     objective = RECALL.objective(RECALL.model(config), config)
     params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
     # Strong preferences, with both signs of gamma.

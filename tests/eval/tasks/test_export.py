@@ -16,6 +16,7 @@ from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
+from tests.support.texts import write_splits
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError
 from train.tasks.lm import LM
@@ -28,19 +29,16 @@ LINE = (
 
 def exported(tmp_path, capsys, options, dtype="float32"):
     """The run in the folder `out`, its parameters, and what the command printed."""
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
-    train.lm.main(last_wins(f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run {LINE} {options}"))
+    text = write_splits(tmp_path, "alpha beta gamma " * 40)
+    train.lm.main(last_wins(f"--data {text} --workdir {tmp_path}/run {LINE} {options}"))
     line = f"--workdir {tmp_path}/run --out {tmp_path}/out --dtype {dtype}"
     eval.tasks.export.main(line.split())
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     _, _, model, params, step = open_run([LM], f"{tmp_path}/run", "best")
     assert printed["step"] == step == 1
     assert printed["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert (
-        load_tokenizer(tmp_path / "out").encode("alpha").tolist()
-        == load_tokenizer(tmp_path / "run").encode("alpha").tolist()
-    )
+    own, read = (load_tokenizer(tmp_path / name).encode("alpha").tolist() for name in ("run", "out"))
+    assert own == read
     return load_export(tmp_path / "out"), model, params, printed["layout"]
 
 

@@ -1,6 +1,8 @@
 """`eval.generate --batch`: the file of prompts, the file of continuations, and resuming after a stop."""
 
+import errno
 import json
+import os
 import sys
 
 import jax.numpy as jnp
@@ -130,6 +132,17 @@ def test_a_prompt_beyond_the_mechanisms_length(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MODEL", model)
     write(tmp_path / "in.jsonl", PROMPTS)
     with pytest.raises(UserError, match="--tokens, --batch: max_length=6 of the cosformer mechanism"):
+        generate({}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(file, row):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(eval.tasks.generate_batch, "_append", full)
+    write(tmp_path / "in.jsonl", PROMPTS)
+    with pytest.raises(UserError, match=r"--out: cannot write .*out.jsonl: No space left on device"):
         generate({}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

@@ -6,6 +6,8 @@ import pytest
 
 import eval.tasks.generate
 import train.lm
+from tests.support.command_lines import last_wins
+from tests.support.texts import write_splits
 from train.cli.command import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval.generate_draft")]
@@ -22,12 +24,10 @@ RUNS = {
 def runs(tmp_path_factory):
     """The folder of runs of one step each."""
     place = tmp_path_factory.mktemp("runs")
-    for split in ("train", "valid"):
-        (place / f"{split}.txt").write_text("a text of a few words\n" * 40)
+    text = write_splits(place, "a text of a few words\n" * 40)
     for name, options in RUNS.items():
-        line = f"{SIZES} --tokenizer bytes --data text:{place}/*.txt --sample_tokens 0 --tensorboard False"
-        words = dict(zip(*[iter(f"{line} {options} --workdir {place}/{name}".split())] * 2))
-        train.lm.main([word for pair in words.items() for word in pair])
+        line = f"{SIZES} --tokenizer bytes --data {text} --sample_tokens 0 --tensorboard False"
+        train.lm.main(last_wins(f"{line} {options} --workdir {place}/{name}"))
     return place
 
 

@@ -8,6 +8,7 @@ from etils import epath
 from eval.tasks import papers
 from eval.tasks.paper_tables import TABLES
 from eval.tasks.paper_tables.table import PaperTable
+from tests.support.command_lines import config_of
 from train.engine.config_file import write_json
 from train.tasks.graph import GRAPH
 from train.tasks.lm import LM
@@ -62,15 +63,8 @@ def test_what_the_data_decide_is_no_difference():
 
 def test_costs_equal_the_loops_count():
     """The count by hand: two per weight and token, three passes, and attention."""
-    small = dataclasses.replace(
-        PRESETS["wikitext103-full"],
-        loop=dataclasses.replace(
-            PRESETS["wikitext103-full"].loop, steps=10, batch=8, accumulation=4, length=16
-        ),
-        model=dataclasses.replace(
-            PRESETS["wikitext103-full"].model, num_layers=2, d_model=32, num_heads=2, d_ff=64
-        ),
-    )
+    sizes = "--steps 10 --batch 8 --accumulation 4 --length 16 --num_layers 2 --d_model 32 --num_heads 2 --d_ff 64"
+    small = LM.sized(config_of(LM, f"wikitext103-full {sizes}"))
     parameters, operations = papers.training_cost(LM, small)
     norms = 5 * 32
     table = 50257 * 32

@@ -1,13 +1,13 @@
 """Loading: data are made once, kept complete or not at all, and fixed when the run starts."""
 
 import functools
-import resource
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.texts import full_disk, write_splits
 from train.data import corpus as corpus_module
 from train.data.dataset import DataConfig, forget_unstarted, load
 from train.data.streams import EvalStream
@@ -18,11 +18,12 @@ from train.engine.errors import UserError
 
 @pytest.fixture
 def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for name, count in ("train", 400), ("valid", 30), ("test", 20):
-        (folder / f"{name}.txt").write_text("".join(f" the line {i % 37} of {name} \n" for i in range(count)))
-    return folder
+    sizes = {"train": 400, "valid": 30, "test": 20}
+    write_splits(
+        tmp_path / "text",
+        **{name: "".join(f" the line {i % 37} of {name} \n" for i in range(n)) for name, n in sizes.items()},
+    )
+    return tmp_path / "text"
 
 
 def config(text, **kwargs):
@@ -65,13 +66,9 @@ def test_every_run_of_lines_has_the_bytes_of_its_lines(text, tmp_path, monkeypat
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(text, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"^--workdir: cannot write under .*run: File too large$"):
-            load(config(text), tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = r"^--workdir: cannot write under .*run: File too large$"
+    with full_disk(1000), pytest.raises(UserError, match=message):
+        load(config(text), tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.npy"))
     assert not hidden(tmp_path / "run")
 
@@ -90,9 +87,7 @@ def test_a_run_keeps_its_text(text, tmp_path):
     shutil.rmtree(run / "data")
     with pytest.raises(UserError, match="no file matches"):
         load(config(text, tokenizer="words"), run)
-    text.mkdir()
-    for name in "train", "valid":
-        (text / f"{name}.txt").write_text("another text\n" * 100)
+    write_splits(text, "another text\n" * 100)
     changed, corpora = load(config(text, tokenizer="words"), run)
     assert changed.digest == tokenizer.digest
     assert corpora["train"].digest != first["train"].digest

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.texts import numbered, rows_of_json, write_splits
 from train.data import documents as documents_module
 from train.data import sources as sources_module
-from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, load
 from train.data.documents import check_documents, cut_documents
 from train.data.mixture import SEGMENT_STEPS, MixedStreams, Mixture, joined
@@ -100,12 +100,8 @@ def novel(number):
 
 @pytest.fixture
 def novels(tmp_path):
-    folder = tmp_path / "novels"
-    folder.mkdir()
-    for number in range(1, 8):
-        (folder / f"train-{number}.txt").write_text(novel(number))
-    (folder / "valid.txt").write_text(novel(9))
-    return f"text:{folder}/*.txt"
+    parts = {f"train-{number}": novel(number) for number in range(1, 8)}
+    return write_splits(tmp_path / "novels", valid=novel(9), **parts)
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300", "bpe-uncased:300", "words", "chars"])
@@ -125,30 +121,25 @@ def test_a_corpus_knows_where_its_documents_start(novels, tmp_path, monkeypatch,
 
 def test_documents_without_tokens_are_dropped(tmp_path):
     """The tokenizer drops blanks, so some documents have no tokens; their bytes go to the next token."""
-    (tmp_path / "train-a.txt").write_text("one two\n")
-    (tmp_path / "train-b.txt").write_text(" \n \n")
-    (tmp_path / "train-c.txt").write_text("three\n")
-    (tmp_path / "train-d.txt").write_text("\n")
-    (tmp_path / "valid.txt").write_text("four\n")
-    data = DataConfig(data=f"text:{tmp_path}/*.txt", tokenizer="bpe-uncased:300")
-    tokenizer, corpora = load(data, tmp_path / "run")
+    texts = {
+        "train-a": "one two\n",
+        "train-b": " \n \n",
+        "train-c": "three\n",
+        "train-d": "\n",
+        "valid": "four\n",
+    }
+    data = write_splits(tmp_path, **texts)
+    tokenizer, corpora = load(DataConfig(data=data, tokenizer="bpe-uncased:300"), tmp_path / "run")
     corpus = corpora["train"]
     first = len(tokenizer.encode("one two\n"))
     assert corpus.starts.tolist() == [0, first]
     assert corpus.num_bytes(first) == len(" \n \nthree\n")
 
 
-def rows_of_json(folder, splits):
-    folder.mkdir()
-    for name, texts in splits.items():
-        lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts)]
-        (folder / f"{name}-0.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def test_rows_of_a_data_set_are_documents_until_lines_are(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lines = WIKI.removesuffix("\n").split("\n")
-    rows_of_json(tmp_path / "set", {"train": lines, "validation": ["v", "w w"], "test": ["t"]})
+    rows_of_json(tmp_path / "set", {"train-0": lines, "validation-0": ["v", "w w"], "test-0": ["t"]})
     for kind in ("hf", "hf-stream"):
         _, corpora = load(DataConfig(data=f"{kind}:{tmp_path}/set"), tmp_path / kind)
         assert corpora["valid"].starts.tolist() == [0, 2]
@@ -168,20 +159,8 @@ def test_rows_of_a_data_set_are_documents_until_lines_are(tmp_path, monkeypatch)
 
 def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     folder = tmp_path / "shards"
-    tokenize(
-        [
-            "--data",
-            novels,
-            "--out",
-            str(folder),
-            "--workers",
-            "1",
-            "--record",
-            "100",
-            "--documents",
-            r"Line 3 .*",
-        ]
-    )
+    line = f"--data {novels} --out {folder} --workers 1 --record 100".split()
+    tokenize([*line, "--documents", r"Line 3 .*"])
     _, shards = load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
     _, whole = load(DataConfig(data=novels, documents=r"Line 3 .*"), tmp_path / "other")
     assert len(whole["train"].starts) == 14
@@ -205,17 +184,6 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     (folder / "train-00000.json").write_text(json.dumps(summary))
     with pytest.raises(UserError, match=r"cannot be read: .*train-00000\.json: starts is missing"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
-
-
-def numbered(size, starts):
-    """A corpus whose tokens are their positions."""
-    return Corpus(
-        np.arange(size, dtype=np.int32),
-        np.ones(size, np.int64),
-        np.zeros((0, 2), np.int64),
-        "",
-        np.array(starts),
-    )
 
 
 def segments_by_hand(tokens, starts):

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.texts import corpus_of
 from tests.train.pretrained import TEMPLATE, write_tokenizer
 from train.data.chat import ChatTemplate, template_of
-from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, load
 from train.data.mixture import MixedStreams, Mixture, joined
 from train.data.packed import PackedHeldOut, PackedStreams, fill_rows
@@ -57,11 +57,7 @@ def test_a_batch_has_the_weights_of_its_targets(weighted):
         for target, weight in zip(batch["targets"].ravel(), batch["weights"].ravel(), strict=True):
             assert target == ord("\n") or weight == weight_of[target]
     assert batch["weights"].dtype == np.float32
-    assert "weights" not in next(TokenStreams(weighted_by_one(corpus), batch=2, length=3)).arrays
-
-
-def weighted_by_one(corpus):
-    return Corpus(corpus.tokens, corpus.token_bytes, corpus.extra, "", corpus.starts)
+    assert "weights" not in next(TokenStreams(corpus_of(corpus.tokens), batch=2, length=3)).arrays
 
 
 def test_an_evaluation_counts_every_token_with_a_weight_once(weighted):
@@ -73,15 +69,13 @@ def test_an_evaluation_counts_every_token_with_a_weight_once(weighted):
 
 
 def test_a_mixture_keeps_weights(weighted):
-    corpus, other = weighted["train"], weighted_by_one(weighted["train"])
-    both = joined([corpus, other], [0.5, 0.5])
+    corpus = weighted["train"]
+    both = joined([corpus, corpus_of(corpus.tokens, starts=corpus.starts)], [0.5, 0.5])
     expected = np.repeat([1.0, 0.5, 0.0, 2.0, 1.0], [4, 3, 2, 5, 14])
     np.testing.assert_array_equal(both.weights_at(np.arange(28)), expected)
-    long = Corpus(
-        np.tile(corpus.tokens, 20), corpus.token_bytes, corpus.extra, "", weights=np.array([[100.0, 3.0]])
-    )
-    plain = Corpus(np.tile(corpus.tokens, 20), corpus.token_bytes, corpus.extra, "")
-    stream = MixedStreams(Mixture((long, plain), (0.5, 0.5)), batch=2, length=4)
+    tokens = np.tile(corpus.tokens, 20)
+    both = corpus_of(tokens, weights=np.array([[100.0, 3.0]])), corpus_of(tokens)
+    stream = MixedStreams(Mixture(both, (0.5, 0.5)), batch=2, length=4)
     seen = np.unique([next(stream)["weights"] for _ in range(64)])
     assert seen.tolist() == [1.0, 3.0]
 
@@ -230,9 +224,8 @@ def rows_by_hand(batch):
 
 
 def documents_of(*texts):
-    tokens = np.frombuffer("".join(texts).encode(), np.uint8)
     starts = np.cumsum([0, *map(len, texts)])[:-1]
-    return Corpus(tokens, np.ones(256, np.int64), np.zeros((0, 2), np.int64), "x", starts)
+    return corpus_of(np.frombuffer("".join(texts).encode(), np.uint8), starts=starts)
 
 
 def test_rows_of_whole_documents():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from tests.support.texts import numbered
 from tests.train.data.lra.test_batches import BUCKETS, examples
-from tests.train.data.test_documents import numbered
-from tests.train.test_recall import config_of
+from tests.train.test_recall import data_of
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
 from train.data.graphs.graph import Graph, Relation
@@ -53,7 +53,7 @@ TRAINED = {
     ),
     "packed": lambda **o: PackedStreams(CORPUS, **SIZES, **o),
     "examples": lambda **o: TrainBatches(examples(), batch=4, buckets=BUCKETS, **o),
-    "drawn": lambda **o: DrawnBatches(config_of("mqar", 64, 20, 2, 0), batch=4, **o),
+    "drawn": lambda **o: DrawnBatches(data_of("mqar", 64, 20, 2, 0), batch=4, **o),
     "masked": masked,
     "windows": windows,
     "nodes": nodes,
@@ -62,7 +62,7 @@ HELD_OUT = {
     "text": lambda **o: EvalStream(CORPUS, **SIZES, segments=True, **o),
     "packed": lambda **o: PackedHeldOut(CORPUS, **SIZES, **o),
     "examples": lambda **o: EvalBatches(examples(), batch=4, buckets=BUCKETS, **o),
-    "drawn": lambda **o: HeldOutDrawn(config_of("mqar", 64, 20, 2, 0), batch=4, **o),
+    "drawn": lambda **o: HeldOutDrawn(data_of("mqar", 64, 20, 2, 0), batch=4, **o),
     "masked": lambda **o: MaskedHeldOut(EvalStream(CORPUS, **SIZES, **o), **MASKING, **o),
     "windows": lambda **o: HeldOutWindows(WINDOWS, origins(SERIES, "test"), batch=4, **o),
     "nodes": lambda **o: HeldOutNodes(*NODES, batch=4, targets=2, has_edges=True, **o),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from tests.support.texts import corpus_of, rows_of_json, write_splits
 from train.cli.command import command
 from train.data import hf_stream
-from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, load, training_batches
 from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
 from train.data.shards import open_shards
@@ -29,11 +29,8 @@ def _lines(count, seed=0):
 
 @pytest.fixture
 def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "train.txt").write_text(("\n".join(_lines(1000)) + "\n") * 60)
-    (folder / "valid.txt").write_text("\n".join(_lines(300, 1)) + "\n")
-    return f"text:{folder}/*.txt"
+    train, valid = ("\n".join(_lines(*given)) + "\n" for given in ((1000,), (300, 1)))
+    return write_splits(tmp_path / "text", train=60 * train, valid=valid)
 
 
 def _take(stream, count):
@@ -92,12 +89,8 @@ def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys
 
 def _dataset(folder, files):
     """A local data set of JSON lines, which `datasets` streams like one from the hub."""
-    folder.mkdir(parents=True)
-    for number in range(files):
-        lines = [json.dumps({"text": line, "id": i}) for i, line in enumerate(_lines(40, number))]
-        (folder / f"train-{number}.jsonl").write_text("\n".join(lines) + "\n")
-    lines = [json.dumps({"text": line, "id": i}) for i, line in enumerate(_lines(30, 99))]
-    (folder / "validation-0.jsonl").write_text("\n".join(lines) + "\n")
+    texts = {f"train-{number}": _lines(40, number) for number in range(files)}
+    rows_of_json(folder, texts | {"validation-0": _lines(30, 99)})
     return f"hf-stream:{folder}"
 
 
@@ -130,7 +123,7 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
     with pytest.raises(UserError, match="input position is of length 100, now it is 50"):
         training_batches(corpora["train"], batch=4, length=50, seed=0).set_state(state)
     # Other files are other data, for a new run's held-out tokens too.
-    (tmp_path / "set" / "validation-0.jsonl").write_text(json.dumps({"text": "another", "id": 0}) + "\n")
+    rows_of_json(tmp_path / "set", {"validation-0": ["another"]})
     _, others = load(DataConfig(data=spec, cache_dir=str(tmp_path / "run" / "data")), tmp_path / "new")
     assert bytes(others["valid"].tokens) == b"another\n"
     with pytest.raises(UserError, match="input position is of digest"):
@@ -159,13 +152,10 @@ def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeyp
     Every other document is read once per pass."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hf_stream, "_HELD_OUT_DOCUMENTS", 10)
-    folder = tmp_path / "set"
-    folder.mkdir()
-    written = []
-    for number in range(files):
-        texts = [f"{number}{document:03d}" for document in range(24 if files == 1 else 12)]
-        written += texts
-        (folder / f"train-{number}.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    folder, count = tmp_path / "set", 24 if files == 1 else 12
+    texts = {f"train-{n}": [f"{n}{document:03d}" for document in range(count)] for n in range(files)}
+    written = [text for each in texts.values() for text in each]
+    rows_of_json(folder, texts)
     _, corpora = load(DataConfig(data=f"hf-stream:{folder}"), tmp_path / "run")
     held_out = bytes(corpora["valid"].tokens).decode().split()
     assert held_out == written[:10]
@@ -178,9 +168,7 @@ def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeyp
 
 
 def _corpus(letter, size):
-    return Corpus(
-        np.full(size, letter, np.uint8), np.ones(256, np.int64), np.zeros((0, 2), np.int64), f"{letter}{size}"
-    )
+    return corpus_of(np.full(size, letter, np.uint8), digest=f"{letter}{size}")
 
 
 def test_a_mixture_has_its_weights_in_every_segment():
@@ -298,7 +286,7 @@ def test_files_of_shards_that_were_changed(name, content, message, tmp_path):
     assert bytes(open_shards(tmp_path, ("valid",))[1]["valid"].tokens) == b"abc"
 
 
-@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000])
+@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000], ids=["cut", "list", "nested"])
 def test_a_record_of_the_start_that_was_changed(content, text, tmp_path):
     (tmp_path / "started.json").write_text(content)
     with pytest.raises(

@@ -71,13 +71,17 @@ def test_files_are_split_by_their_names(tmp_path, monkeypatch):
     assert texts("text:wiki.valid.tokens,wiki.test.tokens").keys() == {"valid", "test"}
 
 
+def write(path, content):
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("holdout", [0.05, 0.5, 0.001])
 def test_without_names_the_end_of_the_text_is_held_out_at_a_line(tmp_path, suffix, holdout):
     whole = b""
     for i, count in enumerate([70, 90, 3]):
         text = lines(count, 1000 * i)
-        (tmp_path / f"book{i}.txt{suffix}").write_bytes(gzip.compress(text) if suffix else text)
+        write(tmp_path / f"book{i}.txt{suffix}", text)
         whole += text
     splits = texts(f"text:{tmp_path}/*", holdout)
     assert list(splits) == ["train", "valid"]
@@ -86,38 +90,28 @@ def test_without_names_the_end_of_the_text_is_held_out_at_a_line(tmp_path, suffi
     assert abs(len(splits["valid"]) - holdout * len(whole)) <= 25
 
 
-def test_a_text_of_one_line_is_cut_between_characters(tmp_path):
-    (tmp_path / "one.txt").write_text("é" * 100)
-    splits = texts(f"text:{tmp_path}/one.txt", 0.125)
-    assert splits["train"].decode() == "é" * 88 + "\n"
-    assert splits["valid"].decode() == "é" * 12 + "\n"
-
-
-def test_a_long_last_line_is_not_held_out_whole(tmp_path):
-    (tmp_path / "a.txt").write_bytes(lines(250))
-    (tmp_path / "b.txt").write_bytes(b"y" * 15_000)
-    total = len(lines(250)) + 15_000
-    assert abs(len(texts(f"text:{tmp_path}/*.txt", 0.1)["valid"]) - 0.1 * total) < 2
-
-
-def test_the_cut_can_fall_between_files(tmp_path):
-    first = b"x\n" * 45
-    for kept in (first, first[:-1] + b"x"):
-        (tmp_path / "a.txt").write_bytes(kept)
-        (tmp_path / "b.txt").write_bytes(b"y" * 10)
-        splits = texts(f"text:{tmp_path}/*.txt", 0.1)
-        assert splits == {"train": kept.rstrip(b"\n") + b"\n", "valid": b"y" * 10 + b"\n"}
-    (tmp_path / "b.txt").write_bytes(
-        b"y" * 20
-    )  # the held-out share begins inside this file; its line stays whole
-    assert texts(f"text:{tmp_path}/*.txt", 0.1)["valid"] == b"y" * 20 + b"\n"
+@pytest.mark.parametrize(
+    ("files", "holdout", "valid"),
+    [
+        (["é" * 100], 0.125, "é" * 12),  # one line is cut between characters
+        (["x\n" * 45, "y" * 10], 0.1, "y" * 10),
+        (["x\n" * 44 + "xx", "y" * 10], 0.1, "y" * 10),
+        (["x\n" * 45, "y" * 20], 0.1, "y" * 20),  # the share begins inside this file; its line stays whole
+        (["x" * 99 + "\n", "y" * 15_000], 0.1, "y" * 1510),  # a long last line is not held out whole
+    ],
+)
+def test_where_the_held_out_text_begins(tmp_path, files, holdout, valid):
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.txt").write_text(content)
+    splits = texts(f"text:{tmp_path}/*.txt", holdout)
+    train = "".join(files).removesuffix(valid)
+    assert splits == {"train": f"{train.rstrip()}\n".encode(), "valid": f"{valid}\n".encode()}
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_byte_order_mark_is_left_out_of_the_text(tmp_path, suffix):
     for name in "ab":
-        content = "\ufeffone\n\ufefftwo\n".encode()
-        (tmp_path / f"{name}.txt{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+        write(tmp_path / f"{name}.txt{suffix}", "\ufeffone\n\ufefftwo\n".encode())
     found = texts(f"text:{tmp_path}/*", 0.4)
     assert (found["train"] + found["valid"]).decode() == "one\n\ufefftwo\n" * 2
 
@@ -265,14 +259,7 @@ def rows_of(tmp_path, rows):
 def test_a_first_row_without_text(kind, first, tmp_path, offline):
     """Reads the column named text, not the ids, which are the only strings in the first row."""
     folder = rows_of(tmp_path, [first, *({"id": f"row-{i}", "text": f"text {i}"} for i in range(1, 5))])
-    assert texts(f"{kind}:{folder}")["train"].split(b"\n") == [
-        b"",
-        b"text 1",
-        b"text 2",
-        b"text 3",
-        b"text 4",
-        b"",
-    ]
+    assert texts(f"{kind}:{folder}")["train"] == b"\ntext 1\ntext 2\ntext 3\ntext 4\n"
 
 
 @pytest.mark.parametrize("kind", ["hf", "hf-stream"])

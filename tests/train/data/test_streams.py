@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 
 from tests.support.processes import python
+from tests.support.texts import corpus_of, numbered
 from train.data.corpus import Corpus
 from train.data.streams import EvalStream, TokenStreams
 from train.engine.errors import UserError
-
-
-def corpus_of(tokens, digest="d"):
-    tokens = np.asarray(tokens)
-    return Corpus(tokens, np.ones(int(tokens.max()) + 1, np.int64), np.zeros((0, 2), np.int64), digest)
-
-
-def counting(size):
-    """A text whose tokens are their own positions."""
-    return corpus_of(np.arange(size, dtype=np.int32))
 
 
 def take(stream, count):
@@ -25,7 +16,7 @@ def take(stream, count):
 
 @pytest.mark.parametrize(("size", "batch", "length"), [(101, 3, 7), (64, 4, 8), (22, 1, 21), (1000, 8, 5)])
 def test_rows_go_on_and_follow_each_other(size, batch, length):
-    stream = TokenStreams(counting(size), batch=batch, length=length, seed=3)
+    stream = TokenStreams(numbered(size), batch=batch, length=length, seed=3)
     steps = stream.steps_per_pass
     assert steps == size // (batch * length)
     starts = []
@@ -53,10 +44,7 @@ class Counting(np.ndarray):
 
 
 def test_resume_reads_nothing_of_what_it_skips():
-    corpus = Corpus(
-        np.arange(100, dtype=np.int32).view(Counting), np.ones(100, np.int64), np.zeros((0, 2), np.int64), ""
-    )
-    stream = TokenStreams(corpus, batch=2, length=8)
+    stream = TokenStreams(corpus_of(np.arange(100).view(Counting)), batch=2, length=8)
     state = stream.get_state()
     stream.set_state(state | {"step": 10**12})
     next(stream)
@@ -70,12 +58,12 @@ def test_resume_reads_nothing_of_what_it_skips():
     [
         ({"batch": 4}, "batch 2, now it is 4"),
         ({"length": 4}, "length 8, now it is 4"),
-        ({"corpus": corpus_of(np.arange(100), "other")}, "digest d, now it is other"),
-        ({"corpus": counting(99)}, "tokens 100, now it is 99"),
+        ({"corpus": numbered(100, digest="other")}, "digest d, now it is other"),
+        ({"corpus": numbered(99, digest="d")}, "tokens 100, now it is 99"),
     ],
 )
 def test_a_state_of_something_else_is_refused(change, message):
-    arguments = {"corpus": counting(100), "batch": 2, "length": 8, "seed": 0}
+    arguments = {"corpus": numbered(100, digest="d"), "batch": 2, "length": 8, "seed": 0}
     state = TokenStreams(**arguments).get_state()
     with pytest.raises(UserError, match=message):
         TokenStreams(**arguments | change).set_state(state)
@@ -85,7 +73,7 @@ def test_a_text_too_short_for_a_batch():
     with pytest.raises(
         UserError, match=r"--data: the text has 100 tokens.*--batch 4 times --length 25.* take 101"
     ):
-        TokenStreams(counting(100), batch=4, length=25)
+        TokenStreams(numbered(100), batch=4, length=25)
     just_enough = corpus_of(np.arange(101, dtype=np.uint8))
     assert next(TokenStreams(just_enough, batch=4, length=25))["tokens"].dtype == np.int32
 
@@ -94,7 +82,7 @@ def test_a_text_too_short_for_a_batch():
     ("size", "batch", "length"), [(101, 3, 7), (65, 4, 8), (2, 4, 3), (50, 1, 49), (50, 1, 60)]
 )
 def test_evaluation_counts_every_target_once(size, batch, length):
-    stream = EvalStream(counting(size), batch=batch, length=length)
+    stream = EvalStream(numbered(size), batch=batch, length=length)
     batches = list(stream)
     assert len(batches) == len(stream)
     assert [bool(b.reset) for b in batches] == [True] + [False] * (len(stream) - 1)
@@ -133,7 +121,7 @@ def test_evaluation_of_a_part_counts_its_bytes():
 @pytest.mark.parametrize(("size", "limit"), [(1, None), (50, 1), (50, 0)])
 def test_evaluation_of_too_little_is_refused(size, limit):
     with pytest.raises(UserError, match="at least 2 tokens"):
-        EvalStream(counting(size), batch=1, length=4, limit=limit)
+        EvalStream(numbered(size), batch=1, length=4, limit=limit)
 
 
 def test_a_program_ends_with_a_stream_half_read():

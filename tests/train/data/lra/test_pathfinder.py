@@ -1,7 +1,6 @@
 """Pathfinder: labels checked by tracing the path, balanced classes, no shortcut by distance, and the release's
 folders."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -68,14 +67,9 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
     folder = tmp_path / "pathfinder32"
     pathfinder.write_release(folder, PathfinderSpec(32, dashes), 0, {"train": 8, "valid": 1, "test": 1}, 1)
     assert (folder / level / "metadata" / "0.npy").read_text().endswith(f"{dashes} {dashes // 3} 5\n")
-    config = LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path), dashes=dashes)
-    assert len(load(config, tmp_path / "run", ("train",))[1]["train"]) == 8
+    assert len(_load(tmp_path, dashes=dashes)) == 8
     with pytest.raises(UserError, match="has no pathfinder files"):
-        load(
-            LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path)),
-            tmp_path / "run",
-            ("train",),
-        )
+        _load(tmp_path)
     with pytest.raises(ValueError, match="dashes must be one of 6, 9, 14, got 7"):
         LraDataConfig(task="pathfinder", length=1024, dashes=7)
 
@@ -95,22 +89,12 @@ def test_marks_say_which_paths_have_a_dot():
 
 
 def test_marks_are_the_second_sequences_of_generated_images(tmp_path):
-    config = LraDataConfig(
-        task="pathfinder",
-        length=1024,
-        dashes=6,
-        marks=True,
-        train_examples=3,
-        valid_examples=1,
-        test_examples=1,
-    )
-    _, read = load(config, tmp_path, ("train",))
-    image, marks = read["train"][1]
+    sizes = {"train_examples": 3, "valid_examples": 1, "test_examples": 1}
+    image, marks = _load(tmp_path, dashes=6, marks=True, data_dir=None, **sizes)[1]
     np.testing.assert_array_equal(marks > 0, image > 20)
-    with pytest.raises(
-        UserError, match="--data_dir: expected none, because only generated images have marks"
-    ):
-        load(dataclasses.replace(config, data_dir=str(tmp_path)), tmp_path, ("train",))
+    message = "--data_dir: expected none, because only generated images have marks"
+    with pytest.raises(UserError, match=message):
+        _load(tmp_path, dashes=6, marks=True, **sizes)
 
 
 def test_distance_of_the_dots_tells_little():

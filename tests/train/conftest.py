@@ -1,0 +1,19 @@
+"""Fixtures for tests of runs that start from another network."""
+
+import pytest
+
+from tests.train.pretrained import write_model, write_text, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a small random decoder of transformers."""
+    place = tmp_path_factory.mktemp("hf")
+    write_tokenizer(place / "tokenizer")
+    write_model(place / "model", place / "tokenizer")
+    return place / "model"
