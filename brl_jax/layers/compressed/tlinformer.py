@@ -44,6 +44,7 @@ class TLinFormerConfig(Mechanism):
         return self.hidden + 2
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        self.check(dimensions)  # the layer checks full attention's forms
         return FullAttention(FullConfig(), dimensions, **kwargs)
 
     def context_sizes(self, windows: int) -> Int[np.ndarray, " windows"]:
