@@ -33,8 +33,8 @@ if jax.__version_info__ < (
 ):  # XLA has only these emitters from there on, and aborts at an unknown flag
     _QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}"
-# LAPACK's triangular solves wait for threads of the pool that runs them, so as many solves at a time as threads hang
-# (jaxlib 0.10.2, on two cores).
+# A LAPACK triangular solve occupies a thread of XLA's pool and waits for another. With two threads, two solves at
+# a time wait forever (jaxlib 0.10.2).
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)

@@ -153,9 +153,10 @@ def decaying_sums(query, key, value, *, log_decay, is_causal, normalize, feature
     return each_head(recurrent.decayed)(query, key, value, decay)
 
 
-def delta_rule(query, key, value, beta, *, log_decay=0.0):
-    decay = np.exp(np.broadcast_to(log_decay, key.shape[:2]) if np.ndim(log_decay) < 2 else log_decay)
-    return each_head(recurrent.delta)(query, recurrent.length_1(key), value, beta, decay)
+def delta_rule(query, key, value, beta, *, log_decay=None):
+    decay = None if log_decay is None else np.exp(log_decay)
+    gates = (beta,) if decay is None else (beta, decay)
+    return each_head(recurrent.delta)(query, recurrent.length_1(key), value, *gates)
 
 
 def gated_delta_rule_2(query, key, value, erase, write, *, log_decay):
@@ -309,7 +310,7 @@ OURS = {name: {"implementation": "xla"} for name in ("compress", "compress_block
 RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
 OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
 OF_RECURRENCES = [case for case in CASES if ".recurrent." in getattr(brl_jax, case[0]).__module__]
-# Fast on a GPU's platform: a sum of outer products, decays, triangular systems, and chunks with weights of their own.
+# One of each kind in the fast part: a sum of outer products, triangular systems with decays, weights inside chunks.
 FAST_ON_GPU = ("linear_attention", "gated_delta_rule", "mixed_chunk_attention")
 each = pytest.mark.parametrize(
     ("name", "oracle", "arrays", "options", "platform"),

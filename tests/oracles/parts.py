@@ -88,7 +88,7 @@ def visible(n, is_causal):
 def each_head(attend):
     """A function of one head's arrays (n, ...) as a function of arrays (n, heads, ...) with all heads.
 
-    Where arrays have different numbers of heads, groups of consecutive heads share those of the fewer."""
+    Where one array has fewer heads, a group of consecutive heads shares each of them."""
 
     def attend_all(*arrays, **options):
         count = max(x.shape[1] for x in arrays)

@@ -241,7 +241,7 @@ def given_or_drawn(
     draw: Callable[[PRNGKeyArray], Array],
     **count: int | None,
 ) -> Array:
-    """Returns the random numbers of the argument `name` in float32, or draw(rng) if there are none.
+    """Returns the random numbers of the argument `name` in float32; draws them with draw(rng) if None.
 
     Args:
       given: (F, *shape), for any F.
@@ -266,7 +266,7 @@ def given_or_drawn(
     )
     require(
         number in (None, given.shape[0]),
-        f"{size} must be None or {given.shape[0]}, as many as there are in {name}, got {number!r}",
+        f"{size} must be None or the length of {name}, {given.shape[0]}, got {number!r}",
     )
     return given.astype(jnp.float32)
 

@@ -1,7 +1,7 @@
 """Whether two functions compute the same, from their code and from what they close over.
 
-Outside `jax.jit` JAX finds a compiled program by the identity of the function. A call that makes its function anew
-would therefore compile at every call, which takes seconds.
+Outside `jax.jit` JAX finds a compiled program by the identity of the function. A function that
+a call defines would therefore be compiled at every call, which takes seconds.
 """
 
 from __future__ import annotations

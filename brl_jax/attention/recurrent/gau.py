@@ -143,7 +143,7 @@ def gau_attention(
 
 
 def _check_gau_state(state: Any, key: Array, value: Array, lengths: Array | None) -> GAUState:
-    """Returns the state; raises ValueError unless it fits the new keys and values, of which `lengths` are valid."""
+    """Returns the state; raises ValueError unless it fits the new keys and values. Only `lengths` of them are valid."""
     if state is None:
         raise ValueError("return_state needs a state, which determines the largest number of tokens")
     batch, length, kv_heads, head_dim = key.shape

@@ -27,7 +27,7 @@ class Attention(NamedTuple):
       query, key, value: (B, T, N, F), (B, T, K, F) and (B, T, K, V).
       linear_part: a similar function that is linear in the values, for computing the attention matrix; None if
         `function` itself is linear.
-      kept: what the new cache has besides the state and the length, by field.
+      kept: further fields of the new cache, next to its state and length.
     """
 
     function: Callable[..., Any]

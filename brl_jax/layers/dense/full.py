@@ -40,7 +40,7 @@ class FullAttention(SoftmaxLayer, config=FullConfig):
         def dropped(query: Array, key: Array, value: Array, **options: Any) -> Array:
             # The residuals of bfloat16 would be too coarse.
             arrays = [array.astype(jnp.float32) for array in (query, key, value)]
-            # The weights that are kept are those of a softmax over all keys.
+            # Dropout comes after the softmax, which divides by the sum over all keys.
             kept, of_kept = attention.function(*arrays, mask=keep, return_residual=True, **options)
             _, of_all = attention.function(*arrays, return_residual=True, **options)
             share = jnp.exp(of_kept - of_all)[..., None] / (1.0 - rate)
