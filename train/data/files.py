@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,13 +73,31 @@ def shown(text: bytes) -> str:
     return repr(text[:40].decode(errors="replace"))
 
 
-def packed_or_not(path: Path) -> Path:
-    """The file of that path, or of that path and .gz."""
+def find_file(path: Path) -> Path | None:
+    """The file of that path, or else of that path and .gz; None if there is neither."""
     packed = path.with_name(f"{path.name}.gz")
-    found = next((each for each in (path, packed) if each.is_file()), None)
+    return next((each for each in (path, packed) if each.is_file()), None)
+
+
+def packed_or_not(path: Path) -> Path:
+    """The file of that path, or else of that path and .gz."""
+    found = find_file(path)
     if found is None:
-        raise UserError(f"--data_dir: expected {path} or {packed.name}; there is neither")
+        raise UserError(f"--data_dir: expected {path} or {path.name}.gz; there is neither")
     return found
+
+
+def read_whole(path: Path) -> bytes:
+    """What a file (.gz too) contains."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def split_files(folder: Path, names: Mapping[str, str]) -> dict[str, Path] | None:
+    """The files of all splits in a folder by their names, each of them `packed_or_not`; None if all are missing."""
+    paths = {split: folder / name for split, name in names.items()}
+    if not any(map(find_file, paths.values())):
+        return None
+    return {split: packed_or_not(path) for split, path in paths.items()}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import check_regular, parse_json
-from train.data.files import numbered_lines, shown
+from train.data.files import find_file, numbered_lines, shown
 from train.data.graphs.graph import RawGraph, Relation
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -25,9 +25,9 @@ _IMAGES = 1024  # described at once
 
 
 def post_files(folder: Path) -> list[Path]:
-    """train.jsonl and test.jsonl (or .jsonl.gz) of a folder, those that exist."""
-    names = [f"{split}.jsonl{ending}" for split in ("train", "test") for ending in ("", ".gz")]
-    return [folder / name for name in names if (folder / name).is_file()]
+    """train.jsonl and test.jsonl of a folder, those that exist, each also as .gz."""
+    found = (find_file(folder / f"{split}.jsonl") for split in ("train", "test"))
+    return [path for path in found if path is not None]
 
 
 def read_posts(folder: Path) -> RawGraph:

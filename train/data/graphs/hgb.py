@@ -19,7 +19,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import parse_json
-from train.data.files import numbered_lines, packed_or_not, shown
+from train.data.files import find_file, numbered_lines, packed_or_not, shown
 from train.data.graphs.graph import RawGraph, both_ways
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -28,14 +28,13 @@ _FILES = ("node.dat", "link.dat", "label.dat", "label.dat.test")
 
 def is_hgb(folder: Path) -> bool:
     """Whether a folder has a file of nodes."""
-    return any((folder / f"node.dat{ending}").is_file() for ending in ("", ".gz"))
+    return find_file(folder / "node.dat") is not None
 
 
 def hgb_files(folder: Path) -> list[Path]:
     """The files of a graph, including info.dat if it exists."""
-    return [packed_or_not(folder / name) for name in _FILES] + [
-        path for path in (folder / "info.dat", folder / "info.dat.gz") if path.is_file()
-    ]
+    info = find_file(folder / "info.dat")
+    return [packed_or_not(folder / name) for name in _FILES] + ([] if info is None else [info])
 
 
 class _Nodes(NamedTuple):
@@ -81,7 +80,7 @@ def read_hgb(folder: Path) -> RawGraph:
 
 
 def _info(folder: Path) -> dict[str, Any]:
-    path = next((p for p in (folder / "info.dat", folder / "info.dat.gz") if p.is_file()), None)
+    path = find_file(folder / "info.dat")
     if path is None:
         return {}
     try:
