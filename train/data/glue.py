@@ -150,7 +150,8 @@ def _reader(config: GlueDataConfig, task: GlueTask) -> Callable[[str], Iterator[
             tables = load_hf(f"--data_dir hf: nyu-mll/glue, {config.task}", f"nyu-mll/glue:{config.task}")
         return functools.partial(_table_rows, tables, task)
     folder = Path(config.data_dir).expanduser()
-    folder = folder / task.folder if (folder / task.folder).is_dir() else folder
+    if (folder / task.folder).is_dir() or not any(folder.glob("*.tsv*")):
+        folder /= task.folder
     return functools.partial(_file_rows, folder, task)
 
 

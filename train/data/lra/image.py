@@ -36,7 +36,7 @@ def _grey(image: np.ndarray, where: str) -> bytes:
 
 def open_tfds_source() -> Source:
     """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation."""
-    sources = open_tfds("tfds:cifar10", "cifar10")
+    sources = open_tfds("--data_dir (none, so tfds:cifar10)", "cifar10")
 
     def read(split: str) -> Iterator[tuple[bytes, int]]:
         source: Any = sources[SPLIT_OF[split]]

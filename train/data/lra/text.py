@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def open_tfds_source() -> Source:
     """IMDB reviews of TensorFlow Datasets; every tenth training review is for validation."""
-    sources = open_tfds("tfds:imdb_reviews", "imdb_reviews")
+    sources = open_tfds("--data_dir (none, so tfds:imdb_reviews)", "imdb_reviews")
 
     def read(split: str) -> Iterator[tuple[bytes, int]]:
         source: Any = sources[SPLIT_OF[split]]

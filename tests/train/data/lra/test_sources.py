@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,11 @@ def test_tfds(task, name, tmp_path):
     if task == "image":
         assert set(found["train"].lengths[:, 0]) == {1024}
     assert found["train"].labels.max() < (10 if task == "image" else 2)
+    with (
+        mock.patch("tensorflow_datasets.data_source", side_effect=OSError("no network")),
+        pytest.raises(UserError, match=rf"--data_dir \(none, so tfds:{name}\): no network"),
+    ):
+        read(tmp_path, task, None)
 
 
 # --- images ---
