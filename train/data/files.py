@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from brl_jax.json_files import check_regular
+from brl_jax.json_files import check_regular, parse_json
 from train.engine.errors import UNREADABLE, UserError, reason
 from train.engine.storage import beside
 
@@ -73,12 +73,28 @@ def shown(text: bytes) -> str:
     return repr(text[:40].decode(errors="replace"))
 
 
-def packed_or_not(path: Path) -> Path:
-    """The file of that path, or of that path and .gz."""
+def labelled_text(line: bytes) -> tuple[str, int]:
+    """The text and the label in a line of JSON. Raises ValueError."""
+    try:
+        row = parse_json(line, {"text": str, "label": int})
+        if row["label"] < 0:
+            raise ValueError(f"label must be at least 0, got {row['label']}")
+    except ValueError as error:
+        raise ValueError(f'expected an object with a "text" and a "label" from 0 on: {error}') from error
+    return row["text"], row["label"]
+
+
+def packed_or_not(path: Path) -> Path | None:
+    """The file of that path, or of that path and .gz; None if there is neither."""
     packed = path.with_name(f"{path.name}.gz")
-    found = next((each for each in (path, packed) if each.is_file()), None)
+    return next((each for each in (path, packed) if each.is_file()), None)
+
+
+def require_file(path: Path) -> Path:
+    """`packed_or_not`, one of which must be there."""
+    found = packed_or_not(path)
     if found is None:
-        raise UserError(f"--data_dir: expected {path} or {packed.name}; there is neither")
+        raise UserError(f"--data_dir: expected {path} or {path.name}.gz; there is neither")
     return found
 
 

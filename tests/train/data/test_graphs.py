@@ -250,7 +250,9 @@ def test_posts(tmp_path):
         '{"text": "b", "label": 1e999}',
     ):
         (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n' + line)
-        with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
+        with pytest.raises(
+            UserError, match=r'train.jsonl, line 2: expected an object with a "text" and a "label"'
+        ):
             load(tmp_path / "p")
     (tmp_path / "p/train.jsonl").write_text(
         "\n".join(map(json.dumps, [*rows[:29], rows[29] | {"label": 10**9}]))

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int, Int8, UInt8
 
 from brl_jax.fields import Checked, Natural, Range
-from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
+from train.data.files import file_stats, numbered_lines, packed_or_not, parsed, shown, writing_folder
 from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
@@ -285,10 +285,8 @@ def open_files(folder: Path) -> Source | None:
     none.
     """
     for place in (folder, folder / "listops-1000"):
-        paths = {split: place / name for split, name in _SPLIT_FILES.items()}
-        for split, path in paths.items():
-            packed = path.with_name(f"{path.name}.gz")
-            paths[split] = packed if packed.exists() and not path.exists() else path
+        named = {split: place / name for split, name in _SPLIT_FILES.items()}
+        paths = {split: packed_or_not(path) or path for split, path in named.items()}
         if any(path.exists() for path in paths.values()):
             stats = file_stats(paths.values())
             splits = {split: functools.partial(_read, path) for split, path in paths.items()}
