@@ -59,7 +59,9 @@ def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
     if not any("val_loss" in line for line in lines):
         raise UserError(f"--workdir: {workdir}/metrics.jsonl has no evaluation")
     rates = [line["tokens_per_second"] for line in lines]
-    rates[:1] = rates[1:2] or rates[:1]  # the first step compiles the program
+    # The first call compiles the program, and all of its steps have its rate.
+    first = next((i for i, rate in enumerate(rates) if rate != rates[0]), 0)
+    rates[:first] = [rates[first]] * first
     seconds = np.cumsum([pairs / rate for rate in rates])
     measured = [i for i, line in enumerate(lines) if "val_loss" in line]
     return {

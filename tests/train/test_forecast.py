@@ -260,13 +260,15 @@ TABLE = "date,OT\n" + "".join(f"2016-07-01 0{i}:00:00,{i}\n" for i in range(4))
         ("02:00:00", "00:00:00", "got 2016-07-01 00:00:00 after 2016-07-01 01:00:00 in row 3"),
         ("02:00:00", "02:00:00+00:00", "all with or all without a time zone"),
         ("02:00:00", "yesterday:00:00", "row 3: expected a date .* got '2016-07-01 yesterday"),
+        ("date,OT", f"date,{'x' * 200_000}", "table.csv cannot be read: field larger than field limit"),
         ("date,OT", "date,OT,OT", r"--data: .* has two columns 'OT'; expected one of each name"),
     ],
 )  # fmt: skip
 def test_bad_tables(tmp_path, old, new, message):
     config = SeriesConfig(data=str(tmp_path / "table.csv"), lookback=1, horizon=1, split=(2, 1, 1))
-    (tmp_path / "table.csv").write_text(TABLE)
-    assert len(load_series(config).values) == 4
+    for end in ("\n", "\r\n", "\r"):
+        (tmp_path / "table.csv").write_bytes(TABLE.replace("\n", end).encode())
+        assert len(load_series(config).values) == 4
     (tmp_path / "table.csv").write_text(TABLE.replace(old, new))
     with pytest.raises(UserError, match=message):
         load_series(config)

@@ -131,7 +131,7 @@ def test_bad_files(tmp_path, task, lines, message):
 
 def test_missing_files_and_empty_splits(tmp_path):
     with pytest.raises(
-        UserError, match=r"--data_dir: expected .*train\.tsv or train\.tsv\.gz; there is neither"
+        UserError, match=r"--data_dir: expected .*/CoLA/train\.tsv or train\.tsv\.gz; there is neither"
     ):
         read(tmp_path, "cola", ("train",))
     cola(tmp_path, rows=5)

@@ -67,6 +67,7 @@ def test_steps_in_one_call_are_single_steps_bit_for_bit(tmp_path, never_stopped)
     expected, final = never_stopped
     with pytest.raises(Stopped, match="after step 3 of 12"):
         _train(tmp_path, dispatch=5, stream=ToyStream(at={1: _sigterm}))
+    assert [line["goodput"] for line in metrics_lines(tmp_path)] == [0.0] * 3  # this call compiles
     state = _train(tmp_path, dispatch=5)
     assert measured_lines(tmp_path) == expected
     jax.tree.map(np.testing.assert_array_equal, state, final)

@@ -61,15 +61,15 @@ def test_a_step_takes_three_times_the_operations_of_the_forward_pass():
     assert 3 * step_flops(frozen, params, {"tokens": tokens, "targets": tokens}) == 2 * counted
 
 
-def test_rates_leave_out_the_first_step(monkeypatch):
+def test_rates_leave_out_the_first_call(monkeypatch):
     clock = iter([0.0, 10.0, 10.5, 11.0, 12.0, 12.25, 13.0, 14.0])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
     meter = Meter(None, "TPU v5e", 4)
-    first = meter.step(1000, 197e12, 10.0)  # at 10
+    first = meter.call(1000, 197e12, 10.0)  # at 10
     assert first["goodput"] == 0
     with meter.input():  # 0.5 seconds
         pass
-    assert meter.step(1000, 197e12, 2.0) == {  # at 12
+    assert meter.call(1000, 197e12, 2.0) == {  # at 12
         "tokens_per_second": 500,
         "tokens_per_second_per_device": 125,
         "input_wait": 0.25,

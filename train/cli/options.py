@@ -292,9 +292,7 @@ def _one_line(complaint: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
     message = " ".join(lines[: rules[0]] if rules else lines)
     message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
-    message = re.sub(
-        r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_|encoder_)?mechanism): ", r"\1.", message
-    )
+    message = re.sub(r"^Error parsing (?:(?:data|model)\.)?([a-z][a-z_.]*): ", r"\1.", message)
     message = message.removeprefix("Error parsing ")
     for pattern, words in _IN_WORDS.items():
         message = re.sub(pattern, words, message)

@@ -16,7 +16,7 @@ from etils import epath
 
 from brl_jax.fields import MOST, Checked, Count, Length, Range
 from brl_jax.json_files import parse_json
-from train.data.files import numbered_lines, parsed, require_file, shown
+from train.data.files import numbered_lines, packed_or_not, parsed, shown
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples, examples_of
 from train.data.tokenizers.base import CONFIG, Tokenizer
@@ -138,7 +138,7 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
 
     The tokenizer of a run is learnt when it starts, and kept in its folder."""
     check_tokenizer(config.tokenizer)
-    paths = {split: require_file(Path(config.data_dir).expanduser() / f"{split}.jsonl") for split in splits}
+    paths = {split: packed_or_not(Path(config.data_dir).expanduser() / f"{split}.jsonl") for split in splits}
     run = epath.Path(workdir)
     is_new = not (run / CONFIG).exists()
     if not is_new:

@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,25 +77,38 @@ def labelled_text(line: bytes) -> tuple[str, int]:
     """The text and the label in a line of JSON. Raises ValueError."""
     try:
         row = parse_json(line, {"text": str, "label": int})
-        if row["label"] < 0:
-            raise ValueError(f"label must be at least 0, got {row['label']}")
+        if not 0 <= row["label"] < 2**31:
+            raise ValueError(f"label must be at least 0 and below 2^31, got {row['label']}")
     except ValueError as error:
         raise ValueError(f'expected an object with a "text" and a "label" from 0 on: {error}') from error
     return row["text"], row["label"]
 
 
-def packed_or_not(path: Path) -> Path | None:
-    """The file of that path, or of that path and .gz; None if there is neither."""
+def find_file(path: Path) -> Path | None:
+    """The file of that path, or else of that path and .gz; None if there is neither."""
     packed = path.with_name(f"{path.name}.gz")
     return next((each for each in (path, packed) if each.is_file()), None)
 
 
-def require_file(path: Path) -> Path:
-    """`packed_or_not`, one of which must be there."""
-    found = packed_or_not(path)
+def packed_or_not(path: Path) -> Path:
+    """The file of that path, or else of that path and .gz."""
+    found = find_file(path)
     if found is None:
         raise UserError(f"--data_dir: expected {path} or {path.name}.gz; there is neither")
     return found
+
+
+def read_whole(path: Path) -> bytes:
+    """What a file (.gz too) contains."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def split_files(folder: Path, names: Mapping[str, str]) -> dict[str, Path] | None:
+    """The files of all splits in a folder by their names, each of them `packed_or_not`; None if all are missing."""
+    paths = {split: folder / name for split, name in names.items()}
+    if not any(map(find_file, paths.values())):
+        return None
+    return {split: packed_or_not(path) for split, path in paths.items()}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Checked, Natural, Range
-from train.data.files import belongs, numbered_lines, parsed, require_file, shown
+from train.data.files import belongs, numbered_lines, packed_or_not, parsed, shown
 from train.data.lra.examples import Examples, examples_of
 from train.data.named_sources import load_hf, open_tfds
 from train.data.tokenizers.base import Tokenizer
@@ -150,7 +150,8 @@ def _reader(config: GlueDataConfig, task: GlueTask) -> Callable[[str], Iterator[
             tables = load_hf(f"--data_dir hf: nyu-mll/glue, {config.task}", f"nyu-mll/glue:{config.task}")
         return functools.partial(_table_rows, tables, task)
     folder = Path(config.data_dir).expanduser()
-    folder = folder / task.folder if (folder / task.folder).is_dir() else folder
+    if (folder / task.folder).is_dir() or not any(folder.glob("*.tsv*")):
+        folder /= task.folder
     return functools.partial(_file_rows, folder, task)
 
 
@@ -165,7 +166,7 @@ def _table_rows(tables: Mapping[str, Any], task: GlueTask, split: str) -> Iterat
 
 
 def _file_rows(folder: Path, task: GlueTask, split: str) -> Iterator[Row]:
-    path = require_file(folder / f"{split}.tsv")
+    path = packed_or_not(folder / f"{split}.tsv")
     lines = numbered_lines(path)
     wanted = (*task.columns, task.label)
     if task.header:

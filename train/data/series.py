@@ -142,8 +142,8 @@ def _read(config: SeriesConfig) -> _Table:
         check_regular(path)
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
-        rows = list(csv.reader(io.StringIO(text)))
-    except (*UNREADABLE, ValueError) as error:
+        rows = list(csv.reader(io.StringIO(text, newline=None)))  # "\r" ends the lines of some spreadsheets
+    except (*UNREADABLE, ValueError, csv.Error) as error:
         raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")

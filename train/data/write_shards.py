@@ -28,6 +28,7 @@ from train.data.splits import SPLITS, Part, Source
 from train.data.tokenizers.base import Tokenizer, text_pieces
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
 from train.engine.errors import UserError
+from train.engine.fields import Decided
 from train.engine.folder import leaving_no_empty
 from train.engine.metrics import clock, log, tracked
 from train.engine.storage import check_local, check_writable, write_whole, writing
@@ -47,14 +48,11 @@ class TokenizeOptions(DataConfig):
     """Text of a shard."""
     record: Annotated[int, Range(1, 2**24)] = 8192
     """Tokens of a record, the least that is read at a time."""
+    cache_dir: Decided[str | None] = None
 
     def __post_init__(self):
         super().__post_init__()
         check_local("out", self.out)
-        if self.cache_dir is not None:
-            raise ValueError(
-                f"cache_dir must be None for shards, which have no cache, got {self.cache_dir!r}"
-            )
 
 
 def write_shards(options: TokenizeOptions) -> None:

@@ -339,12 +339,13 @@ class _LateMetrics:
         (step, count, metrics, tokens, flops), self._waiting = self._waiting, None
         read = {name: np.asarray(value).reshape(count).tolist() for name, value in metrics.items()}
         now = time.perf_counter()
-        seconds, self._clock = (now - self._clock) / count, now
+        seconds, self._clock = now - self._clock, now
+        speed = self._meter.call(count * tokens, count * flops, seconds)
         return [
             {
                 "step": step - count + 1 + i,
                 **{name: values[i] for name, values in read.items()},
-                **self._meter.step(tokens, flops, seconds),
+                **speed,
             }
             for i in range(count)
         ]

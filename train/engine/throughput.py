@@ -64,8 +64,8 @@ class Meter:
         self._flops: dict[Any, float] = {}
         self._began = time.perf_counter()
         self._waited = 0.0
-        self._steps = 0
-        # Over all steps except the first, which compiles: seconds, tokens, operations, seconds of waiting.
+        self._has_compiled = False
+        # Over all calls except the first, which compiles: seconds, tokens, operations, seconds of waiting.
         self._totals = [0.0, 0.0, 0.0, 0.0]
 
     @contextlib.contextmanager
@@ -84,17 +84,17 @@ class Meter:
             self._flops[shapes] = step_flops(self._objective, params, batch)
         return self._flops[shapes]
 
-    def step(self, tokens: int, flops: float, seconds: float) -> dict[str, float]:
-        """The speed of a step, for its line in metrics.jsonl."""
+    def call(self, tokens: int, flops: float, seconds: float) -> dict[str, float]:
+        """The speed of a call of one or more steps, for their lines in metrics.jsonl."""
         waited, self._waited = min(self._waited, seconds), 0.0
-        self._steps += 1
-        if self._steps > 1:
+        if self._has_compiled:
             added = (seconds, tokens, flops, waited)
             self._totals = [total + more for total, more in zip(self._totals, added)]
+        self._has_compiled = True
         return self._rates(seconds, tokens, flops, waited)
 
     def summary(self) -> dict[str, float]:
-        """The speed of all steps of this process except the first; empty without a second step."""
+        """The speed of all calls of this process except the first; empty without a second call."""
         return self._rates(*self._totals) if self._totals[0] else {}
 
     def _rates(self, seconds: float, tokens: float, flops: float, waited: float) -> dict[str, float]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_scale, require
+from brl_jax.attention.core.checks import check_lengths, check_scale, require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
@@ -75,8 +76,9 @@ def bilinear_mlr_attention(
         f"key_weights must have query_weights' levels, blocks and ranks {[w.shape for w in query_weights]}, got "
         f"{[w.shape for w in key_weights]}",
     )
-    query = bilinear_mlr_features(x, query_weights, norm_scales=query_norm_scales, normalize=normalize)
-    key = bilinear_mlr_features(x, key_weights, norm_scales=key_norm_scales, normalize=normalize)
+    asking, seen = _without_padding(x, query_seq_lengths, key_value_seq_lengths)
+    query = bilinear_mlr_features(asking, query_weights, norm_scales=query_norm_scales, normalize=normalize)
+    key = bilinear_mlr_features(seen, key_weights, norm_scales=key_norm_scales, normalize=normalize)
     scale = check_scale(1.0 if scale is None else scale, x.shape[2])
     counts = bilinear_mlr_counts(query_weights)
     query = query * feature_scales(counts, [scale / math.sqrt(count) for count in counts], x.dtype)
@@ -166,12 +168,22 @@ def bilinear_btt_attention(
     Raises:
       ValueError: an argument does not fit, named in the message.
     """
-    key = bilinear_btt_keys(x, right, left, norm_scale=norm_scale, normalize=normalize)
-    query = bilinear_btt_queries(x, key.shape[2], check_scale(scale, x.shape[2]))
+    asking, seen = _without_padding(x, query_seq_lengths, key_value_seq_lengths)
+    key = bilinear_btt_keys(seen, right, left, norm_scale=norm_scale, normalize=normalize)
+    query = bilinear_btt_queries(asking, key.shape[2], check_scale(scale, x.shape[2]))
     return feature_attention(
         query, key, value, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, implementation=implementation,
     )  # fmt: skip
+
+
+def _without_padding(
+    x: Float[Array, "B T D"], query_lengths: Any, key_lengths: Any
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """x for the queries and x for the keys. A NaN in the padding would reach the gradients of the weights."""
+    lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
+    asking, seen = (zero_padding(x, check_lengths(name, n, len(x))) for name, n in lengths.items())
+    return asking, seen
 
 
 def bilinear_btt_queries(x: Float[Array, "B T D"], heads: int, scale: float) -> Float[Array, "B T N D"]:

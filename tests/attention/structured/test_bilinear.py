@@ -125,6 +125,32 @@ def test_feature_attention_is_full_attention():
     assert oracles.relative_error(late, expected[:, 20:]) < 1e-5
 
 
+@pytest.mark.parametrize("form", ["mlr", "btt"])
+def test_padding_reaches_no_gradient_of_a_weight(form):
+    x, value, lengths = (
+        normal(BATCH, LENGTH, WIDTH),
+        normal(BATCH, LENGTH, 1, SIZE),
+        jnp.asarray([LENGTH, 20]),
+    )
+    inside = (jnp.arange(LENGTH)[None] < lengths[:, None])[..., None]
+    options = {"is_causal": True, "query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    if form == "mlr":
+        names = "query_weights", "key_weights"
+        weights = [mlr_weights(HEADS, WIDTH, (3, 2), seed) for seed in (1, 2)]
+    else:
+        names, weights = ("right", "left"), btt_weights(HEADS, WIDTH, 1)
+    attend = bilinear_mlr_attention if form == "mlr" else bilinear_btt_attention
+
+    def gradient(padding):
+        padded = jnp.where(inside, x, padding)
+        return jax.grad(lambda weights: attend(padded, value, **dict(zip(names, weights)), **options).sum())(
+            weights
+        )
+
+    for got, expected in zip(*(jax.tree.leaves(gradient(padding)) for padding in (jnp.nan, 5.0))):
+        np.testing.assert_array_equal(got, expected)
+
+
 # --- The low-rank bottleneck: arXiv:2509.07963, section 2.2 ---
 
 

@@ -59,16 +59,17 @@ def test_when_recall_was_learned(monkeypatch):
     assert recall.learned_at("run") is None
 
 
-def test_seconds_of_training(monkeypatch):
-    """Sums pairs over rate; the first step, which compiles, counts as long as the second."""
+@pytest.mark.parametrize(("steps", "seconds"), [(1, [4.0, 5.0]), (3, [8.0, 9.0])])
+def test_seconds_of_training(monkeypatch, steps, seconds):
+    """Sums pairs over rate; steps of the first call, which compiles, count as long as the first one after it."""
     lines = [
-        {"step": 1, "tokens_per_second": 1.0},
+        *[{"step": 1, "tokens_per_second": 1.0}] * steps,
         {"step": 2, "tokens_per_second": 50.0, "val_loss": 0.5},
         {"step": 3, "tokens_per_second": 100.0, "val_loss": 0.25},
     ]
     monkeypatch.setattr(regression, "read_metrics", lambda workdir: lines)
     found = regression.read_curve("run", 100)
-    assert found == {"step": [2, 3], "seconds": [4.0, 5.0], "error": [0.5, 0.25]}
+    assert found == {"step": [2, 3], "seconds": seconds, "error": [0.5, 0.25]}
 
 
 class Words:

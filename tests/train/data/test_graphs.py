@@ -239,9 +239,11 @@ def test_posts(tmp_path):
     rows = [{"text": f"{'bat' if i % 2 else 'car'} wheel {i}", "label": i % 2} for i in range(40)]
     (tmp_path / "p").mkdir()
     for split, part in (("train", rows[:30]), ("test", rows[30:])):
-        (tmp_path / f"p/{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+        text = "\n".join(map(json.dumps, part))
+        (tmp_path / f"p/{split}.jsonl").write_text(text)
+        (tmp_path / f"p/{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     graph = load(tmp_path / "p", features=8)
-    assert graph.counts == (40,)
+    assert graph.counts == (40,)  # the same posts twice are not read twice
     assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car", and "wheel"
     for line in (
         '{"text": "b"}',

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import check_regular
-from train.data.files import labelled_text, numbered_lines, packed_or_not, parsed
+from train.data.files import find_file, labelled_text, numbered_lines, parsed
 from train.data.graphs.graph import RawGraph, Relation
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -25,8 +25,8 @@ _IMAGES = 1024  # described at once
 
 
 def post_files(folder: Path) -> list[Path]:
-    """train.jsonl and test.jsonl (or .jsonl.gz) of a folder, those that exist."""
-    found = (packed_or_not(folder / f"{split}.jsonl") for split in ("train", "test"))
+    """train.jsonl and test.jsonl of a folder, those that exist, each also as .gz."""
+    found = (find_file(folder / f"{split}.jsonl") for split in ("train", "test"))
     return [path for path in found if path is not None]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from brl_jax.json_files import parse_json
-from train.data.files import numbered_lines, packed_or_not, require_file, shown
+from train.data.files import find_file, numbered_lines, packed_or_not, shown
 from train.data.graphs.graph import RawGraph, both_ways
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -28,13 +28,13 @@ _FILES = ("node.dat", "link.dat", "label.dat", "label.dat.test")
 
 def is_hgb(folder: Path) -> bool:
     """Whether a folder has a file of nodes."""
-    return packed_or_not(folder / "node.dat") is not None
+    return find_file(folder / "node.dat") is not None
 
 
 def hgb_files(folder: Path) -> list[Path]:
     """The files of a graph, including info.dat if it exists."""
-    info = packed_or_not(folder / "info.dat")
-    return [*(require_file(folder / name) for name in _FILES), *([info] if info else [])]
+    info = find_file(folder / "info.dat")
+    return [packed_or_not(folder / name) for name in _FILES] + ([] if info is None else [info])
 
 
 class _Nodes(NamedTuple):
@@ -48,8 +48,8 @@ class _Nodes(NamedTuple):
 def read_hgb(folder: Path) -> RawGraph:
     """The graph of a folder."""
     info = _info(folder)
-    nodes = _read_nodes(require_file(folder / "node.dat"))
-    links = _read_links(require_file(folder / "link.dat"), nodes)
+    nodes = _read_nodes(packed_or_not(folder / "node.dat"))
+    links = _read_links(packed_or_not(folder / "link.dat"), nodes)
     rows, classes, is_test, target = _read_labels(folder, nodes, info)
     number = max(max(row) for row in classes) + 1
     number = max(number, len(_names(info, "label.dat", "node type", str(target))))
@@ -80,7 +80,7 @@ def read_hgb(folder: Path) -> RawGraph:
 
 
 def _info(folder: Path) -> dict[str, Any]:
-    path = packed_or_not(folder / "info.dat")
+    path = find_file(folder / "info.dat")
     if path is None:
         return {}
     try:
@@ -210,7 +210,7 @@ def _read_labels(
     known: set[int] = set()
     names: dict[str, Any] = {}
     for name in ("label.dat", "label.dat.test"):
-        path = require_file(folder / name)
+        path = packed_or_not(folder / name)
         for number, fields in _fields(path, 4):
             node = _whole(path, number, "id", fields[0])
             if node not in nodes.place:

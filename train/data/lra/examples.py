@@ -74,7 +74,7 @@ def tfds_source(name: str, read: Callable[[Any], bytes], *parts: Any) -> Source:
       read: the sequence of a row. parts: what else the examples depend on.
     """
     place = f"tfds:{name}"
-    sources = open_tfds(place, name)
+    sources = open_tfds(f"--data_dir (none, so {place})", name)
 
     def rows(split: str) -> Iterator[tuple[bytes, int]]:
         source: Any = sources[SPLIT_OF[split]]

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int, Int8, UInt8
 
 from brl_jax.fields import Checked, Natural, Range
-from train.data.files import file_stats, numbered_lines, packed_or_not, parsed, shown, writing_folder
+from train.data.files import file_stats, numbered_lines, parsed, shown, split_files, writing_folder
 from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
@@ -285,9 +285,8 @@ def open_files(folder: Path) -> Source | None:
     none.
     """
     for place in (folder, folder / "listops-1000"):
-        named = {split: place / name for split, name in _SPLIT_FILES.items()}
-        paths = {split: packed_or_not(path) or path for split, path in named.items()}
-        if any(path.exists() for path in paths.values()):
+        paths = split_files(place, _SPLIT_FILES)
+        if paths is not None:
             stats = file_stats(paths.values())
             splits = {split: functools.partial(_read, path) for split, path in paths.items()}
             return Source(f"listops of {place}", digest("listops files", stats), splits)

@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import csv
 import functools
-import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from train.data.files import file_stats, numbered_lines, parsed, shown
+from train.data.files import (
+    file_stats,
+    find_file,
+    numbered_lines,
+    packed_or_not,
+    parsed,
+    read_whole,
+    shown,
+    split_files,
+)
 from train.data.lra.examples import Source, digest
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -29,13 +37,12 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
     None if there are neither.
     """
     for place in (folder, folder / "tsv_data"):
-        paths = {split: place / name for split, name in _AAN_FILES.items()}
-        if any(path.exists() for path in paths.values()):
+        paths = split_files(place, _AAN_FILES)
+        if paths is not None:
             splits = {split: functools.partial(_read_aan, path) for split, path in paths.items()}
             return Source(f"AAN pairs of {place}", digest("aan", file_stats(paths.values())), splits)
-    if (folder / "books.tsv").exists():
-        return _open_books(folder, seed, sizes)
-    return None
+    table = find_file(folder / "books.tsv")
+    return None if table is None else _open_books(table, seed, sizes)
 
 
 def _parse_aan(line: bytes) -> tuple[bytes, bytes, int]:
@@ -70,13 +77,12 @@ _PASSAGE = 4000
 _SHARES = {"train": (0.0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1.0)}
 
 
-def _open_books(folder: Path, seed: int, sizes: dict[str, int]) -> Source:
-    files = {split: folder / f"{split}.txt.gz" for split in _SHARES}
-    stats = file_stats([folder / "books.tsv", *files.values()])
+def _open_books(table: Path, seed: int, sizes: dict[str, int]) -> Source:
+    folder = table.parent
+    files = {split: packed_or_not(folder / f"{split}.txt") for split in _SHARES}
+    stats = file_stats([table, *files.values()])
     splits = {
-        split: functools.partial(
-            _draw_pairs, folder / "books.tsv", files, split, [seed, number], sizes[split]
-        )
+        split: functools.partial(_draw_pairs, table, files, split, [seed, number], sizes[split])
         for number, split in enumerate(_SHARES)
     }
     return Source(
@@ -89,8 +95,8 @@ def _open_books(folder: Path, seed: int, sizes: dict[str, int]) -> Source:
 def _books(table: Path, files: dict[str, Path]) -> dict[str, list[bytes]]:
     """The texts of each author's books."""
     try:
-        texts = {split: gzip.decompress(path.read_bytes()) for split, path in files.items()}
-        rows = list(csv.DictReader(table.read_text().splitlines(), delimiter="\t"))
+        texts = {split: read_whole(path) for split, path in files.items()}
+        rows = list(csv.DictReader(read_whole(table).decode().splitlines(), delimiter="\t"))
         by_author: dict[str, list[bytes]] = {}
         for row in rows:
             start, size = int(row["offset_bytes"]), int(row["length_bytes"])

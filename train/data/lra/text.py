@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from train.data.files import SPLIT_OF, belongs, file_stats, labelled_text, numbered_lines, parsed
+from train.data.files import SPLIT_OF, belongs, file_stats, labelled_text, numbered_lines, parsed, split_files
 from train.data.lra.examples import Source, digest, tfds_source
 from train.engine.errors import UserError, reason
 
@@ -31,10 +31,9 @@ def open_files(folder: Path) -> Source | None:
     """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
     or its aclImdb; every tenth training review of each class is for validation. None if there are none.
     """
-    for ending in (".jsonl", ".jsonl.gz"):
-        paths = {name: folder / (name + ending) for name in ("train", "test")}
-        if any(path.exists() for path in paths.values()):
-            return _source(f"texts of {folder}", file_stats(paths.values()), _read_jsonl, paths)
+    paths = split_files(folder, {name: f"{name}.jsonl" for name in ("train", "test")})
+    if paths is not None:
+        return _source(f"texts of {folder}", file_stats(paths.values()), _read_jsonl, paths)
     for place in (folder, folder / "aclImdb"):
         if (place / "train" / "pos").is_dir():
             files = {name: _review_files(place / name) for name in ("train", "test")}

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,11 @@ def test_tfds(task, name, tmp_path):
     if task == "image":
         assert set(found["train"].lengths[:, 0]) == {1024}
     assert found["train"].labels.max() < (10 if task == "image" else 2)
+    with (
+        mock.patch("tensorflow_datasets.data_source", side_effect=OSError("no network")),
+        pytest.raises(UserError, match=rf"--data_dir \(none, so tfds:{name}\): no network"),
+    ):
+        read(tmp_path, task, None)
 
 
 # --- images ---
@@ -130,10 +136,10 @@ def rows(count, split):
     return [json.dumps({"text": f"{split} {i} é", "label": i % 2}) for i in range(count)]
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_jsonl(tmp_path, ending):
-    for split, count in (("train", 20), ("test", 6)):
-        write(tmp_path / (split + ending), "\n".join(rows(count, split)).encode())
+@pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("train.jsonl.gz", "test.jsonl")])
+def test_jsonl(tmp_path, names):
+    for name, split, count in zip(names, ("train", "test"), (20, 6)):
+        write(tmp_path / name, "\n".join(rows(count, split)).encode())
     _, found = read(tmp_path, "text", tmp_path)
     # One of each class, although they alternate.
     assert [bytes(found["valid"][i][0]).decode() for i in range(2)] == ["train 18 é", "train 19 é"]
@@ -240,8 +246,9 @@ def novels(folder):
         lines.append(f"{split}\t0\tx/{repo}\t{len(texts[split])}\t50000\t1")
         texts[split] += letter * 50_000
     (folder / "books.tsv").write_text("\n".join(lines))
-    for split, text in texts.items():
-        (folder / f"{split}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "train.txt").write_text(texts["train"])
+    for split in ("valid", "test"):
+        (folder / f"{split}.txt.gz").write_bytes(gzip.compress(texts[split].encode()))
 
 
 def test_pairs_of_passages_from_novels(tmp_path):
