@@ -102,7 +102,6 @@ def test_a_small_plan(capfd):
     assert plan["bound_seconds"] == max(plan[f"{part}_seconds"] for part in ("matrix", "hbm", "link"))
 
 
-@needs_libtpu
 def test_what_does_not_fit_is_told(monkeypatch, capsys):
     parts = ["parameter", "optimizer", "memory", "gradient", "activation", "temporary", "program"]
     plan = {
@@ -113,6 +112,7 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
         "tokens_per_second": 4.0,
     }  # fmt: skip
     mesh = type("Mesh", (), {"shape": plan["mesh"]})()
+    monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
     monkeypatch.setattr(pod_plan, "make_plan", lambda *_: (plan, mesh))
     with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])
