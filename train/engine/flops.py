@@ -65,4 +65,4 @@ def inner_programs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
     for value in params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
-                yield getattr(part, "jaxpr", part)
+                yield part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
