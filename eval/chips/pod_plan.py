@@ -7,7 +7,6 @@ the step does not fit.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -29,7 +28,7 @@ from eval.chips.tpu_chips import CHIPS, known_topologies, prepare_compiler
 from eval.harness.table import Table
 from train.cli.help import screen
 from train.cli.options import parse
-from train.cli.summary import mechanism_names
+from train.cli.summary import mechanism_names, num_parameters
 from train.engine.batch import Arrays, Batch, num_rows, num_tokens
 from train.engine.errors import RunError, UserError, one_line
 from train.engine.flops import matrix_flops
@@ -39,61 +38,11 @@ from train.tasks.every import TASKS
 from train.tasks.task import Task
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What one step takes, in bytes and seconds; on one device unless the name says otherwise."""
-
-    topology: str
-    devices: int
-    mesh: dict[str, int]
-    parameters: int
-    parameter_bytes: int
-    optimizer_bytes: int
-    memory_bytes: int
-    gradient_bytes: int
-    activation_bytes: int
-    temporary_bytes: int
-    program_bytes: int
-    total_bytes: int
-    hbm_bytes: int
-    matrix_flops: float
-    collective_bytes: dict[str, float]
-    matrix_seconds: float
-    hbm_seconds: float
-    link_seconds: float
-    tokens: int
-    compile_seconds: float
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes <= self.hbm_bytes
-
-    @property
-    def bound_seconds(self) -> float:
-        """The shortest possible step: the longest of its parts."""
-        return max(self.matrix_seconds, self.hbm_seconds, self.link_seconds)
-
-    @property
-    def matrix_share(self) -> float:
-        """The share of that time that the matrix units need."""
-        return self.matrix_seconds / self.bound_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of all devices together, at that time."""
-        return self.tokens / self.bound_seconds
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields and properties."""
-        names = ("fits", "bound_seconds", "matrix_share", "tokens_per_second")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
-
-
 def make_plan(
     task: Task[Any, Any], config: Any, topology: str, begin: Callable[[str], None]
-) -> tuple[Plan, Mesh]:
-    """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too. Calls `begin` with the
-    name of each stage."""
+) -> tuple[dict[str, Any], Mesh]:
+    """Compiles a step and adds up what it takes, on one device but for the parameters and tokens. Returns the mesh
+    that it is compiled for too. Calls `begin` with the name of each stage."""
     from jax.experimental import topologies
 
     started, chip = time.monotonic(), CHIPS[topology.partition(":")[0]]
@@ -133,29 +82,37 @@ def make_plan(
     )  # fmt: skip
     flops, received = matrix_flops(traced.jaxpr) / len(devices), collective_bytes(compiled.as_text())
     kept = min(kept, max(memory.temp_size_in_bytes - gradients, 0))
-    plan = Plan(
-        topology=topology,
-        devices=len(devices),
-        mesh=dict(mesh.shape),
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        parameter_bytes=parameters,
-        optimizer_bytes=_share(state.opt_state),
-        memory_bytes=_share(state.memory),
-        gradient_bytes=gradients,
-        activation_bytes=kept,
-        temporary_bytes=max(memory.temp_size_in_bytes - gradients - kept, 0),
-        program_bytes=memory.generated_code_size_in_bytes,
-        total_bytes=total,
-        hbm_bytes=int(chip.hbm),
-        matrix_flops=flops,
-        collective_bytes=received,
-        matrix_seconds=flops / chip.flops,
+    seconds = {
+        "matrix_seconds": flops / chip.flops,
         # The state and what the backward pass needs are written and read at least once.
-        hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / chip.memory_bandwidth,
-        link_seconds=sum(received.values()) / chip.link_bandwidth,
-        tokens=tokens,
-        compile_seconds=time.monotonic() - started,
-    )
+        "hbm_seconds": 2 * (_share(state) + loop.accumulation * kept) / chip.memory_bandwidth,
+        "link_seconds": sum(received.values()) / chip.link_bandwidth,
+    }
+    bound = max(seconds.values())  # the shortest possible step
+    plan = {
+        "topology": topology,
+        "devices": len(devices),
+        "mesh": dict(mesh.shape),
+        "parameters": num_parameters(state.params),
+        "parameter_bytes": parameters,
+        "optimizer_bytes": _share(state.opt_state),
+        "memory_bytes": _share(state.memory),
+        "gradient_bytes": gradients,
+        "activation_bytes": kept,
+        "temporary_bytes": max(memory.temp_size_in_bytes - gradients - kept, 0),
+        "program_bytes": memory.generated_code_size_in_bytes,
+        "total_bytes": total,
+        "hbm_bytes": int(chip.hbm),
+        "matrix_flops": flops,
+        "collective_bytes": received,
+        **seconds,
+        "tokens": tokens,
+        "compile_seconds": time.monotonic() - started,
+        "fits": total <= int(chip.hbm),
+        "bound_seconds": bound,
+        "matrix_share": seconds["matrix_seconds"] / bound,
+        "tokens_per_second": tokens / bound,
+    }
     return plan, mesh
 
 
@@ -216,46 +173,36 @@ def advice(config: Any, mesh: Mesh, kept: int, parameters: int) -> str:
     return "to change: " + ("; ".join(ways) if ways else "more chips, or a shorter --context")
 
 
-def show(plan: Plan, config: Any) -> None:
+def show(plan: Mapping[str, Any], config: Any) -> None:
     """Prints a plan as tables."""
     console = Console(soft_wrap=True, highlight=False)
-    shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    shape = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     rows = config.loop.batch
     console.print(
-        f"{plan.topology}, {plan.devices} devices as {shape}; {plan.parameters / 1e6:.1f}M parameters; "
-        f"{rows} rows of {plan.tokens // rows} tokens; compiled in {plan.compile_seconds:.0f} s"
+        f"{plan['topology']}, {plan['devices']} devices as {shape}; {plan['parameters'] / 1e6:.1f}M parameters; "
+        f"{rows} rows of {plan['tokens'] // rows} tokens; compiled in {plan['compile_seconds']:.0f} s"
     )
     table = Table("what", "GiB", title="memory of a device")
-    parts = (
-        "parameter",
-        "optimizer",
-        "memory",
-        "gradient",
-        "activation",
-        "temporary",
-        "program",
-        "total",
-        "hbm",
-    )
+    parts = "parameter optimizer memory gradient activation temporary program total hbm"
     words = {"memory": "carried memory", "total": "peak, as compiled", "hbm": "the chip has"}
-    for name in parts:
-        table.add(words.get(name, name), f"{getattr(plan, f'{name}_bytes') / 2**30:.3f}")
+    for name in parts.split():
+        table.add(words.get(name, name), f"{plan[f'{name}_bytes'] / 2**30:.3f}")
     console.print(table.for_terminal())
     table = Table("what", "amount", "ms", title="a step of one device, at least")
-    moved = f"{sum(plan.collective_bytes.values()) / 1e9:.3f} GB"
-    flops = f"{plan.matrix_flops / 1e12:.3f} TFLOP"
-    table.add("matrix products", flops, f"{1e3 * plan.matrix_seconds:.2f}")
-    table.add("memory", "", f"{1e3 * plan.hbm_seconds:.2f}")
-    table.add("links", moved, f"{1e3 * plan.link_seconds:.2f}")
-    for kind, size in sorted(plan.collective_bytes.items()):
+    moved = f"{sum(plan['collective_bytes'].values()) / 1e9:.3f} GB"
+    flops = f"{plan['matrix_flops'] / 1e12:.3f} TFLOP"
+    table.add("matrix products", flops, f"{1e3 * plan['matrix_seconds']:.2f}")
+    table.add("memory", "", f"{1e3 * plan['hbm_seconds']:.2f}")
+    table.add("links", moved, f"{1e3 * plan['link_seconds']:.2f}")
+    for kind, size in sorted(plan["collective_bytes"].items()):
         table.add(f"  {kind}", f"{size / 1e9:.3f} GB", "")
     console.print(table.for_terminal())
     console.print(
-        f"bound: {1e3 * plan.bound_seconds:.2f} ms a step, {plan.tokens_per_second:,.0f} tokens/s; "
-        f"matrix products are {plan.matrix_share:.0%} of it"
+        f"bound: {1e3 * plan['bound_seconds']:.2f} ms a step, {plan['tokens_per_second']:,.0f} tokens/s; "
+        f"matrix products are {plan['matrix_share']:.0%} of it"
     )
-    used = f"{plan.total_bytes / 2**30:.2f} of {plan.hbm_bytes / 2**30:.0f} GiB"
-    console.print(f"fits: {used}" if plan.fits else f"does not fit: {used}")
+    used = f"{plan['total_bytes'] / 2**30:.2f} of {plan['hbm_bytes'] / 2**30:.0f} GiB"
+    console.print(f"fits: {used}" if plan["fits"] else f"does not fit: {used}")
 
 
 def _first_screen(topology: str, presets: Mapping[str, Any], default: str, name: str, **texts: str) -> str:
@@ -303,10 +250,9 @@ def main(argv: Sequence[str]) -> None:
     with stages("pod_plan") as begin:
         plan, mesh = make_plan(task, config, options.topology, begin)
     if options.json:
-        print(json.dumps(plan.to_json()))
+        print(json.dumps(plan))
     else:
         show(plan, config)
-    if not plan.fits:
-        raise RunError(
-            f"{options.topology}: does not fit; {advice(config, mesh, plan.activation_bytes, plan.parameter_bytes)}"
-        )
+    if not plan["fits"]:
+        ways = advice(config, mesh, plan["activation_bytes"], plan["parameter_bytes"])
+        raise RunError(f"{options.topology}: does not fit; {ways}")

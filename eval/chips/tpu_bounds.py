@@ -10,34 +10,35 @@ import math
 import jax
 import jax.numpy as jnp
 
-from eval.chips.tpu_chips import CHIPS
+from eval.chips.tpu_chips import CHIPS, Chip
 from pallas_kernels.tpu.core.heads import HeadLayout
 from pallas_kernels.tpu.window.plan import WindowPlan
 from pallas_kernels.tpu.window.sizes import plan_window
 
-#: Rows and columns of the weights in a matrix unit, and how many pairs of bfloat16 numbers a core's units multiply in a
-#: cycle: four units that take a row in a cycle, or two that take two.
-_MATRIX_UNITS = {
-    "v4": (128, 4 * 128**2),
-    "v5e": (128, 4 * 128**2),
-    "v5p": (128, 4 * 128**2),
-    "v6e": (256, 4 * 256**2),
-    "7x": (256, 4 * 256**2),
-}
 #: Matrix products of attention over all visible pairs: scores and output; in the backward pass scores, and the
 #: gradients of weights, queries, keys and values.
 _FORWARD, _BACKWARD = 2, 5
 
 
+def _device(chip: str) -> Chip:
+    return CHIPS["tpu7x" if chip == "7x" else chip]
+
+
+def _pairs_a_cycle(chip: str) -> int:
+    """How many pairs of bfloat16 numbers a core multiplies in a cycle: four matrix units take a row each, or two take
+    two."""
+    return 4 * _device(chip).matrix_unit ** 2
+
+
 def matrix_cycles(chip: str, products: float) -> int:
     """Cycles in which the matrix units multiply so many pairs of bfloat16 numbers."""
-    return math.ceil(products / _MATRIX_UNITS[chip][1])
+    return math.ceil(products / _pairs_a_cycle(chip))
 
 
 def memory_cycles(chip: str, moved: float) -> int:
     """Cycles, summed over the cores of a device, in which its memory moves so many bytes."""
-    device = CHIPS["tpu7x" if chip == "7x" else chip]
-    cycles_a_second = device.flops / (2 * _MATRIX_UNITS[chip][1])
+    device = _device(chip)
+    cycles_a_second = device.flops / (2 * _pairs_a_cycle(chip))
     return math.ceil(moved / device.memory_bandwidth * cycles_a_second)
 
 
@@ -58,7 +59,7 @@ def tiled_products(
     """
     x = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
     call = plan_window(x, x, x, left=window - 1, right=0, chip=None if any_chip else chip, blocks=None)
-    size, tiles = _MATRIX_UNITS[chip][0], -(-heads // call.layout.packed)
+    size, tiles = _device(chip).matrix_unit, -(-heads // call.layout.packed)
     total = _of_pass(call.forward, call.layout, size, scores=1, transposed=1, plain=0)
     if backward:
         narrow = call.layout.packed > 1

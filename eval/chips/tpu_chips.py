@@ -24,6 +24,7 @@ class Chip:
       flops: bfloat16 operations per second.
       memory_bandwidth: bytes per second between HBM and the device.
       link_bandwidth: bytes per second that a device can receive from its neighbours over all links at once.
+      matrix_unit: rows and columns of the weights in a matrix unit.
       topologies: the shapes that a slice can have.
     """
 
@@ -31,6 +32,7 @@ class Chip:
     flops: float
     memory_bandwidth: float
     link_bandwidth: float
+    matrix_unit: int
     topologies: tuple[str, ...]
 
 
@@ -39,12 +41,12 @@ _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 
 CHIPS: dict[str, Chip] = {
-    "v4": Chip(32 * _GIB, PEAK_FLOPS["TPU v4"], 1.2e12, 270e9, _CUBES),
-    "v5e": Chip(16 * _GIB, PEAK_FLOPS["TPU v5e"], 0.82e12, 180e9, _PLANES),
-    "v5p": Chip(95 * _GIB, PEAK_FLOPS["TPU v5p"], 2.77e12, 540e9, _CUBES),
-    "v6e": Chip(32 * _GIB, PEAK_FLOPS["TPU v6e"], 1.64e12, 360e9, _PLANES),
+    "v4": Chip(32 * _GIB, PEAK_FLOPS["TPU v4"], 1.2e12, 270e9, 128, _CUBES),
+    "v5e": Chip(16 * _GIB, PEAK_FLOPS["TPU v5e"], 0.82e12, 180e9, 128, _PLANES),
+    "v5p": Chip(95 * _GIB, PEAK_FLOPS["TPU v5p"], 2.77e12, 540e9, 128, _CUBES),
+    "v6e": Chip(32 * _GIB, PEAK_FLOPS["TPU v6e"], 1.64e12, 360e9, 256, _PLANES),
     # A chip has two devices, each with half of its memory and speed.
-    "tpu7x": Chip(96 * _GIB, PEAK_FLOPS["TPU7x"], 3.69e12, 540e9, _CUBES),
+    "tpu7x": Chip(96 * _GIB, PEAK_FLOPS["TPU7x"], 3.69e12, 540e9, 256, _CUBES),
 }
 
 

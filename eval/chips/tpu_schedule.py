@@ -55,6 +55,7 @@ from eval.harness.options import check_names, command
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.engine.errors import RunError
+from train.engine.flops import inner_programs
 
 #: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
 _SPLASH_LENGTH = 4096
@@ -395,12 +396,8 @@ def pallas_calls(jaxpr) -> Iterator[Any]:
         if equation.primitive.name == "pallas_call":
             yield equation
             continue
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from pallas_calls(inner)
+        for inner in inner_programs(equation.params):
+            yield from pallas_calls(inner)
 
 
 def bytes_moved(call) -> tuple[int, int]:

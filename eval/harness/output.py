@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from eval.harness.options import OutputOptions, PictureOptions, command
 from eval.harness.pictures import save
 from train.engine.errors import UserError
-from train.engine.storage import check_writable, try_to_write
+from train.engine.storage import try_to_write
 
 M = TypeVar("M")
 O = TypeVar("O", bound=OutputOptions)  # noqa: E741
@@ -114,12 +114,6 @@ def study(
 def each_run(measure: Callable[[P, str], M]) -> Callable[[P], Iterator[M]]:
     """The function of options that measures each run of --workdir."""
     return lambda options: (measure(options, workdir) for workdir in options.workdir)
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the folder that --pictures names. Raises UserError if it cannot be made or written to."""
-    check_writable("--pictures", folder)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def picture_path(picture: str | None) -> Path | None:

@@ -85,10 +85,23 @@ def percent(values: Sequence[float]) -> str:
     return mean_range([100 * value for value in values], 1)
 
 
-def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+def straight_line(tokens: Sequence[float], values: Sequence[float]) -> dict[str, float]:
     """The least squares line, its slope, its value at 0 and R^2."""
     slope, start = np.polyfit(np.asarray(tokens, float), np.asarray(values, float), 1)
     rest = np.asarray(values) - (slope * np.asarray(tokens) + start)
     spread = np.sum((np.asarray(values) - np.mean(values)) ** 2)
     share = 1 - np.sum(rest**2) / spread if spread else 1.0
     return {"slope": float(slope), "at_0": float(start), "r_squared": float(share)}
+
+
+def fitted_exponent(rows: Sequence[Result], what: str, fit_from: int) -> float | None:
+    """Slope of log(row[what]) over log(row["length"]), by least squares over lengths of at least `fit_from`.
+
+    All lengths count if that leaves fewer than two; None if there are fewer than two in all.
+    """
+    points = [(row["length"], row[what]) for row in rows if row.get(what)]
+    long = [point for point in points if point[0] >= fit_from]
+    points = long if len({n for n, _ in long}) > 1 else points
+    if len({n for n, _ in points}) < 2:
+        return None
+    return straight_line(*np.log(np.asarray(points, np.float64)).T)["slope"]

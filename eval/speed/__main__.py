@@ -11,18 +11,14 @@ calls cost before they run (`eval.speed.tracing`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
-from eval.harness.output import json_path, make_folder
 from eval.speed import generation, report, tracing
 from eval.speed.functions import has_torch
 from eval.speed.levels import LEVELS, CheckedOptions
 from eval.speed.measure import measure, sigterm_interrupts
 from eval.speed.options import SpeedOptions
-from eval.speed.pictures import draw
 from train.cli.command import start
 from train.cli.options import parse_options
 from train.engine.errors import RunError
@@ -40,22 +36,19 @@ def main(argv: Sequence[str]) -> None:
         about="Times attention, functions and layers, side by side. With --generation: a whole network that generates, "
         "see --generation --help.",
     )
-    path = json_path(options.json)
-    pictures = None if options.pictures is None else Path(options.pictures)
-    if pictures is not None:
-        make_folder(pictures)
+    report.check_outputs(options)
     console = Console()
     if options.torch and not has_torch(options) and any(LEVELS[level].has_torch for level in options.levels):
         console.print("PyTorch is not installed: no rows for it; ratios are to this package's full attention")
     measured: dict[str, list[dict]] = {level: [] for level in options.levels}
     try:
-        with sigterm_interrupts(), Progress(console=Console(stderr=True), transient=True) as progress:
+        with sigterm_interrupts():
             for level, rows in measured.items():
                 for length in options.lengths:
                     cases = LEVELS[level].cases(options, length)
-                    measure(cases, length, rows, progress, label=level, **options.limits)
+                    measure(cases, length, rows, label=level, **options.limits)
     finally:
-        _report(measured, options, console, path, pictures)
+        _report(measured, options, console)
     wrong = [
         f"{row['name']} at n = {row['length']}"
         for rows in measured.values()
@@ -66,13 +59,7 @@ def main(argv: Sequence[str]) -> None:
         raise RunError(f"wrong results: {', '.join(wrong)}")
 
 
-def _report(
-    measured: dict[str, list[dict]],
-    options: SpeedOptions,
-    console: Console,
-    path: Path | None,
-    pictures: Path | None,
-) -> None:
+def _report(measured: dict[str, list[dict]], options: SpeedOptions, console: Console) -> None:
     rows: list[dict] = []
     for level, found in measured.items():
         completed = report.complete(found, level, options)
@@ -83,12 +70,7 @@ def _report(
     fitted = report.exponent_table(exponents, options)
     if fitted is not None:
         console.print(fitted)
-    for line in report.note_lines(rows):
-        console.print(line, highlight=False, soft_wrap=True)
-    if path is not None:
-        report.write_json(path, rows, options, exponents=exponents)
-    for picture in draw(rows, options.fit_from, pictures) if pictures is not None else ():
-        console.print(f"drew {picture}", highlight=False, soft_wrap=True)
+    report.publish(rows, options, console, options.fit_from, exponents=exponents)
 
 
 if __name__ == "__main__":

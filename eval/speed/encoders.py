@@ -29,6 +29,7 @@ from brl_jax.models.stack import Stack
 from eval.speed.functions import TORCH, has_torch, torch_device, wait_for_torch
 from eval.speed.measure import Candidate, Case, Program, check_equal, check_finite, compile_program
 from eval.speed.options import SpeedOptions
+from train.cli.summary import num_parameters
 
 NUM_LAYERS = 4
 NAMES = ("full", "performer", "linformer", "local", "brl")
@@ -76,8 +77,8 @@ def _make(mechanism: Mechanism, options: SpeedOptions, length: int) -> Candidate
     stack, variables, x = _network(mechanism, options, length)
     program = compile_program(lambda variables, x: stack.apply(variables, x)[0], variables, x)
     check_finite("output", program.run(), x.shape)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
-    return Candidate({"forward": program}, {"causal": True, "parameters": parameters})
+    facts = {"causal": True, "parameters": num_parameters(variables["params"])}
+    return Candidate({"forward": program}, facts)
 
 
 def _make_torch(options: SpeedOptions, length: int) -> Candidate:

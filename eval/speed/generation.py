@@ -15,25 +15,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.progress import Progress
 
 from brl_jax.fields import Count, Length, Natural
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import command
-from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table, straight_line
 from eval.speed import report
-from eval.speed.measure import Candidate, Case, Program, check_memory, measure
+from eval.speed.measure import Candidate, Case, Program, check_memory, measure, sigterm_interrupts
 from eval.speed.options import HeadOptions, MeasureOptions
-from eval.speed.pictures import draw
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
 from train.engine.errors import UserError
 
@@ -102,9 +98,7 @@ class GenerationOptions(NetworkOptions, MeasureOptions):
     "Times generation with a cache: TLinFormer, a plain decoder.",
 )
 def run(options: GenerationOptions) -> None:
-    path = json_path(options.json)
-    if options.pictures is not None:
-        make_folder(Path(options.pictures))
+    report.check_outputs(options)
     try:
         params = _parameters(options)
     except ValueError as error:
@@ -112,10 +106,9 @@ def run(options: GenerationOptions) -> None:
     rows: list[dict] = []
     console = Console()
     try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with sigterm_interrupts():
             for length in options.lengths:
-                cases = _cases(options, params, length)
-                measure(cases, length, rows, progress, label="generation", **options.limits)
+                measure(_cases(options, params, length), length, rows, label="generation", **options.limits)
     finally:
         console.print(_table(rows, options).for_terminal())
         fitted = lines(rows)
@@ -126,12 +119,7 @@ def run(options: GenerationOptions) -> None:
                 highlight=False,
             )
         rows = [{"level": "generation", **row} for row in rows]
-        for text in report.note_lines(rows):
-            console.print(text, highlight=False, soft_wrap=True)
-        if path is not None:
-            report.write_json(path, rows, options, lines=fitted)
-        for picture in draw(rows, 1, Path(options.pictures)) if options.pictures is not None else ():
-            console.print(f"drew {picture}", highlight=False, soft_wrap=True)
+        report.publish(rows, options, console, 1, lines=fitted)
 
 
 def _parameters(options: GenerationOptions) -> Any:
@@ -336,18 +324,13 @@ def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
         caches = [row.get("cache_bytes") for row in (tlin, plain)]
         table.add(
             length,
-            _number(tlin.get("first_token_s"), 1),
-            _number(prompt.get("first_token_s"), 1),
+            *(report.cell(row, "first_token_s", 1.0) for row in (tlin, prompt)),
             *(
-                _number(row.get(name), 1e3)
+                report.cell(row, name, 1e-3)
                 for row, name in ((tlin, "miss_s"), (tlin, "hit_s"), (plain, "hit_s"))
             ),
-            *(_number(own.get(name, {}).get("hit_s"), 1e3) for name in others),
-            *(_number(size, 2**-20) for size in caches),
-            f"{caches[0] / caches[1]:.3f}" if caches[0] and caches[1] else "",
+            *(report.cell(own.get(name, {}), "hit_s", 1e-3) for name in others),
+            *(report.cell(row, "cache_bytes", 2.0**20) for row in (tlin, plain)),
+            f"{caches[0] / caches[1]:.3f}" if caches[0] and caches[1] else None,
         )
     return table
-
-
-def _number(value: float | None, scale: float) -> str:
-    return "" if value is None else f"{value * scale:.3g}" if value * scale < 1000 else f"{value * scale:.0f}"

@@ -18,6 +18,7 @@ from brl_jax.layers import MECHANISMS, Mechanism
 from brl_jax.models.stack import Stack
 from eval.speed.measure import Candidate, Case, check_equal, check_finite, compile_program
 from eval.speed.options import SpeedOptions
+from train.cli.summary import num_parameters
 
 # The last tokens of the sequence are decoded one by one in one program, as `generate` does it.
 _STEPS = 16
@@ -69,7 +70,7 @@ def _make(name: str, options: SpeedOptions, length: int) -> Candidate:
         for leaf in jax.tree.leaves(gradient):
             check_finite(f"gradient of the {name}", leaf, leaf.shape)
 
-    facts = {"causal": mechanism.causal, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
+    facts = {"causal": mechanism.causal, "parameters": num_parameters(params)}
     if mechanism.decodes:
         steps = min(_STEPS, length)
         before = x[:, : length - steps]

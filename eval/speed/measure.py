@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 
 
@@ -194,7 +195,6 @@ def measure(
     cases: Sequence[Case],
     length: int,
     rows: list[dict],
-    progress: Progress,
     *,
     label: str,
     repeats: int,
@@ -207,7 +207,9 @@ def measure(
     """
     candidates: dict[str, Candidate] = {}
     notes: dict[str, str] = {}
+    progress = Progress(console=Console(stderr=True), transient=True)
     task = progress.add_task("", total=len(cases))
+    progress.start()
     try:
         for case in cases:
             progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
@@ -242,7 +244,7 @@ def measure(
         ):
             rows.append(row)
             progress.console.print(f"{label}, {row_line(row)}", highlight=False, soft_wrap=True)
-        progress.remove_task(task)
+        progress.stop()
 
 
 def as_row(length: int, name: str, candidate: Candidate) -> dict:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from brl_jax.layers import MECHANISMS
 from eval.harness.pictures import legend_outside, line_styles, panels, plain_log_axis, save
-from eval.speed.report import fitted_exponent
+from eval.harness.table import fitted_exponent
 
 # The fields that have a panel, with its title, unit and the unit's name.
 _PANELS = {

@@ -1,10 +1,12 @@
-"""Float64 references of attention functions, forward and gradients, on a sample of rows."""
+"""Float64 references of attention functions, forward and gradients, on a sample of rows: NumPy arrays in and out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eval.speed.options import SpeedOptions
@@ -40,35 +42,30 @@ def attention_reference(
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
     ) -> tuple[np.ndarray, ...]:
-        query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-        slopes = [np.exp(np.minimum(x, 0)) if linear else 1.0 for x in (query[:, rows], key[:, tail:])]
-        if linear:
-            query, key = (np.maximum(x, 0) + np.exp(np.minimum(x, 0)) for x in (query, key))
-        columns = np.arange(key.shape[1])
+        columns = np.arange(arrays[1].shape[1])[None, :]
+        seen = sees(options, rows[:, None], columns)
         parts = [
-            (level.features, level.scale * level.holds(rows[:, None], columns[None, :]))
-            for level in levels(options, key.shape[1])
+            (level.features, level.scale * level.holds(rows[:, None], columns))
+            for level in levels(options, columns.size)
         ]
-        seen = sees(options, rows[:, None], columns[None, :])
-        scores = sum(w * np.einsum("brnh,bsnh->bnrs", query[:, rows][..., f], key[..., f]) for f, w in parts)
-        scores = np.where(seen, scores, 0.0 if linear else -np.inf)
-        weights = scores if linear else np.exp(scores - scores.max(-1, keepdims=True))
-        total = weights.sum(-1, keepdims=True)
-        # An exponential is its own derivative.
-        slope = seen / total if linear else weights / total
-        weights = weights / total
-        d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-        d_scores = slope * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-        # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
-        last = rows >= tail
-        d_query, d_key = np.zeros_like(query[:, rows]), np.zeros_like(key[:, tail:])
-        for f, weight in parts:
-            own = weight * d_scores
-            d_query[..., f] = np.einsum("bnrs,bsnh->brnh", own, key[..., f])
-            d_key[..., f] = np.einsum("bnrs,brnh->bsnh", own[:, :, last, tail:], query[:, rows[last]][..., f])
-        d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-        out = np.einsum("bnrs,bsnh->brnh", weights, value)
-        return out, d_query * slopes[0], d_key * slopes[1], d_value
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            if linear:
+                query, key = (1 + jax.nn.elu(x) for x in (query, key))
+            scores: Any = sum(w * jnp.einsum("brnh,bsnh->bnrs", query[..., f], key[..., f]) for f, w in parts)
+            if linear:
+                scores = jnp.where(seen, scores, 0.0)
+                weights = scores / scores.sum(-1, keepdims=True)
+            else:
+                weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            return jnp.einsum("bnrs,bsnh->brnh", weights, value)
+
+        with jax.enable_x64(True):
+            query, key, value, d_out = (jnp.asarray(x, jnp.float64) for x in arrays)
+            out, pull = jax.vjp(attend, query[:, rows], key, value)
+            d_query, d_key, d_value = pull(d_out[:, rows])
+            # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
+            return tuple(map(np.asarray, (out, d_query, d_key[:, tail:], d_value[:, tail:])))
 
     return reference
 
@@ -76,42 +73,37 @@ def attention_reference(
 def recurrence_reference(
     arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any, *, delta: bool
 ) -> tuple[np.ndarray, ...]:
-    """The reference of linear attention or the delta rule on a decaying state, by its recurrence and, over the tail,
-    the recurrence of its gradient.
+    """The reference of linear attention or the delta rule on a decaying state, token by token.
 
     Args:
       log_decay: of the state before each token: a number, or (heads, 1 or features).
       delta: whether keys are scaled to length 1, and a token's value replaces a part of the state's value for its key.
     """
-    erase, write = (BETA, BETA) if delta else (0.0, 1.0)
-    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-    length, heads, features = key.shape[1:]
-    decay = np.broadcast_to(np.exp(log_decay), (heads, features))[..., None]
-    size = np.linalg.norm(key, axis=-1, keepdims=True) if delta else np.ones((*key.shape[:3], 1))
-    key = key / size
-    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
-    out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
-    sampled = set(rows.tolist())
-    for t in range(length):
-        state = decay * state
-        if t >= tail:
-            before[t] = state
-        error = write * value[:, t] - np.einsum("bnfh,bnf->bnh", state, erase * key[:, t])
-        state = state + key[:, t, :, :, None] * error[:, :, None]
-        if t in sampled:
-            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
-            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
-    d_state = np.zeros_like(state)
-    d_key, d_value = np.zeros_like(key), np.zeros_like(value)
-    for t in reversed(range(tail, length)):
-        k, recalled = key[:, t], before[t]
-        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
-        error = write * value[:, t] - np.einsum("bnfh,bnf->bnh", recalled, erase * k)
-        d_error = np.einsum("bnfh,bnf->bnh", d_state, k)
-        d_unit = np.einsum("bnfh,bnh->bnf", d_state, error)
-        d_unit = d_unit - erase * np.einsum("bnfh,bnh->bnf", recalled, d_error)
-        along = k * (k * d_unit).sum(-1, keepdims=True) if delta else 0.0
-        d_key[:, t] = (d_unit - along) / size[:, t]
-        d_value[:, t] = write * d_error
-        d_state = decay * (d_state - (erase * k)[..., None] * d_error[:, :, None])
-    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
+
+    @jax.jit
+    def run(state: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array) -> Any:
+        """The state at the end, the outputs, and the gradients of the queries, (B, n, N, H) each."""
+        if delta:
+            key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+
+        def step(state: jax.Array, token: Any) -> Any:
+            q, k, v, d = token
+            state = decay * state
+            error = BETA * (v - jnp.einsum("bnfh,bnf->bnh", state, k)) if delta else v
+            state = state + k[..., None] * error[..., None, :]
+            return state, (jnp.einsum("bnfh,bnf->bnh", state, q), jnp.einsum("bnfh,bnh->bnf", state, d))
+
+        tokens = tuple(x.swapaxes(0, 1) for x in (query, key, value, d_out))
+        state, made = jax.lax.scan(step, state, tokens)
+        return state, *(x.swapaxes(0, 1) for x in made)
+
+    with jax.enable_x64(True):
+        query, key, value, d_out = (jnp.asarray(x, jnp.float64) for x in arrays)
+        decay = jnp.asarray(np.broadcast_to(np.exp(log_decay), key.shape[2:]))[..., None]
+        empty = jnp.zeros((*key.shape[::2], key.shape[3], value.shape[3]), jnp.float64)
+        _, out, d_query = run(empty, query, key, value, d_out)
+        state, *_ = run(empty, *(x[:, :tail] for x in (query, key, value, d_out)))
+        # Nothing after the tail reads its keys and values.
+        query, key, value, d_out = (x[:, tail:] for x in (query, key, value, d_out))
+        pull = jax.vjp(lambda key, value: run(state, query, key, value, d_out)[1], key, value)[1]
+        return tuple(map(np.asarray, (out[:, rows], d_query[:, rows], *pull(d_out))))

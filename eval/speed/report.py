@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
+from rich.console import Console
 from rich.table import Table as RichTable
 
-from eval.harness.table import Table
+from eval.harness.output import json_path
+from eval.harness.table import Table, fitted_exponent
 from eval.speed.levels import LEVELS, base_name
-from eval.speed.options import SpeedOptions
-from train.engine.storage import write_whole
+from eval.speed.options import MeasureOptions, SpeedOptions
+from eval.speed.pictures import draw
+from train.engine.storage import check_writable, write_whole
 
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 
@@ -41,20 +43,6 @@ def complete(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[di
             row["train_bytes_ratio"] = own / base if base else None
         done.append(row)
     return done
-
-
-def fitted_exponent(rows: Sequence[dict], what: str, fit_from: int) -> float | None:
-    """Slope of log(row[what]) over log(length), by least squares over lengths of at least `fit_from`.
-
-    All lengths count if that leaves fewer than two; None if there are fewer than two in all.
-    """
-    points = [(row["length"], row[what]) for row in rows if row.get(what)]
-    long = [point for point in points if point[0] >= fit_from]
-    points = long if len({n for n, _ in long}) > 1 else points
-    if len({n for n, _ in points}) < 2:
-        return None
-    lengths, values = np.log(np.asarray(points, np.float64)).T
-    return float(np.polyfit(lengths, values, 1)[0])
 
 
 def exponents(rows: Sequence[dict], fit_from: int) -> list[dict[str, Any]]:
@@ -97,7 +85,7 @@ def as_tables(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[R
         what = f"{LEVELS[level].title.format(options)}: {title}\n{size}, on {jax.devices()[0].device_kind}"
         table = Table("n", "case", *(columns or ["note"]), title=what)
         for row in rows:
-            cells = [_cell(row, *column) for column in columns.values()]
+            cells = [cell(row, *column) for column in columns.values()]
             if row["note"]:
                 cells = [row["note"].partition(":")[0], *["-"] * (len(columns) - 1)]
             name = row["name"] if row.get("causal", True) else f"{row['name']} *"
@@ -106,7 +94,8 @@ def as_tables(rows: Sequence[dict], level: str, options: SpeedOptions) -> list[R
     return tables
 
 
-def _cell(row: dict, field: str, unit: float, digits: int | None) -> str | None:
+def cell(row: dict, field: str, unit: float, digits: int | None = None) -> str | None:
+    """A field in a unit; without digits behind the point three that count."""
     value = row.get(field)
     if value is None:
         return None
@@ -147,12 +136,28 @@ def note_lines(rows: Sequence[dict]) -> list[str]:
     return lines
 
 
-def write_json(path: Path, rows: Sequence[dict], options: Any, **fitted: Any) -> None:
-    """Writes options, rows and what was fitted to them as one JSON object; the file appears when it is whole."""
-    result = {
-        "options": dataclasses.asdict(options),
-        "device": jax.devices()[0].device_kind,
-        "rows": list(rows),
-        **fitted,
-    }
-    write_whole(epath.Path(path), json.dumps(result, indent=1) + "\n")
+def check_outputs(options: MeasureOptions) -> None:
+    """Makes the folder of the pictures. Raises UserError if it or the JSON file cannot be written."""
+    json_path(options.json)
+    if options.pictures is not None:
+        check_writable("--pictures", options.pictures)
+        Path(options.pictures).mkdir(parents=True, exist_ok=True)
+
+
+def publish(
+    rows: Sequence[dict], options: MeasureOptions, console: Console, fit_from: int, **fitted: Any
+) -> None:
+    """Prints the notes of all rows. Writes options, rows and what was fitted to them as one JSON object, and draws the
+    pictures, if the options name places for them."""
+    for line in note_lines(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+    if options.json is not None:
+        result = {
+            "options": dataclasses.asdict(options),
+            "device": jax.devices()[0].device_kind,
+            "rows": list(rows),
+            **fitted,
+        }
+        write_whole(epath.Path(options.json), json.dumps(result, indent=1) + "\n")
+    for picture in draw(rows, fit_from, Path(options.pictures)) if options.pictures is not None else ():
+        console.print(f"drew {picture}", highlight=False, soft_wrap=True)

@@ -18,7 +18,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 import brl_jax as bj
 from brl_jax.fields import Count, Length
@@ -27,6 +26,7 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import command
 from eval.harness.table import Table
 from eval.speed.options import HeadOptions
+from train.engine.flops import inner_programs
 
 #: What the ratios are to.
 BASE = "jax.nn.dot_product_attention"
@@ -128,15 +128,7 @@ def _measure(name: str, gradient: bool, function: Callable[..., Any], arrays: An
 
 def _operations(jaxpr: Any) -> int:
     """Operations of a program, with those inside other operations."""
-    count = 0
-    for equation in jaxpr.eqns:
-        count += 1
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, (core.Jaxpr, core.ClosedJaxpr))
-        ):
-            inner = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
-            count += _operations(inner) if isinstance(inner, core.Jaxpr) else 0
-    return count
+    return sum(1 + sum(map(_operations, inner_programs(equation.params))) for equation in jaxpr.eqns)
 
 
 def _gradient(function: Callable[..., Any], count: int) -> Callable[..., Any]:

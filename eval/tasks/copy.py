@@ -25,6 +25,7 @@ from eval.harness.pictures import line_styles, panels, shared_legend
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, percent, seeds
 from train.data.copying import BEGIN, END, SPECIAL
+from train.data.tokenizers.base import encode_given
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Batch
 from train.engine.errors import UserError, one_line
@@ -119,10 +120,8 @@ def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
     tokenizer = load_tokenizer(epath.Path(run.config.loop.workdir))
     targets = []
     for text in texts:
-        source = tokenizer.encode(text)[: data.longest]
-        if not len(source):
-            raise UserError(f"--source: expected at least one token of text, got {text!r}")
-        written = write_targets(run, np.asarray(source)[None], None, data.longest + 1)[0]
+        source = encode_given(tokenizer, text, "--source")[: data.longest]
+        written = write_targets(run, source[None], None, data.longest + 1)[0]
         end = np.flatnonzero(written == tokenizer.vocab_size + END)
         written = written[: end[0]] if end.size else written
         targets.append(tokenizer.decode(written[written < tokenizer.vocab_size]))

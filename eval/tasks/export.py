@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 from etils import epath
 
 from brl_jax.json_files import read_json
@@ -25,6 +24,7 @@ from brl_jax.models.huggingface.files import TOKENIZER_FILES
 from eval.harness.options import RunOptions, command
 from eval.harness.output import emit
 from eval.harness.runs import Run, open_run
+from train.cli.summary import num_parameters
 from train.data.tokenizers.published import PretrainedTokenizer
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
@@ -70,9 +70,8 @@ def main(options: ExportOptions) -> None:
             raise UserError(str(error)) from error
         except ValueError as error:
             raise UserError(f"--workdir: {error}") from error
-    number = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     log(f"read it by: brl_jax.loading.load_export({options.out!r})")
-    emit({"layout": layout, "step": run.step, "parameters": number}, options.json)
+    emit({"layout": layout, "step": run.step, "parameters": num_parameters(run.params)}, options.json)
 
 
 def _write_huggingface(run: Run, options: ExportOptions, shared: dict[str, Any]) -> str | None:

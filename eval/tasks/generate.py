@@ -24,8 +24,8 @@ from brl_jax.fields import Checked, Count, Fraction, NonNegative, Rows, Seed, St
 from brl_jax.speculation import Draft
 from eval.harness.options import command
 from eval.harness.runs import open_run, regular_file
-from eval.tasks.generate_batch import Sampling, check_length, generate_file
-from train.data.tokenizers.base import Tokenizer
+from eval.tasks.generate_batch import check_length, generate_file
+from train.data.tokenizers.base import Tokenizer, encode_given
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
@@ -110,6 +110,12 @@ def main(options: GenerateOptions) -> None:
     _, _, model, params, step = open_run([LM], options.workdir, options.checkpoint)
     tokenizer = load_tokenizer(epath.Path(options.workdir))
     stops = tuple(_stop_token(text, tokenizer) for text in options.stop)
+    sampling: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "stop_tokens": stops,
+    }
     if options.batch is not None and options.out is not None:
         generate_file(
             model,
@@ -119,18 +125,12 @@ def main(options: GenerateOptions) -> None:
             out=Path(options.out),
             max_tokens=options.tokens,
             slots=options.slots,
-            sampling=Sampling(options.seed, options.temperature, options.top_k, options.top_p, stops),
+            seed=options.seed,
+            sampling=sampling,
             run=f"{options.workdir}, step {step}",
         )
         return
-    encoded: list[Int[np.ndarray, " tokens"]] = []
-    for option, text in prompts:
-        try:
-            encoded.append(tokenizer.encode(text))
-        except UserError as error:
-            raise UserError(f"{option}: {error}") from error
-        if not len(encoded[-1]):
-            raise UserError(f"{option}: expected at least one token of text, got {text!r}")
+    encoded = [encode_given(tokenizer, text, option) for option, text in prompts]
     lengths = np.array([len(tokens) for tokens in encoded])
     batch = np.zeros((len(encoded), lengths.max()), np.int32)
     for row, tokens in zip(batch, encoded):
@@ -140,10 +140,7 @@ def main(options: GenerateOptions) -> None:
         "lengths": lengths,
         "max_new_tokens": options.tokens,
         "rng": jax.random.key(options.seed),
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "stop_tokens": stops,
+        **sampling,
     }
     calls = None
     if options.draft is None:
@@ -184,10 +181,7 @@ def _open_draft(options: GenerateOptions, tokenizer: Tokenizer) -> Draft:
 
 def _stop_token(text: str, tokenizer: Tokenizer) -> int:
     """The one token of a text of --stop."""
-    try:
-        tokens = tokenizer.encode(text)
-    except UserError as error:
-        raise UserError(f"--stop: {error}") from error
+    tokens = encode_given(tokenizer, text, "--stop")
     if len(tokens) != 1:
         raise UserError(f"--stop: expected a text of one token, got {text!r}, which has {len(tokens)}")
     return int(tokens[0])

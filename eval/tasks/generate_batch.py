@@ -14,22 +14,21 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-import numpy as np
 from etils import epath
-from jaxtyping import Int
 from rich.console import Console
 from rich.progress import Progress
 
 from brl_jax.batching import Request, generate_requests
 from brl_jax.json_files import check_json, parse_json
 from eval.harness.runs import regular_file
-from train.data.tokenizers.base import Tokenizer, continuation
+from train.data.tokenizers.base import Tokenizer, continuation, encode_given
 from train.engine.errors import UserError, reason
+from train.engine.metrics import log
 from train.engine.storage import write_whole
 
 _KEYS = ("prompt", "max_tokens", "id")
@@ -42,16 +41,6 @@ class Line(NamedTuple):
     id: Any
     prompt: str
     max_tokens: int
-
-
-class Sampling(NamedTuple):
-    """How tokens are chosen, as for `generate_requests`."""
-
-    seed: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    stop_tokens: tuple[int, ...]
 
 
 def read_lines(path: Path, max_tokens: int) -> list[Line]:
@@ -86,20 +75,6 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
     return Line(number, name, read["prompt"], most)
 
 
-def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:
-    """The prompts' tokens."""
-    encoded = []
-    for line in lines:
-        where = f"--batch: {path}:{line.number + 1}"
-        try:
-            encoded.append(tokenizer.encode(line.prompt))
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        if not len(encoded[-1]):
-            raise UserError(f"{where}: expected at least one token of text, got {line.prompt!r}")
-    return encoded
-
-
 def check_length(model: Any, length: int, options: str) -> None:
     """Raises UserError, naming the options, if a mechanism of the model has a shorter maximum length."""
     try:
@@ -117,7 +92,8 @@ def generate_file(
     out: Path,
     max_tokens: int,
     slots: int,
-    sampling: Sampling,
+    seed: int,
+    sampling: Mapping[str, Any],
     run: str,
 ) -> None:
     """Continues the prompts of the file `batch` into the file `out`, with progress and tokens a second on stderr.
@@ -125,29 +101,29 @@ def generate_file(
     Args:
       max_tokens: for lines without their own.
       slots: lines that decode at the same time.
+      seed: of the random choices. sampling: how tokens are chosen, options of `generate_requests`.
       run: names the parameters. An unfinished output is continued if run, prompts and sampling are the same.
     """
     lines = read_lines(batch, max_tokens)
-    encoded = encode_lines(batch, lines, tokenizer)
+    encoded = [encode_given(tokenizer, line.prompt, f"--batch: {batch}:{line.number + 1}") for line in lines]
     if out.exists():
         raise UserError(f"--out: {out} exists; remove it or name another file")
     if not out.parent.is_dir():
         raise UserError(f"--out: expected a folder, got {out.parent}")
     length = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
     check_length(model, length, "--tokens, --batch")
-    call = {"run": run, "sampling": list(sampling), "lines": [list(line) for line in lines]}
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    call = {"run": run, "seed": seed, "sampling": sampling, "lines": [list(line) for line in lines]}
     with _naming(out):
-        part, done = _progress_file(out, json.loads(json.dumps(call)), say)
+        part, done = _progress_file(out, json.loads(json.dumps(call)))
     left = [i for i in range(len(lines)) if i not in done]
     if done:
-        say(f"{part}: {len(done)} of {len(lines)} prompts are done")
+        log(f"{part}: {len(done)} of {len(lines)} prompts are done")
     started, new = time.monotonic(), 0
-    with _naming(out), part.open("a", encoding="utf-8") as file, Progress(console=console) as progress:
+    with (
+        _naming(out),
+        part.open("a", encoding="utf-8") as file,
+        Progress(console=Console(stderr=True)) as progress,
+    ):
         bar = progress.add_task("prompts", total=len(lines), completed=len(done))
         completions = generate_requests(
             model,
@@ -155,11 +131,8 @@ def generate_file(
             [Request(encoded[i], lines[i].max_tokens, i) for i in left],
             slots=min(slots, max(len(left), 1)),
             length=length,
-            rng=jax.random.key(sampling.seed),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            stop_tokens=sampling.stop_tokens,
+            rng=jax.random.key(seed),
+            **sampling,
             numbers=left,  # a line keeps its random key in a call that goes on
         )
         for completion in completions:
@@ -180,7 +153,7 @@ def generate_file(
         write_whole(epath.Path(out), "".join(whole))
         part.unlink()
     seconds = time.monotonic() - started
-    say(f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second")
+    log(f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second")
 
 
 @contextlib.contextmanager
@@ -197,7 +170,7 @@ def _append(file: TextIO, row: dict[str, Any]) -> None:
     file.flush()
 
 
-def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dict[int, dict[str, Any]]]:
+def _progress_file(out: Path, call: dict[str, Any]) -> tuple[Path, dict[int, dict[str, Any]]]:
     """The file of finished lines, and those that an earlier, stopped call of the same command has left in it.
 
     A new file gets a name that nobody can have taken. Files of other calls, links and other people's files stay as they
@@ -207,7 +180,7 @@ def _progress_file(out: Path, call: dict[str, Any], say: Any) -> tuple[Path, dic
         done = _unfinished(part, call)
         if done is not None:
             return part, done
-        say(f"{part} is left alone: it is of other prompts, settings or parameters")
+        log(f"{part} is left alone: it is of other prompts, settings or parameters")
     number, name = tempfile.mkstemp(prefix=f"{out.name}.", suffix=".part", dir=out.parent)
     part = Path(name)
     try:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from brl_jax.layers import BRLConfig, DiagConfig, LocalConfig, NormConfig
@@ -23,7 +22,7 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
-from eval.tasks.lra_figures import PAPERS
+from eval.tasks.lra_figures import NOTES, PAPERS
 from train.cli.summary import mechanism_names
 from train.data.lra.tasks import LRA_TASKS
 from train.tasks.lra import LRA
@@ -125,7 +124,7 @@ def markdown(results: Sequence[Result]) -> str:
     data = sorted({f"{r['task']}: {r['data']}, {r['examples']} {r['split']} examples" for r in results})
     parts = [str(table), "", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
-        averages = {model: row.average for model, row in figures.items() if row.average is not None}
+        averages = any(row.average is not None for row in figures.values())
         columns = (*LRA_TASKS, *(["average"] if averages else []), "train.lra lra-TASK-")
         table = Table("model", *columns, title=f"{paper}:")
         for model, given in figures.items():
@@ -133,24 +132,8 @@ def markdown(results: Sequence[Result]) -> str:
             printed = (None if number is None else f"{number:.2f}" for number in cells)
             table.add(model, *printed, given.preset)
         parts += ["", str(table)]
-        notes = [average_note(model, figures[model].accuracies, averages[model]) for model in averages]
-        parts += [f"- {note}" for note in notes if note is not None]
+        parts += [f"- {note}" for note in NOTES.get(paper, ())]
     return "\n".join(parts)
-
-
-def average_note(model: str, row: Mapping[str, float], printed: float) -> str | None:
-    """What a paper's average is, if it is not the mean of all tasks of its row."""
-
-    def is_printed(mean: float) -> bool:
-        return abs(mean - printed) < 0.0101  # the figures are rounded, and so may be their mean
-
-    mean = float(np.mean(list(row.values())))
-    if is_printed(mean):
-        return None
-    for omitted in row:
-        if is_printed(float(np.mean([value for task, value in row.items() if task != omitted]))):
-            return f"{model}: {printed:.2f} leaves {omitted} out; with it the average is {mean:.2f}."
-    return f"{model}: the average of the row is {mean:.2f}, the paper prints {printed:.2f}."
 
 
 def _cell(accuracy: float, error: float, seeds: int) -> str:

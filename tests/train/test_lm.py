@@ -229,7 +229,7 @@ def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, finishe
 def test_a_prompt_outside_the_vocabulary(text, tmp_path):
     for prompt, message in (
         ("zeta", r"--sample_prompt.*zeta"),
-        (" ", "--sample_prompt: expected a text of at least one token, got ' '"),
+        (" ", "--sample_prompt: expected at least one token of text, got ' '"),
     ):
         with pytest.raises(UserError, match=message):
             train.lm.main(_argv(text, tmp_path, "--tokenizer", "words:max=4", "--sample_prompt", prompt))

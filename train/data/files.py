@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from brl_jax.json_files import check_regular
+from brl_jax.json_files import check_regular, parse_json
 from train.engine.errors import UNREADABLE, UserError, reason
 from train.engine.storage import beside
 
@@ -71,6 +71,17 @@ def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[byte
 def shown(text: bytes) -> str:
     """The beginning of a line, for an error."""
     return repr(text[:40].decode(errors="replace"))
+
+
+def labelled_text(line: bytes) -> tuple[str, int]:
+    """The text and the label in a line of JSON. Raises ValueError."""
+    try:
+        row = parse_json(line, {"text": str, "label": int})
+        if not 0 <= row["label"] < 2**31:
+            raise ValueError(f"label must be at least 0 and below 2^31, got {row['label']}")
+    except ValueError as error:
+        raise ValueError(f'expected an object with a "text" and a "label" from 0 on: {error}') from error
+    return row["text"], row["label"]
 
 
 def find_file(path: Path) -> Path | None:

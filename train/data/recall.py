@@ -126,22 +126,20 @@ def blind_accuracy(config: RecallDataConfig, pairs: int) -> float:
 
 def _most_frequent(draws: int, values: int) -> float:
     """How often the most frequent of equally likely values comes in some draws, on average."""
-    counts = np.arange(draws + 1)
-    log_factorials = np.cumsum(np.log(np.maximum(counts, 1)))
+    from scipy.stats import poisson  # takes a while to load
 
-    def poisson(rate: float) -> Float[np.ndarray, " draws+1"]:
-        return np.exp(counts * np.log(rate) - rate - log_factorials)
+    counts = np.arange(draws + 1)
 
     def at_most(limit: int) -> float:
         """The probability that no value comes more often: the counts of the draws are independent Poisson counts under
         the condition that they add up to the number of draws."""
-        one, power = np.where(counts <= limit, poisson(draws / values), 0), values
+        one, power = np.where(counts <= limit, poisson.pmf(counts, draws / values), 0), values
         result = np.where(counts == 0, 1.0, 0.0)
         while power:
             if power % 2:
                 result = np.convolve(result, one)[: draws + 1]
             one, power = np.convolve(one, one)[: draws + 1], power // 2
-        return result[draws] / poisson(draws)[draws]
+        return result[draws] / poisson.pmf(draws, draws)
 
     return sum(1 - at_most(limit) for limit in range(draws))
 

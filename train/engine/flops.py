@@ -40,7 +40,9 @@ def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
         elif (form := platform_jaxpr(equation, platform)) is not None:
             total += matrix_flops(form, platform)
         else:
-            total += _times(name, params) * sum(matrix_flops(part, platform) for part in _inside(params))
+            total += _times(name, params) * sum(
+                matrix_flops(part, platform) for part in inner_programs(params)
+            )
     return total
 
 
@@ -58,8 +60,9 @@ def _times(name: str, params: dict[str, Any]) -> int:
     return math.prod(params["grid_mapping"].grid) if name == "pallas_call" else 1
 
 
-def _inside(params: dict[str, Any]) -> Iterator[Any]:
+def inner_programs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    """The jaxprs inside an equation, from its parameters."""
     for value in params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
-                yield part
+                yield part.jaxpr if isinstance(part, core.ClosedJaxpr) else part

@@ -23,7 +23,7 @@ from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, load, training_batches
 from train.data.packed import PackedHeldOut, PackedStreams
 from train.data.streams import EvalStream
-from train.data.tokenizers.base import Tokenizer, continuation
+from train.data.tokenizers.base import Tokenizer, continuation, encode_given
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PUBLISHED_SIZES, PretrainedTokenizer, is_pretrained
 from train.engine.batch import Arrays, HeldOut, Stream
@@ -289,15 +289,7 @@ def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> 
     """The tokens that the sample continues."""
     if not config.sample_prompt:
         return np.asarray(held_out.tokens[:_SAMPLE_CONTEXT], np.int32)
-    try:
-        prompt = tokenizer.encode(config.sample_prompt)
-    except UserError as error:
-        raise UserError(f"--sample_prompt: {error}") from error
-    if not len(prompt):
-        raise UserError(
-            f"--sample_prompt: expected a text of at least one token, got {config.sample_prompt!r}"
-        )
-    return prompt
+    return encode_given(tokenizer, config.sample_prompt, "--sample_prompt")
 
 
 class LmMatching(Matching, LmTask):

@@ -63,7 +63,7 @@ def main(options: OverviewOptions) -> None:
         write_whole(epath.Path(root / "docs" / "data" / "kernels.json"), text)
     for page, text in written(root).items():
         write_whole(epath.Path(page), text)
-    save(draw(pages.cost(root), pages.gpu_times(root)), root / "docs" / "cost.png")
+    save(draw(pages.cost(root), pages.figures(root).gpu), root / "docs" / "cost.png")
 
 
 def kernel_makers(name: str, platform: str) -> list[str]:

@@ -13,38 +13,6 @@ from train.engine.errors import UserError
 
 Row = dict[str, str]
 
-# The rows of the first table of docs/recall.md that name a mechanism in words.
-_RECALL_NAMES = {
-    "full": "full",
-    "local": "local",
-    "BRL, layer memory, m 16 (the default: beta 0)": "brl",
-    "native sparse attention": "native_sparse",
-    "DeltaNet": "deltanet",
-    "KDA": "kda",
-    "Gated DeltaNet-2": "gated_deltanet_2",
-    "RWKV-7": "rwkv7",
-    "Mamba-2": "mamba2",
-    "Gated DeltaNet": "gated_deltanet",
-    "BSBR, chunks of 8": "bsbr",
-    "RetNet": "retnet",
-    "GLA": "gla",
-}
-# What the tables of docs/measured.md call the functions under a mechanism's layer.
-_GPU_NAMES = {
-    "full": "full",
-    "local, window 256": "local",
-    "linear": "linear",
-    "norm": "norm",
-    "linear with one decay for each token and head": "mamba2",
-    "delta rule": "deltanet",
-    "gated delta rule": "gated_deltanet",
-    "GLA (decay for each feature)": "gla",
-    "KDA (decay for each feature)": "kda",
-    "full, cuDNN": "full",
-    "diag, XLA": "diag",
-    "GAU, 1 head": "gau",
-    "BSBR, XLA": "bsbr",
-}
 #: The tokens of the layers' and the GPUs' tables.
 LENGTH = 16384
 
@@ -56,7 +24,7 @@ class Figures(NamedTuple):
       recall: percent of 8 records right at the length of training, mean of the seeds.
       nats: held-out nats a byte; of an earlier version of the networks where there are no others: earlier_nats.
       cpu: thousands of tokens a second of one layer, forward and backward, on one core.
-      gpu: millions of tokens a second of the function, forward and backward, on an H200; h100: on an H100.
+      gpu: milliseconds of the function, forward and backward, on an H200; h100: on an H100.
       sharded: whose rows can be divided over devices without gathering them.
       kernels: for "tpu" and "cuda", whose kernels a layer launches.
     """
@@ -75,18 +43,19 @@ def figures(root: Path) -> Figures:
     """All figures of the checkout's pages. Raises UserError if a page lacks a table."""
     docs = root / "docs"
     nats, earlier = (_nats(rows) for rows in _tables(docs / "results.md", "held-out nats a byte")[:2])
-    h200 = _tables(docs / "measured.md", "runs through")
-    (h100,) = _tables(docs / "measured.md", "temporary MiB")
     return Figures(
-        recall=_recall(_tables(docs / "recall.md", "64/8")),
+        recall={
+            name: row["64/8"].split(" ")[0]
+            for name, row in _first_rows(_tables(docs / "recall.md", "64/8")).items()
+        },
         nats=nats,
         earlier_nats={name: figure for name, figure in earlier.items() if name not in nats},
         cpu={
             row["layer"].strip("`"): LENGTH / _number(row["forward + backward, ms"])
             for row in _tables(docs / "results.md", "one more token, ms")[0]
         },
-        gpu=_gpu_rates([row for rows in h200 for row in rows]),
-        h100=_gpu_rates(h100),
+        gpu=_gpu_times(_tables(docs / "measured.md", "runs through")),
+        h100=_gpu_times(_tables(docs / "measured.md", "temporary MiB")),
         sharded=_sharded(docs / "pods.md"),
         kernels=json.loads((docs / "data" / "kernels.json").read_text()),
     )
@@ -95,15 +64,6 @@ def figures(root: Path) -> Figures:
 def cost(root: Path) -> list[dict[str, Any]]:
     """The rows that `eval.speed` wrote for the picture."""
     return json.loads((root / "docs" / "data" / "cost.json").read_text())["rows"]
-
-
-def gpu_times(root: Path) -> dict[str, float]:
-    """Milliseconds on the H200 with the backward pass, by what the first column of its tables says."""
-    times: dict[str, float] = {}
-    for rows in _tables(root / "docs" / "measured.md", "runs through"):
-        for row in rows:
-            times.setdefault(next(iter(row.values())), _number(row["with backward"]))
-    return times
 
 
 def _tables(page: Path, column: str) -> list[list[Row]]:
@@ -126,16 +86,14 @@ def _number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
-def _recall(tables: list[list[Row]]) -> dict[str, str]:
-    """The first row of each mechanism in any of the tables."""
-    found: dict[str, str] = {}
-    for rows in tables:
-        for row in rows:
-            first = next(iter(row.values()))
-            listed = re.match(r"`(\w+)[^`]*`(.*)", first)
-            name = listed[1] if listed and "late_mechanism" not in first else _RECALL_NAMES.get(first, "")
-            if name in MECHANISMS:
-                found.setdefault(name, row["64/8"].split(" ")[0])
+def _first_rows(tables: list[list[Row]]) -> dict[str, Row]:
+    """The first row of each mechanism in any of the tables, which begins with the mechanism's name."""
+    found: dict[str, Row] = {}
+    for row in (row for rows in tables for row in rows):
+        first = next(iter(row.values()))
+        listed = re.match(r"`(\w+)", first)
+        if listed and listed[1] in MECHANISMS and "late_mechanism" not in first:
+            found.setdefault(listed[1], row)
     return found
 
 
@@ -152,14 +110,8 @@ def _nats(rows: list[Row]) -> dict[str, str]:
     return {name: figure for name, (_, figure) in best.items()}
 
 
-def _gpu_rates(rows: list[Row]) -> dict[str, float]:
-    """Millions of tokens a second, by the first row of each mechanism."""
-    rates: dict[str, float] = {}
-    for row in rows:
-        name = _GPU_NAMES.get(next(iter(row.values())))
-        if name is not None:
-            rates.setdefault(name, LENGTH / _number(row["with backward"]) / 1e3)
-    return rates
+def _gpu_times(tables: list[list[Row]]) -> dict[str, float]:
+    return {name: _number(row["with backward"]) for name, row in _first_rows(tables).items()}
 
 
 def _sharded(page: Path) -> frozenset[str]:

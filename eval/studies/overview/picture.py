@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.harness.pictures import line_styles, panels, plain_log_axis
 
-# What a curve or a bar is called, by the name of its row: those of `eval.speed`, and of the H200's tables.
+# What a curve or a bar is called, by the name of its row in `eval.speed`, and by its mechanism on the H200.
 _CPU = {
     "jax_nn": "full, jax.nn",
     "torch full": "full, PyTorch",
@@ -21,9 +21,9 @@ _CPU = {
 }
 _GPU = {
     "full": "full, cuDNN",
-    "delta rule": "delta rule",
+    "deltanet": "delta rule",
     "linear": "linear",
-    "local, window 256": "local, window 256",
+    "local": "local, window 256",
 }
 _STYLES = line_styles(
     ("local, window 256", "full, jax.nn", "linear", "delta rule", "full, PyTorch", "full, cuDNN")

@@ -13,7 +13,7 @@ from brl_jax.models.huggingface.configs import LAYER_TYPES
 from brl_jax.models.stack import Stack
 from eval.harness.table import Table
 from eval.speed.layers import default_config
-from eval.studies.overview.pages import Figures
+from eval.studies.overview.pages import LENGTH, Figures
 
 #: The rows of README's table.
 SHORT = ("full", "local", "brl", "deltanet", "mamba2", "gated_deltanet_2", "rwkv7")
@@ -72,7 +72,10 @@ def with_links(text: str, folder: str = "") -> str:
 def measured(name: str, figures: Figures) -> tuple[str, ...]:
     """The cells of a mechanism's figures, each with its link; empty where nothing was measured."""
     nats = _linked(figures.nats.get(name), "t") or _linked(figures.earlier_nats.get(name), "e", "*")
-    gpu = _linked(_rate(figures.gpu.get(name)), "g") or _linked(_rate(figures.h100.get(name)), "h")
+    h200, h100 = (
+        None if name not in times else LENGTH / times[name] / 1e3 for times in (figures.gpu, figures.h100)
+    )
+    gpu = _linked(_rate(h200), "g") or _linked(_rate(h100), "h")
     return _linked(figures.recall.get(name), "r"), nats, _linked(_rate(figures.cpu.get(name)), "l"), gpu
 
 

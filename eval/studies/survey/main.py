@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
-from rich.console import Console
-from rich.progress import Progress
 
 from brl_jax.json_files import read_json
 from eval.harness.options import command
@@ -144,8 +142,8 @@ def measure_speeds(runs: Sequence[SurveyRun], repeats: int) -> dict[str, dict[st
     length = runs[0].config.data.padded_lengths[-1]
     rows: list[dict] = []
     limits: dict[str, Any] = {"repeats": repeats, "patience": 20.0, "limit": float("inf")}
-    with sigterm_interrupts(), Progress(console=Console(stderr=True), transient=True) as progress:
-        measure(cases, length, rows, progress, label=runs[0].task, **limits)
+    with sigterm_interrupts():
+        measure(cases, length, rows, label=runs[0].task, **limits)
     path = _speed_file(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(epath.Path(path), json.dumps({"networks": networks(runs), "rows": rows}, indent=1) + "\n")

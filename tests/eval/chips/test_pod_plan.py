@@ -102,13 +102,17 @@ def test_a_small_plan(capfd):
     assert plan["bound_seconds"] == max(plan[f"{part}_seconds"] for part in ("matrix", "hbm", "link"))
 
 
-@needs_libtpu
 def test_what_does_not_fit_is_told(monkeypatch, capsys):
-    plan = pod_plan.Plan(
-        "v5e:2x2", 4, {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}, 1, 1, 2, 0, 1, 1, 1, 1, 2**35, 2**34,
-        1.0, {}, 1.0, 2.0, 0.5, 8, 1.0,
-    )  # fmt: skip
-    mesh = type("Mesh", (), {"shape": plan.mesh})()
+    parts = ["parameter", "optimizer", "memory", "gradient", "activation", "temporary", "program"]
+    plan = {
+        "topology": "v5e:2x2", "devices": 4, "mesh": {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1},
+        "parameters": 1, **{f"{part}_bytes": 1 for part in parts}, "total_bytes": 2**35, "hbm_bytes": 2**34,
+        "matrix_flops": 1.0, "collective_bytes": {}, "matrix_seconds": 1.0, "hbm_seconds": 2.0, "link_seconds": 0.5,
+        "tokens": 8, "compile_seconds": 1.0, "fits": False, "bound_seconds": 2.0, "matrix_share": 0.5,
+        "tokens_per_second": 4.0,
+    }  # fmt: skip
+    mesh = type("Mesh", (), {"shape": plan["mesh"]})()
+    monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
     monkeypatch.setattr(pod_plan, "make_plan", lambda *_: (plan, mesh))
     with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])

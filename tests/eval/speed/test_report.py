@@ -5,6 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from eval.harness.pictures import line_styles, spread
+from eval.harness.table import fitted_exponent
 from eval.speed import report
 from eval.speed.options import SpeedOptions
 from eval.speed.pictures import draw
@@ -40,14 +41,14 @@ def _rows(mechanisms=15):
 
 def test_fitted_exponent():
     rows = [{"length": n, "s": 3.0 * n**1.5} for n in LENGTHS]
-    assert report.fitted_exponent(rows, "s", 2048) == pytest.approx(1.5)
+    assert fitted_exponent(rows, "s", 2048) == pytest.approx(1.5)
     short = [{"length": 64, "s": 100.0}, *rows[1:]]  # ignored: below fit_from
-    assert report.fitted_exponent(short, "s", 1024) == pytest.approx(1.5)
-    assert report.fitted_exponent(short, "s", 64) != pytest.approx(1.5, abs=0.05)
+    assert fitted_exponent(short, "s", 1024) == pytest.approx(1.5)
+    assert fitted_exponent(short, "s", 64) != pytest.approx(1.5, abs=0.05)
     few = [{"length": 64, "s": 1.0}, {"length": 2048, "s": 32.0}]
-    assert report.fitted_exponent(few, "s", 2048) == pytest.approx(1.0)
-    assert report.fitted_exponent(few[:1], "s", 1) is None
-    assert report.fitted_exponent([*rows, {"length": 99, "s": None}], "s", 1) == pytest.approx(1.5)
+    assert fitted_exponent(few, "s", 2048) == pytest.approx(1.0)
+    assert fitted_exponent(few[:1], "s", 1) is None
+    assert fitted_exponent([*rows, {"length": 99, "s": None}], "s", 1) == pytest.approx(1.5)
 
 
 def test_exponents_of_every_case():

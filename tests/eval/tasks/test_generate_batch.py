@@ -32,17 +32,16 @@ def write(path, rows):
 
 
 def generate(params, folder, **changes):
-    sampling = eval.tasks.generate_batch.Sampling(0, changes.pop("temperature", 0.0), None, None, ())
     call = {
         "batch": folder / "in.jsonl",
         "out": folder / "out.jsonl",
         "max_tokens": 5,
         "slots": 2,
+        "seed": 0,
+        "sampling": {"temperature": changes.pop("temperature", 0.0)},
         "run": "x",
     }
-    eval.tasks.generate_batch.generate_file(
-        MODEL, params, BytesTokenizer(), sampling=sampling, **call | changes
-    )
+    eval.tasks.generate_batch.generate_file(MODEL, params, BytesTokenizer(), **call | changes)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 

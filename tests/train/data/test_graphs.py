@@ -242,6 +242,10 @@ def test_posts(tmp_path):
         text = "\n".join(map(json.dumps, part))
         (tmp_path / f"p/{split}.jsonl").write_text(text)
         (tmp_path / f"p/{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match=r"--cache_dir: cannot write under .*/cache: File exists"):
+        load(tmp_path / "p", features=8)
+    (tmp_path / "cache").unlink()
     graph = load(tmp_path / "p", features=8)
     assert graph.counts == (40,)  # the same posts twice are not read twice
     assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car", and "wheel"
@@ -252,7 +256,9 @@ def test_posts(tmp_path):
         '{"text": "b", "label": 1e999}',
     ):
         (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n' + line)
-        with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
+        with pytest.raises(
+            UserError, match=r'train.jsonl, line 2: expected an object with a "text" and a "label"'
+        ):
             load(tmp_path / "p")
     (tmp_path / "p/train.jsonl").write_text(
         "\n".join(map(json.dumps, [*rows[:29], rows[29] | {"label": 10**9}]))

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from brl_jax.json_files import check_regular, parse_json
-from train.data.files import find_file, numbered_lines, shown
+from brl_jax.json_files import check_regular
+from train.data.files import find_file, labelled_text, numbered_lines, parsed
 from train.data.graphs.graph import RawGraph, Relation
 from train.engine.errors import UNREADABLE, UserError, one_line
 
@@ -36,27 +36,13 @@ def read_posts(folder: Path) -> RawGraph:
     """
     from sklearn.feature_extraction.text import CountVectorizer, TfidfTransformer
 
-    texts, labels = [], []
-    for path in post_files(folder):
-        for number, line in numbered_lines(path):
-            try:
-                row = parse_json(line, {"text": str, "label": int})
-                text, label = row["text"], row["label"]
-            except ValueError:
-                label = -1
-            if not 0 <= label < 2**31:
-                raise UserError(
-                    f'--data_dir: {path}, line {number}: expected JSON with "text" and a "label" from 0 on, '
-                    f"got {shown(line)}"
-                )
-            texts.append(text)
-            labels.append(label)
+    rows = [row for path in post_files(folder) for row in parsed(path, numbered_lines(path), labelled_text)]
     try:
-        counts = CountVectorizer(stop_words="english", min_df=0.05).fit_transform(texts)
+        counts = CountVectorizer(stop_words="english", min_df=0.05).fit_transform([text for text, _ in rows])
     except ValueError as error:
         raise UserError(f"--data_dir: {folder}: {one_line(error)}") from error
     features = TfidfTransformer(smooth_idf=False).fit_transform(counts)
-    return _lone_nodes(str(folder), features, np.array(labels))
+    return _lone_nodes(str(folder), features, np.array([label for _, label in rows]))
 
 
 def read_nodes(path: Path) -> RawGraph:

@@ -16,8 +16,9 @@ from train.data.graphs.documents import nearest, post_files, read_nodes, read_po
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
 from train.data.splits import SPLITS, digest
-from train.engine.errors import UserError
+from train.engine.errors import UserError, reason
 from train.engine.fields import Free, Needed
+from train.engine.folder import leaving_no_empty
 from train.engine.storage import check_local, user_cache, writing
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
@@ -79,8 +80,12 @@ def load_graph(config: GraphDataConfig) -> Graph:
     path = folder / f"{key}.npz"
     if not path.is_file():
         graph = _make(config, source, is_linked)
-        folder.mkdir(parents=True, exist_ok=True)
-        _save(graph, path)
+        try:
+            with leaving_no_empty(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                _save(graph, path)
+        except OSError as error:
+            raise UserError(f"--cache_dir: cannot write under {folder}: {reason(error)}") from error
     return _read(path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -13,13 +12,6 @@ from train.data.lra.examples import Examples
 from train.data.repeated import HeldOutBatches, RepeatedBatches, RowNumbers, chosen_rows
 from train.engine.batch import Batch
 from train.engine.errors import UserError
-
-
-class _Plan(NamedTuple):
-    """One pass: rows (S, B), the examples of each batch (-1: none), and the (S,) lengths they are padded to."""
-
-    rows: Int[np.ndarray, "S B"]
-    widths: Int[np.ndarray, " S"]
 
 
 def default_buckets(length: int) -> tuple[int, ...]:
@@ -78,17 +70,18 @@ class TrainBatches(RepeatedBatches):
         steps = len(examples) // batch
 
         @functools.lru_cache(maxsize=2)
-        def plan(number: int) -> _Plan:
+        def plan(number: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, " S"]]:
+            """A pass: the examples of each batch, and the lengths they are padded to."""
             rng = np.random.default_rng([seed, number])
             order = rng.permutation(len(examples))[: steps * batch]
             # Stable: a bucket's examples stay in random order; a batch that spans two buckets is padded to the longer.
             order = order[np.argsort(widths[order], kind="stable")].reshape(steps, batch)
             order = order[rng.permutation(steps)]  # so that lengths don't grow during a pass
-            return _Plan(order, widths[order].max(axis=1))
+            return order, widths[order].max(axis=1)
 
         def make(index: int, step: int) -> Batch:
-            orders = plan(index // steps)
-            return _batch(examples, orders.rows[step, chosen], int(orders.widths[step]))
+            order, padded = plan(index // steps)
+            return _batch(examples, order[step, chosen], int(padded[step]))
 
         identity = {
             "batch": batch,

@@ -16,7 +16,8 @@ from jaxtyping import Int, UInt8
 
 from brl_jax.json_files import read_json
 from train.data import splits
-from train.data.files import npy_file
+from train.data.files import SPLIT_OF, npy_file, rows_of
+from train.data.named_sources import open_tfds
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.engine.storage import writing
@@ -64,6 +65,27 @@ class Examples:
         """The P sequences of example `index`."""
         parts, starts = self.lengths.shape[1], self._starts
         return [self.tokens[starts[i] : starts[i + 1]] for i in range(index * parts, (index + 1) * parts)]
+
+
+def tfds_source(name: str, read: Callable[[Any], bytes], *parts: Any) -> Source:
+    """Labelled rows of a data set of TensorFlow Datasets; every tenth training row is for validation.
+
+    Args:
+      read: the sequence of a row. parts: what else the examples depend on.
+    """
+    place = f"tfds:{name}"
+    sources = open_tfds(f"--data_dir (none, so {place})", name)
+
+    def rows(split: str) -> Iterator[tuple[bytes, int]]:
+        source: Any = sources[SPLIT_OF[split]]
+        for i in rows_of(len(source), split):
+            row = source[int(i)]
+            yield read(row), int(row["label"])
+
+    counts = {str(name): len(source) for name, source in sources.items()}
+    return Source(
+        place, digest(place, counts, *parts), {split: functools.partial(rows, split) for split in SPLIT_OF}
+    )
 
 
 def examples_of(pieces: Sequence[np.ndarray], labels: Sequence[int], parts: int, truncated: int) -> Examples:

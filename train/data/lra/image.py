@@ -6,13 +6,11 @@ import functools
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from train.data.files import SPLIT_OF, file_stats, rows_of
-from train.data.lra.examples import Source, digest
-from train.data.named_sources import open_tfds
+from train.data.lra.examples import Source, digest, tfds_source
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 10
@@ -35,18 +33,9 @@ def _grey(image: np.ndarray, where: str) -> bytes:
 
 
 def open_tfds_source() -> Source:
-    """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation."""
-    sources = open_tfds("--data_dir (none, so tfds:cifar10)", "cifar10")
-
-    def read(split: str) -> Iterator[tuple[bytes, int]]:
-        source: Any = sources[SPLIT_OF[split]]
-        for i in rows_of(len(source), split):
-            row = source[int(i)]
-            yield _grey(np.asarray(row["image"]), "tfds:cifar10"), int(row["label"])
-
-    counts = {str(name): len(source) for name, source in sources.items()}
-    splits = {split: functools.partial(read, split) for split in SPLIT_OF}
-    return Source("tfds:cifar10", digest("tfds:cifar10", counts, _LUMA.tolist()), splits)
+    """CIFAR-10 of TensorFlow Datasets."""
+    read = lambda row: _grey(np.asarray(row["image"]), "tfds:cifar10")  # noqa: E731
+    return tfds_source("cifar10", read, _LUMA.tolist())
 
 
 def open_files(folder: Path) -> Source | None:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from brl_jax.json_files import parse_json
-from train.data.files import SPLIT_OF, belongs, file_stats, numbered_lines, parsed, rows_of, split_files
-from train.data.lra.examples import Source, digest
-from train.data.named_sources import open_tfds
+from train.data.files import SPLIT_OF, belongs, file_stats, labelled_text, numbered_lines, parsed, split_files
+from train.data.lra.examples import Source, digest, tfds_source
 from train.engine.errors import UserError, reason
 
 NUM_CLASSES = 2
@@ -21,19 +19,12 @@ T = TypeVar("T")
 
 
 def open_tfds_source() -> Source:
-    """IMDB reviews of TensorFlow Datasets; every tenth training review is for validation."""
-    sources = open_tfds("--data_dir (none, so tfds:imdb_reviews)", "imdb_reviews")
+    """IMDB reviews of TensorFlow Datasets."""
 
-    def read(split: str) -> Iterator[tuple[bytes, int]]:
-        source: Any = sources[SPLIT_OF[split]]
-        for i in rows_of(len(source), split):
-            row = source[int(i)]
-            text = row["text"]
-            yield text if isinstance(text, bytes) else text.encode(), int(row["label"])
+    def read(row: Any) -> bytes:
+        return row["text"] if isinstance(row["text"], bytes) else row["text"].encode()
 
-    counts = {str(name): len(source) for name, source in sources.items()}
-    splits = {split: functools.partial(read, split) for split in SPLIT_OF}
-    return Source("tfds:imdb_reviews", digest("tfds:imdb_reviews", counts), splits)
+    return tfds_source("imdb_reviews", read)
 
 
 def open_files(folder: Path) -> Source | None:
@@ -59,19 +50,9 @@ def _source(name: str, stats: Any, read: Callable[..., Any], places: Mapping[str
     return Source(name, digest("text files by class", name, stats), splits)
 
 
-def _parse(line: bytes) -> tuple[bytes, int]:
-    """Text and label of a line of JSON; raises ValueError if it is malformed."""
-    try:
-        row = parse_json(line, {"text": str, "label": int})
-    except ValueError as error:
-        raise ValueError(
-            f'expected an object with a "text" and a whole number as "label": {error}'
-        ) from error
-    return row["text"].encode(), row["label"]
-
-
 def _read_jsonl(path: Path, split: str) -> Iterator[tuple[bytes, int]]:
-    return _of_split(parsed(path, numbered_lines(path), _parse), split)
+    rows = parsed(path, numbered_lines(path), labelled_text)
+    return _of_split(((text.encode(), label) for text, label in rows), split)
 
 
 def _of_split(rows: Iterable[tuple[T, int]], split: str) -> Iterator[tuple[T, int]]:

@@ -150,6 +150,17 @@ def check_utf8(text: str) -> None:
         )
 
 
+def encode_given(tokenizer: Tokenizer, text: str, place: str) -> Int[np.ndarray, " length"]:
+    """The tokens of a text that a user gives, at least one. Raises UserError, which begins with the text's place."""
+    try:
+        tokens = tokenizer.encode(text)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    if not len(tokens):
+        raise UserError(f"{place}: expected at least one token of text, got {text!r}")
+    return tokens
+
+
 def continuation(tokenizer: Tokenizer, prompt: Int[np.ndarray, " P"], tokens: Int[np.ndarray, " T"]) -> str:
     """The text that tokens add to a prompt.
 

@@ -1,8 +1,10 @@
 """ListOps: labels against a second evaluator, the distribution of the specification, and the release's file format."""
 
+import functools
 import gzip
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import train.lra_data as generate
 from train.data.lra import listops
 from train.data.lra.listops import ListOpsSpec, generate_trees
 from train.data.lra.tasks import LraDataConfig, load
+from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
 
 SMALL = ListOpsSpec(min_tokens=10, max_tokens=80, max_depth=5, max_args=4)
@@ -167,6 +170,21 @@ def test_any_number_of_processes_gives_the_same(monkeypatch):
     for ours, theirs in zip(one, two, strict=True):
         for a, b in zip(ours, theirs):
             np.testing.assert_array_equal(a, b)
+
+
+def _mark(folder, split, number, size):
+    time.sleep(0.05)
+    (folder / f"{split}-{number}").touch()
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_chunks(tmp_path):
+    sizes = {"train": 1000, "valid": 1, "test": 1}
+    chunks = in_processes(functools.partial(_mark, tmp_path), sizes, 1, 2, "marks")["train"]()
+    next(chunks)
+    with pytest.raises(KeyboardInterrupt):
+        chunks.throw(KeyboardInterrupt)
+    assert len(list(tmp_path.iterdir())) < 1000
 
 
 @pytest.mark.parametrize(

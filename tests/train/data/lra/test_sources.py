@@ -191,7 +191,7 @@ def test_long_texts_are_cut_and_counted(tmp_path, capsys):
             "line 2: expected an object with .*: the line is not JSON: nested too deep",
             id="nested",
         ),
-        ('{"text": "a"}', 'line 2: expected an object with a "text" and a whole number as "label"'),
+        ('{"text": "a"}', 'line 2: expected an object with a "text" and a "label" from 0 on'),
         ('{"text": 3, "label": 1}', "line 2: expected an object"),
         ('{"text": "a", "label": 2}', "train: expected labels of 0 to 1, got 2"),
     ],
@@ -206,7 +206,7 @@ def test_bad_json(tmp_path, line, message):
 def test_damaged_and_missing_files(tmp_path):
     content = gzip.compress("\n".join(rows(500, "train")).encode())
     (tmp_path / "train.jsonl.gz").write_bytes(content)
-    with pytest.raises(UserError, match=r"expected .*test\.jsonl\.gz: No such file"):
+    with pytest.raises(UserError, match=r"expected .*test\.jsonl or test\.jsonl\.gz; there is neither"):
         read(tmp_path, "text", tmp_path)
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl.gz").write_bytes(content[: len(content) // 2])
