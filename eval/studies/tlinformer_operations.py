@@ -6,10 +6,11 @@ layers, with N tokens so far, the windows W_og and W_oh, and the width D:
     miss  D [N (2 W_oh + W_og) + H (W_oh^2 + W_og^2 + W_og W_oh) + W_og^2 - W_og W_oh]
     hit   D [N - W_og + (H + 1) W_oh + (H + 2) W_og^2]
 
-This command counts the multiplications of all matrix products in the traced program (`eval.studies.operations`): for
-the first token of a window ("first"), for a token in its middle ("hit"), and for all its tokens one by one ("miss"),
-which is what equation 4 counts. Then it fits a straight line through each count over the tokens of history. "pairs" is
-the slope of attention's pairs alone by the equations, with the values, over all blocks.
+This command counts the multiplications of all matrix products in the traced program, in the branches and the turns of
+loops that run after N tokens, without results that nothing reads: for the first token of a window ("first"), for a
+token in its middle ("hit"), and for all its tokens one by one ("miss"), which is what equation 4 counts. Then it fits a
+straight line through each count over the tokens of history. "pairs" is the slope of attention's pairs alone by the
+equations, with the values, over all blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 from matplotlib.figure import Figure
 
 from brl_jax.fields import Length
@@ -31,8 +33,8 @@ from eval.harness.output import Measured, study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.table import straight_line
 from eval.speed.generation import TLINFORMER, NetworkOptions
-from eval.studies.operations import products
 from train.engine.errors import UserError
+from train.engine.flops import matrix_flops
 
 KINDS = ("miss", "first", "hit")
 
@@ -85,9 +87,13 @@ def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
         def place(path: Any, leaf: Any) -> Any:
             return places.get(jax.tree_util.keystr(path[-1:], simple=True), leaf)
 
-        cache = jax.tree_util.tree_map_with_path(place, empty)
-        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        return products(lambda p, t, c: model.apply(p, t, cache=c), params, token, cache)
+        def step(params: Any, token: Any, cache: Any) -> Any:
+            return model.apply(params, token, cache=jax.tree_util.tree_map_with_path(place, cache))
+
+        with jax.disable_jit(), jax.ensure_compile_time_eval():  # loops and branches on known values are run
+            traced = jax.make_jaxpr(step)(params, jax.ShapeDtypeStruct((1, 1), jnp.int32), empty).jaxpr
+        used, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+        return matrix_flops(used, "cpu") / 2
 
     first = count(tokens, 0)
     hit = count(tokens + options.window // 2, tokens // options.window)

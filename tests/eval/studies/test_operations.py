@@ -1,33 +1,10 @@
-"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against the formulas."""
+"""eval.tlinformer_operations: counted multiplications against the formulas."""
 
 import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from eval.studies.operations import Unknown, products
 from eval.studies.tlinformer_operations import OperationsOptions, counted, main, pair_slope
-
-A, B = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), jnp.float32)
-
-
-def _loops(a, b, n):
-    """n products in a loop, two more if n is even, and one whose result is unused."""
-    total = jax.lax.fori_loop(0, n, lambda i, x: x + a @ b, jnp.zeros((3, 7)))
-    _ = a @ b
-    more = jax.lax.cond(n % 2 == 0, lambda: 2.0 * (a @ b) + (a + 1) @ b, lambda: jnp.zeros((3, 7)))
-    _, scanned = jax.lax.scan(lambda c, row: (c, row @ b), 0.0, a)
-    return jax.jit(lambda x: x @ b.T)(total + more + scanned)
-
-
-def test_loops_and_branches_count_as_they_run():
-    for n in (0, 3, 4):
-        expected = 105 * (n + 2 * (n % 2 == 0) + 2)
-        assert products(_loops, A, B, np.int32(n)) == expected
-    with pytest.raises(Unknown, match="the end of a loop"):
-        products(_loops, A, B, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _options(blocks):
