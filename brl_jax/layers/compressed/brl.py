@@ -67,7 +67,7 @@ class BRLConfig(PatternConfig):
     """How compression and propagation turn logits into weights [sigma]."""
     bias: Bias = "none"
     """Relative bias in compression and propagation [b_rel], by the distance between a token and the start of the block.
-    An encoder's compressed tokens have positions spread evenly over the sequence. On a GPU the kernels refuse a bias."""
+    An encoder's compressed tokens have positions spread evenly over the sequence. GPU kernels refuse a bias."""
     gamma: float | None = None
     """Weight of compression's second attention. None learns it, from three parameters for each head; 0 disables it."""
     lambda_init: float = 0.5
