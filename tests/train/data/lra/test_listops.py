@@ -215,7 +215,7 @@ def test_bad_lines_are_named(tmp_path, line, message):
 
 def test_bad_folders_and_specifications(tmp_path):
     (tmp_path / "basic_train.tsv").write_text("a\tb\n")
-    with pytest.raises(UserError, match=r"expected .*basic_val\.tsv: No such file"):
+    with pytest.raises(UserError, match=r"expected .*basic_val\.tsv or basic_val\.tsv\.gz; there is neither"):
         load(LraDataConfig(task="listops", data_dir=str(tmp_path)), tmp_path / "run", ("train",))
     with pytest.raises(UserError, match="is there already; expected the name of a new folder"):
         listops.write_release(tmp_path, SMALL, 0, {"train": 1, "valid": 1, "test": 1}, 1)
