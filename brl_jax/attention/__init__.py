@@ -1,8 +1,8 @@
 """Attention mechanisms as pure functions: arrays in, arrays out. No Flax, no I/O, no device queries.
 
 A family is a folder. In it, one file holds the public function, and one file for each backend holds its fast form. What
-families share is in `core`. To see what a function computes in a few dense lines of NumPy, read
-`tests/oracles`, which has a file for each family.
+families share is in `core`. To see what a function computes in a few dense lines of NumPy, read `tests/oracles`, which
+has a file for each family.
 
 The letters of shapes, in signatures and docstrings alike:
 

@@ -41,8 +41,11 @@ from train.tasks.task import Task
 def make_plan(
     task: Task[Any, Any], config: Any, topology: str, begin: Callable[[str], None]
 ) -> tuple[dict[str, Any], Mesh]:
-    """Compiles a step and adds up what it takes, on one device but for the parameters and tokens. Returns the mesh
-    that it is compiled for too. Calls `begin` with the name of each stage."""
+    """Compiles a step; returns what it takes, and the mesh that it is compiled for.
+
+    Bytes, operations and seconds are for one device. The numbers of parameters and tokens are for all together.
+    `begin` is called with the name of each stage.
+    """
     from jax.experimental import topologies
 
     started, chip = time.monotonic(), CHIPS[topology.partition(":")[0]]
