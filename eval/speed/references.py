@@ -42,12 +42,11 @@ def attention_reference(
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
     ) -> tuple[np.ndarray, ...]:
-        columns = np.arange(arrays[1].shape[1])[None, :]
-        seen = sees(options, rows[:, None], columns)
-        parts = [
-            (level.features, level.scale * level.holds(rows[:, None], columns))
-            for level in levels(options, columns.size)
-        ]
+        # Row i and column j of the scores, whose axes are batch, heads, rows, columns.
+        i = rows[None, None, :, None]
+        j = np.arange(arrays[1].shape[1])[None, None, None, :]
+        seen = sees(options, i, j)
+        parts = [(level.features, level.scale * level.holds(i, j)) for level in levels(options, j.size)]
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             if linear:
@@ -99,7 +98,7 @@ def recurrence_reference(
 
     with jax.enable_x64(True):
         query, key, value, d_out = (jnp.asarray(x, jnp.float64) for x in arrays)
-        decay = jnp.asarray(np.broadcast_to(np.exp(log_decay), key.shape[2:]))[..., None]
+        decay = jnp.asarray(np.broadcast_to(np.exp(log_decay), key.shape[2:]))[None, :, :, None]
         empty = jnp.zeros((*key.shape[::2], key.shape[3], value.shape[3]), jnp.float64)
         _, out, d_query = run(empty, query, key, value, d_out)
         state, *_ = run(empty, *(x[:, :tail] for x in (query, key, value, d_out)))
