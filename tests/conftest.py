@@ -56,7 +56,10 @@ _PROCESSES = ("devices", "train.lm")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--cases", type=int, metavar="N", help="at most N cases of each test, chosen by the week (0: all)"
+        "--cases",
+        type=float,
+        metavar="N",
+        help="at most N cases of each test, chosen by the week (0: all; 0.5: one case of every second test)",
     )
     parser.addoption("--cases-of", default=this_week(), metavar="WEEK", help="the week that chooses --cases")
 
@@ -78,7 +81,7 @@ def pytest_itemcollected(item):
 
 def pytest_report_header(config):
     cases, chosen = config.getoption("cases"), config.getoption("cases_of")
-    return f"cases: {cases} of each test, --cases-of {chosen}" if cases else None
+    return f"cases: {cases:g} of each test, --cases-of {chosen}" if cases else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -88,6 +88,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "local" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -125,6 +126,7 @@ def test_a_sample_depends_on_the_request_alone():
     assert drawn(1, length=40, given=given[2:]) != {i: one[i] for i in range(2, 6)}
 
 
+@pytest.mark.slow
 def test_requests_are_read_as_slots_become_free():
     model, variables = network(CASES["local"])
     read = []

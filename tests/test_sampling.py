@@ -33,6 +33,14 @@ def test_each_test_keeps_as_many_cases():
     assert counts == {"test_alone": 1, "test_many": 3, "test_ring": 3, "test_law_1": 3, "test_law_2": 3}
 
 
+def test_a_fraction_keeps_one_case_of_that_share_of_the_functions():
+    many = [item(f"test_b.py::test_{i}[{case}]") for i in range(400) for case in range(3)]
+    others = {x.nodeid for x in left_out(many, 0.5, "a")}
+    functions = [x.nodeid.partition("[")[0] for x in many if x.nodeid not in others]
+    assert len(functions) == len(set(functions))
+    assert 150 < len(functions) < 250
+
+
 def test_laws_choose_the_same_mechanisms_and_a_ring_is_not_one():
     laws = [{name.partition("@")[2] for name in kept("a") if f"law_{law}" in name} for law in (1, 2)]
     assert laws[0] == laws[1]

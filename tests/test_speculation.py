@@ -90,6 +90,7 @@ def test_a_cache_keeps_the_first_tokens_and_the_outputs_are_of_all(name):
     np.testing.assert_allclose(y[:, :1], expected[:, 3:4], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(MODELS, ("hybrid",)))
 def test_the_likeliest_tokens_are_the_same(name):
     model, variables = made(name)
@@ -119,6 +120,7 @@ def test_every_mechanism_that_can_go_back_generates_the_same_tokens(name):
     np.testing.assert_array_equal(generate(model, variables, PROMPTS, **settings, draft=draft), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_continuation_is_shorter_than_a_draft(wide):
     model, variables = made("full")
@@ -129,6 +131,7 @@ def test_a_continuation_is_shorter_than_a_draft(wide):
         np.testing.assert_array_equal(generate(model, variables, [[3]], **settings, draft=draft), expected)
 
 
+@pytest.mark.slow
 def test_the_large_model_is_called_once_for_several_tokens():
     model, variables = made("hybrid")
     prompts, new = PROMPTS[1:], 40

@@ -93,6 +93,7 @@ def test_derivatives_of_any_order(name):
     np.testing.assert_allclose(second[0], second[2], rtol=2e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(CALLS, ("delta", "performer")))
 def test_no_array_outlives_its_call(name):
     """JAX's caches keep the functions that a call makes, and with them what these close over."""

@@ -61,6 +61,7 @@ def test_gaussian_weights_keep_their_digits(size):
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_gaussian_weights_do_not_exceed_one():
     large = 1e4 * QUERY
     ones = jnp.ones_like(VALUE)

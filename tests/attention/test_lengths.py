@@ -63,6 +63,7 @@ def test_padding_may_hold_anything(name, length):
         close(found[0][1:, :length], alone)
 
 
+@pytest.mark.slow
 def test_lunas_state_after_lengths_and_segments():
     arrays = [x[:2] for x in random_qkv(6, heads=2)[:3]]
     packed = jax.random.normal(jax.random.key(1), (3, *arrays[1].shape[2:]))

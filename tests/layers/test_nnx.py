@@ -14,6 +14,7 @@ from tests.marks import slow_unless
 TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10) % 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(("local-sliding", "brl-layer"), ("local-sliding",)))
 def test_to_nnx(name):
     """With the same parameters, the bridged model has the Linen model's outputs and gradients."""
@@ -59,6 +60,7 @@ class OwnBlock(nnx.Module):
         return x + y * self.gain[...]
 
 
+@pytest.mark.slow
 def test_a_single_layer_in_ones_own_module():
     x = jax.random.normal(jax.random.key(0), (2, 10, 16))
     block = OwnBlock(x, nnx.Rngs(0))

@@ -98,6 +98,7 @@ def test_heads_of_another_width_are_not_taken_over(teacher):
     assert ours["value"]["kernel"].shape != theirs["value"]["kernel"].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", [LocalConfig(window=6), BRL, GatedDeltaNetConfig()])
 def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
     """Against layers called one by one on hidden states that the blocks of the trained network pass on."""
@@ -132,6 +133,7 @@ def test_errors_are_those_of_each_layer_alone(teacher, mechanism):
     assert expected[0] > 0.01 > expected[1]
 
 
+@pytest.mark.slow
 def test_matching_moves_the_new_mechanisms_alone_and_brings_them_nearer(teacher):
     config = with_mechanisms(mechanism=BRL)
     own = mixers(converted(config, fresh(config, 1), TEACHER, teacher))

@@ -91,6 +91,7 @@ def test_order_counts_by_the_positions_alone(positions):
         assert relative_error(there, back) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
 def test_packed_sequences_have_the_answers_they_have_alone(positions):
     """All kinds of positions, padded rows, and the positions that a masked language model predicts."""

@@ -198,6 +198,7 @@ def nodeformer(rows=NODES):
     return layer, x, present, edges, drawn(lambda key: layer.init(key, x, present, edges, True))["params"]
 
 
+@pytest.mark.slow
 def test_attention_to_all_nodes_and_edges_equals_a_dense_one():
     """Outputs, the loss on edges, and the gradient of both, by finite differences in float64."""
     layer, x, present, edges, params = nodeformer()
@@ -224,6 +225,7 @@ def test_attention_to_all_nodes_and_edges_equals_a_dense_one():
         np.testing.assert_allclose(gradient[place], slope, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gumbel_noise_samples_the_softmax():
     """With a low temperature a sample reads one node, and nodes are read as often as their weights say."""
     x = np.zeros((NODES, 8), np.float32)
@@ -302,6 +304,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_each_layer_of_nodeformer_leaves_its_loss_on_edges():
     """The task adds their mean to the loss of training, and to no other."""
     config = GraphConfig(

@@ -57,6 +57,7 @@ def test_in_blocks_and_at_once_as_a_dense_sum(monkeypatch, dtype, edges):
             close(a, b, dtype)
 
 
+@pytest.mark.slow
 def test_gradients_and_their_derivatives(monkeypatch):
     """They equal the gradients of a segment sum, also for rows of graphs and in forward mode."""
     monkeypatch.setattr(graph_layers, "EDGES_OF_BLOCK", 16)
@@ -79,6 +80,7 @@ def test_gradients_and_their_derivatives(monkeypatch):
     close(moved, dense(d_sum, weights, ends, d_sum)[0], jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_thousand_neighbours_in_bfloat16():
     """A sum in bfloat16 would stop at 256; counts, messages, gradients and weights are summed in float32."""
     number = 1000

@@ -35,6 +35,7 @@ def logits(config, params):
     return np.asarray(jax.jit(DecoderLM(config).apply)({"params": params}, TOKENS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mechanism", [FullConfig(), GatedDeltaNetConfig()])
 def test_a_network_starts_as_the_one_without(mechanism, dtype):
@@ -50,6 +51,7 @@ def test_a_network_starts_as_the_one_without(mechanism, dtype):
     assert {x.dtype for x in others} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", [FullConfig(), BRLConfig(window=4, num_compressed=3, compressed_dim=8)])
 def test_merged_weights_are_the_products_of_the_paper(mechanism):
     """W + (alpha / rank) A B in float64, for stacked layers, two axes of inputs or outputs, and carriers."""
@@ -82,6 +84,7 @@ def test_merged_weights_are_the_products_of_the_paper(mechanism):
     assert np.abs(merged_logits - logits(plain, without(params))).max() > 0.1
 
 
+@pytest.mark.slow
 def test_generation_and_export_have_the_changes(tmp_path):
     pytest.importorskip("safetensors")
     config = with_changes(mechanism=FullConfig(), norm="rms", ffn="swiglu")

@@ -25,6 +25,7 @@ def by_hand(hidden, table, targets, weights):
     return total, slopes @ table, np.einsum("btv,btd->vd", slopes, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_z_loss_and_weights(monkeypatch, pieces):
     monkeypatch.setattr(losses, "_LOGITS", BATCH * VOCABULARY * (LENGTH if pieces == 1 else 2))

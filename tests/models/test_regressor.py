@@ -39,6 +39,7 @@ def test_every_mechanism_fits(name):
         assert (y.shape, y.dtype) == ((2, 10, 2), jnp.float32)
 
 
+@pytest.mark.slow
 def test_positions_and_read_out():
     x = jax.random.normal(jax.random.key(1), (1, 6, 3))
     model = Regressor(small(FullConfig(), positions="sinusoidal", num_layers=1))

@@ -32,6 +32,7 @@ def ordinary(stack, variables, x, **call):
     return stack.apply(variables, x, mutable=("intermediates",), **call)[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanisms",
     [ALTERNATE, pytest.param((REFORMER,) * 3, marks=pytest.mark.slow)],
@@ -53,6 +54,7 @@ def test_gradients_equal_ordinary_differentiation(mechanisms):
         assert relative_error(a, b) < 2e-5
 
 
+@pytest.mark.slow
 def test_the_streams_follow_the_paper():
     """y1 = x1 + mix(norm(x2)), y2 = x2 + ffn(norm(y1)), starting from two copies of the embedding and ending with the
     mean."""

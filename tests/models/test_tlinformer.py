@@ -73,6 +73,7 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     np.testing.assert_array_equal(influence[~lower], 0)
 
 
+@pytest.mark.slow
 def test_a_cache_takes_tokens_and_absorbed_windows_in_any_pieces(variables):
     model, text = decoder(), tokens(LENGTH)
     expected = jax.jit(model.apply)(variables, text)[0]
@@ -198,6 +199,7 @@ def test_auto_context_grows_with_the_history():
     assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", slow_unless([3, 4], (4,)))
 def test_generation_within_one_window_needs_no_history(capacity):
     """Prompt and new tokens fit in one window, whose history stays empty."""

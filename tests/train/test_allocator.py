@@ -27,6 +27,7 @@ def faults(how):
     return int(python("-c", PROGRAM, how).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_memory_is_kept():
     """The third time 128 MiB are allocated and written, no new page is requested; by default all of them are."""

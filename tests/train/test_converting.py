@@ -28,7 +28,7 @@ from train.tasks.lm import LM, LM_MATCHING
 from train.tasks.recall import RECALL
 
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.xdist_group("train.converting")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train.converting")]
 
 SHORT = (
     "--steps 1 --batch 4 --length 32 --eval_every 100 --checkpoint_every 100 --warmup_steps 2 --sample_tokens 0 "

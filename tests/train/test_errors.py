@@ -47,6 +47,7 @@ def test_without_the_extra_a_command_says_so(name):
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
 
+@pytest.mark.slow
 def test_a_platform_that_jax_does_not_have(tmp_path):
     words = ("--steps", "1", "--workdir", str(tmp_path / "run"))
     result = python("-m", "train.lm", *words, JAX_PLATFORMS="gppu")

@@ -157,6 +157,7 @@ def test_blocks_follow_the_length_of_their_own_sequence():
     assert FORECAST_TOKENS.sized(FORECAST_TOKENS.presets["tokens"]).model.encoder_mechanism is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", ["last", "mean", "none"])
 def test_a_forecast_does_not_read_what_came(table, center):
     config = config_of(FORECAST, f"encoder --data {table} {TINY} --center {center}")

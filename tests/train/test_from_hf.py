@@ -60,6 +60,7 @@ def test_a_run_starts_from_the_weights_and_learns(run, folder):
     assert opened.config.model.vocab_size == config.vocab_size == 304
 
 
+@pytest.mark.slow
 def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
     """It is resumed, measured, continued and exported without; the export is read back."""
     copied = tmp_path / "run"
@@ -93,6 +94,7 @@ def test_a_run_needs_its_folder_of_weights_no_more(run, tmp_path, capsys):
     assert metrics_lines(tmp_path / "next")[0]["loss"] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--lora_rank 2 --dtype bfloat16 --accumulation 2"])
 def test_a_run_goes_on_from_a_checkpoint(folder, text, tmp_path, more):
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -155,6 +157,7 @@ def flat(params):
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # from torch and transformers
 def test_low_rank_changes_alone_are_trained(folder, text, tmp_path, capsys):
     """They learn the text, the folder's weights stay as they are, and the export has both together."""
@@ -209,6 +212,7 @@ def chats(place):
     return f"jsonl:{place}"
 
 
+@pytest.mark.slow
 def test_a_small_set_of_chats_is_learnt(folder, tmp_path, capsys):
     """Its questions get the answers, and the template goes with the export."""
     workdir = tmp_path / "run"

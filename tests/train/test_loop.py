@@ -181,6 +181,7 @@ def test_a_checkpoint_comes_after_the_lines_up_to_it(tmp_path, monkeypatch):
     assert order[:2] == ["lines", "checkpoint"]
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
     old = {"loop": {"seed": 0}, "optimizer": {"learning_rate": 0.1}}
     _train(tmp_path, config=old, steps=3)

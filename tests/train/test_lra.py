@@ -175,6 +175,7 @@ def test_the_table_measures_a_changed_run_again(runs, measured, tmp_path, monkey
     assert "| local, w = 4 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
     """A new run and damaged ones cost one line each; a truncated or an earlier version's result is measured again."""
     for name in ("good", "begun", "damaged", "cut"):
@@ -212,6 +213,7 @@ def started(run):
     return fresh, objective.start(fresh)
 
 
+@pytest.mark.slow
 def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
     """Trains on masked tokens; a classifier starts from that encoder's weights, and from a trained classifier's with
     its head."""
@@ -237,6 +239,7 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
         run(tmp_path / "other", f"{LOCAL} --mask_share 1", "denoise-listops")
 
 
+@pytest.mark.slow
 def test_marks_of_lit_pixels_are_classified():
     """Loss and accuracy are means over lit pixels of real rows; padding rows don't count."""
     model = TokenClassifier(EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, inputs="scale"))

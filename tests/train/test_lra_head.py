@@ -28,6 +28,7 @@ def test_a_linear_map_reads_what_is_linear_whatever_its_scale():
     assert (found == parity[400:]).mean() < 0.65
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "pooling"),
     [(Classifier, "mean"), (Classifier, "max"), (Classifier, "cls"), (PairClassifier, "mean")],
@@ -79,6 +80,7 @@ def test_a_narrow_hidden_layer_is_named():
         fitted_head(Classifier(config), params, [])
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_fitted_head(tmp_path):
     small = (
         "--train_examples 40 --valid_examples 30 --test_examples 8 --processes 1 --num_layers 1 --d_model 8 "
@@ -96,6 +98,7 @@ def test_a_run_starts_from_the_fitted_head(tmp_path):
         train.lra.main(f"listops --workdir {tmp_path / 'other'} {small} --fit_head -1".split())
 
 
+@pytest.mark.slow
 def test_the_head_of_pairs_is_fitted_to_a_random_encoder(tmp_path):
     pairs = [(0, b"aaab", b"abaa"), (1, b"caab", b"abcc")] * 20
     for split in ("train", "eval", "test"):

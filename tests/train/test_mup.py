@@ -67,6 +67,7 @@ def test_cores_of_structured_weights_go_by_what_they_sum_over():
     assert (rates["mixer/right"], rates["mixer/left"]) == (8 / 4, 8 / (4 * 2))  # 16 = 4 x 4, two terms
 
 
+@pytest.mark.slow
 def test_at_the_base_width_muP_changes_nothing():
     standard = small(FullConfig())
     same = dataclasses.replace(standard, mup_base_width=16)

@@ -125,6 +125,7 @@ def _orthogonalised(matrix):
     return x
 
 
+@pytest.mark.slow
 def test_two_steps_of_muon():
     """Heads are one matrix, stacked layers are one each; embeddings, read-outs and vectors keep AdamW."""
     settings = {"learning_rate": 0.1, "warmup_steps": 0, "decay": "constant", "clip_norm": 0.0}

@@ -225,6 +225,7 @@ def test_hybrids_in_the_table():
     assert [accuracy for _, accuracy in curve] == pytest.approx([0.2, 0.8, 0.85])
 
 
+@pytest.mark.slow
 def test_measuring_and_the_table(runs, capsys):
     lines = metrics_lines(runs / "full")
     assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6]

@@ -157,6 +157,7 @@ def test_it_begins_at_zero_and_learns(runs):
     assert read[0]["loss"] == pytest.approx(float(np.square(first["y"]).mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_measuring_and_the_table(runs, capsys):
     eval.tasks.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

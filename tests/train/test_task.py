@@ -73,6 +73,7 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_checkpoint_yet_has_its_configuration(tmp_path, capsys):
     """A run that was killed before its first checkpoint starts again as it was."""
     parity.main(["--workdir", f"{tmp_path}/run", "--steps", "2", "--bits", "5"])
@@ -82,6 +83,7 @@ def test_a_folder_without_a_checkpoint_yet_has_its_configuration(tmp_path, capsy
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["bits"] == 5
 
 
+@pytest.mark.slow
 def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
     """The corrected command may name other data and another tokenizer."""
     text = "the line of text\n" * 200

@@ -21,6 +21,7 @@ on_kernels = functools.partial(run, implementation="pallas_interpret")
 
 
 # Fast: the window kernel, and the kernel for any pattern with a mask of blocks and with merged parts.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "block_mask", "global_window")))
 def test_pattern_equals_oracle(name):
     """Causal where possible; test_absent.py has padded rows and segments."""
@@ -31,6 +32,7 @@ def test_pattern_equals_oracle(name):
     assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(["bucketed", "fixed"], ("bucketed",)))
 def test_traced_offset(name):
     """The position of a cache's first key is known only at run time, and may be negative."""
@@ -86,6 +88,7 @@ def run_biased(arrays, bias, **kwargs):
 BIASED = ["sliding", "dilated", "block_mask", "strided", "axial", "fixed", "global_window", "bucketed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alibi", "t5"])
 @pytest.mark.parametrize(
     "name", slow_unless([x for x in BIASED if x in PATTERNS and x != "fixed"], BIASED[:3])
@@ -108,6 +111,7 @@ def test_bias_equals_oracle(name, kind):
     assert oracles.relative_error(grad, pull(expected[4])) < 1e-5
 
 
+@pytest.mark.slow
 def test_bias_of_packed_rows_in_bfloat16():
     """Segments and lengths, NaN in the padding, and a bias of vectors that rotate with the distance."""
     rng = np.random.default_rng(5)

@@ -52,6 +52,7 @@ def test_samples_are_uniform_and_of_the_position_alone():
         assert (np.asarray(other) != drawn).mean() > 0.99
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_exist_leave_no_trace():
     arrays = random_qkv(12)[:3]
     options = {"factor": 1, "is_causal": True, "rng": KEY}

@@ -78,6 +78,7 @@ def test_equals_oracle(schedule, name, is_causal):
     assert name == "one" or oracles.relative_error(got[0], one[0]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_blocks_that_follow_the_input(is_causal):
     """Blocks may have any lengths, differ between sequences, and be scattered. Ids of aligned blocks give what
@@ -107,6 +108,7 @@ def test_ragged_lengths(length):
     )
 
 
+@pytest.mark.slow
 def test_many_tiles_and_steps(monkeypatch):
     """With such a small cache, every rectangle is cut into tiles that are processed one after the other."""
     monkeypatch.setattr(mlr_tiles, "CACHE_BYTES", 2**12)
@@ -133,6 +135,7 @@ def test_every_pair_is_in_one_rectangle(is_causal):
             assert seen.max() == 1
 
 
+@pytest.mark.slow
 def test_causal_bitwise():
     attend = functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
     check_causal(attend, random_qkv(150), (0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 149))

@@ -109,6 +109,7 @@ def run(*arguments, **environment):
     return python("-m", "eval.gpu_check", *arguments, **environment)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path):
     for name in ("triton", "jax_triton"):  # any module can replace them in what runs before
         (tmp_path / f"{name}.py").touch()
@@ -118,6 +119,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_end_is_hard(tmp_path):
     """Nothing runs after it, and the file has all results up to then."""
     pytest.importorskip("triton")

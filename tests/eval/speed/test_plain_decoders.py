@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from eval.speed.generation import PLAIN, GenerationOptions
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
@@ -15,6 +16,7 @@ OPTIONS = GenerationOptions(
 )
 
 
+@pytest.mark.slow
 def test_steps_equal_the_forward_pass():
     model = OPTIONS.model(PLAIN)
     tokens = jax.random.randint(jax.random.key(0), (1, 3), 0, 11)

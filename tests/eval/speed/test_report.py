@@ -68,6 +68,7 @@ def test_ratios_and_tokens_per_second():
     assert row["step_tokens_per_s"] == pytest.approx(1e5 / 4)
 
 
+@pytest.mark.slow
 def test_a_panel_for_what_was_measured(tmp_path):
     """Networks that only infer have one panel, decoders three, and layers four though one of them cannot decode."""
     measured = {"forward_s": 0.5, "train_s": 2.0, "train_bytes": 2**24}

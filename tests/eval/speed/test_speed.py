@@ -148,6 +148,7 @@ class LeakyConfig(FullConfig):
         return super().layer(dataclasses.replace(dimensions, is_causal=False), **kwargs)
 
 
+@pytest.mark.slow
 def test_wrong_layer_gets_no_number(monkeypatch, capsys):
     monkeypatch.setattr(layers, "default_config", lambda name, length: LeakyConfig())
     with pytest.raises(RunError, match="wrong results: full at n = 40"):
@@ -190,6 +191,7 @@ def test_too_slow_in_a_run(capsys):
     assert "functions, full at n = 96: too slow: a round would take about 0 s" in printed
 
 
+@pytest.mark.slow
 def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
     """A function that leaks the future is named and not timed, and the command fails."""
     leaks = dataclasses.replace(functions.CASES["full"], function=lambda options, *qkv: full_attention(*qkv))
@@ -214,6 +216,7 @@ def test_wrong_gradient_gets_no_number(monkeypatch):
         main(last_wins([*FUNCTIONS, "--torch", "False", "--mechanisms", "full"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum):
     calls = []

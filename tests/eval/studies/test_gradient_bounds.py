@@ -81,6 +81,7 @@ def _complex_steps(kind, params, d, tokens, targets):
     return gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mechanism"),
     [
@@ -159,6 +160,7 @@ def _check_summary(kind, got, rows):
     np.testing.assert_allclose(np.sort(sizes), np.sort(every), rtol=5e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_norm_attention_follows_norm_epsilon():
     """The measured gradients are the trained network's, and the bound uses its epsilon."""
     epsilon = 0.5
@@ -179,6 +181,7 @@ def test_norm_attention_follows_norm_epsilon():
     assert measures["bound"] == pytest.approx(1.5 * WIDTH / math.sqrt(epsilon))
 
 
+@pytest.mark.slow
 def test_each_of_two_mechanisms_that_share_a_layer(monkeypatch):
     config = DecoderConfig(
         num_layers=2, d_model=WIDTH, num_heads=HEADS, d_ff=8, vocab_size=VOCABULARY, mechanism=NormConfig(),

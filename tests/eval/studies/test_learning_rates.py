@@ -26,6 +26,7 @@ def test_command(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_rates_do_not_touch_each_other():
     settings = {"widths": (16, 32), "num_heads": 2, "num_layers": 1, "steps": 4, "batch": 2, "length": 16}
     both = losses(RateOptions(rates=(0.001, 0.01), **settings), 16, "muP", 0)

@@ -45,6 +45,7 @@ def generate(params, folder, **changes):
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
     write(tmp_path / "in.jsonl", PROMPTS)
     rows = generate(params, tmp_path)

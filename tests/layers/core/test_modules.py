@@ -51,6 +51,7 @@ def test_gated_norm(activation):
     assert relative_error(got, as_float64(x) / root * as_float64(scale) * opened) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "normalised"),
     [

@@ -51,6 +51,7 @@ def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
     assert not is_causal or not keep[:, :, 0, 0].all()
 
 
+@pytest.mark.slow
 def test_the_random_numbers_are_of_the_stream_dropout():
     d = dimensions(False)
     layer = FullConfig(dropout=RATE).layer(d)

@@ -18,6 +18,7 @@ def networks(**options):
     return model, drawn(model.init, TOKENS)
 
 
+@pytest.mark.slow
 def test_single_tokens_have_the_features_of_the_prompt():
     model, variables = networks()
     run = jax.jit(

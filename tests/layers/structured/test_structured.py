@@ -28,6 +28,7 @@ def test_default_ranks():
         assert full_rank == ((width, heads) != (36, 4)), (width, heads, ranks)
 
 
+@pytest.mark.slow
 def test_sizes_that_grow_with_the_sequence():
     """In generation the length of the cache sets the sizes: a full cache gives the outputs of training."""
     d = dimensions(16, 4, 2)

@@ -48,6 +48,7 @@ def test_a_launch_runs_on_cuda_alone():
     np.testing.assert_array_equal(jax.jit(lambda x: (launch(x), x)[1])(x), x)
 
 
+@pytest.mark.slow
 def test_long_batches_are_several_calls(monkeypatch):
     """Split by the rows that a grid allows and by the range of int32, in a mapped call too."""
     rows = []

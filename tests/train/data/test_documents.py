@@ -157,6 +157,7 @@ def test_rows_of_a_data_set_are_documents_until_lines_are(tmp_path, monkeypatch)
         load(DataConfig(data=f"hf:{tmp_path}/set"), tmp_path / "titled")
 
 
+@pytest.mark.slow
 def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     folder = tmp_path / "shards"
     line = f"--data {novels} --out {folder} --workers 1 --record 100".split()

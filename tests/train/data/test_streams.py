@@ -124,6 +124,7 @@ def test_evaluation_of_too_little_is_refused(size, limit):
         EvalStream(numbered(size), batch=1, length=4, limit=limit)
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_a_stream_half_read():
     program = """
 import sys

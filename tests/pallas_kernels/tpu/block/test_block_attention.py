@@ -188,12 +188,14 @@ BIASED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIASED)
 def test_bias_by_distance(name):
     rows, lengths, heads, kind, options = BIASED[name]
     check(rows, lengths, heads, kind, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slopes", "table"])
 def test_bfloat16_in_segments(kind):
     ids = np.arange(384, dtype=np.int32)[None] // 150
@@ -211,6 +213,7 @@ def test_gradients_of_several_launches_add_up(kind, monkeypatch, hostile):
     check(rows, (500, 400), (2, 1, 64), kind, numbers=numbers, causal=True, interpret=hostile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slopes", "table"])
 def test_causal_bitwise(kind):
     bias = bias_by_distance(kind, SLOPES[:1] if kind == "slopes" else table(1, 30))

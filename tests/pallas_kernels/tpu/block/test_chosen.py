@@ -59,6 +59,7 @@ def check(heads, lengths, runs, size, *, aligned, dtype=jnp.float32, tolerance=1
     oracle.check(got, want, tolerance)
 
 
+@pytest.mark.slow
 def test_whole_runs_of_grouped_heads_at_a_ragged_length():
     check((4, 2, 64), (300, 300), 5, 16, aligned=True)
 

@@ -88,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_matches_reference_in_float32(case, kind):
@@ -116,6 +117,7 @@ def test_huge_logits():
     check((256, 1, 1, 128, 127, 0), spread=3.4, with_log_sum=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count"),
     [
@@ -128,6 +130,7 @@ def test_table_of_other_distances(first, count):
     check((300, 2, 1, 64, 90, 20), "table", numbers=table(2, count), first=first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slopes", pytest.param("table", marks=SLOW)])
 @pytest.mark.parametrize(
     ("case", "blocks"),
@@ -142,6 +145,7 @@ def test_tiles_of_two_registers(kind, case, blocks):
     check(case, kind, numbers=numbers, first=-50, blocks=blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(None, jnp.float32), ("slopes", jnp.bfloat16), ("table", jnp.bfloat16)]
 )
@@ -182,6 +186,7 @@ def test_bias_is_added_after_the_cap(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("all_of_one_head", [False, pytest.param(True, marks=SLOW)])
 def test_minus_infinity_hides(all_of_one_head):
     """Distances with a bias of -inf, as in a table for a narrower window; queries that see no key give 0."""
