@@ -59,7 +59,7 @@ def pytest_addoption(parser):
         "--cases",
         type=float,
         metavar="N",
-        help="at most N cases of each test, chosen by the week (0: all; 0.5: one case of every second test)",
+        help="at most N cases of each test, chosen by the week (0: all; 0.5: one case of about half of the tests)",
     )
     parser.addoption("--cases-of", default=this_week(), metavar="WEEK", help="the week that chooses --cases")
 

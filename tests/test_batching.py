@@ -88,7 +88,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "local" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -91,7 +91,7 @@ def test_a_cache_keeps_the_first_tokens_and_the_outputs_are_of_all(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_unless(MODELS, ("hybrid",)))
+@pytest.mark.parametrize("name", MODELS)
 def test_the_likeliest_tokens_are_the_same(name):
     model, variables = made(name)
     other = made("local", seed=1, num_layers=1)

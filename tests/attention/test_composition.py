@@ -94,7 +94,7 @@ def test_derivatives_of_any_order(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_unless(CALLS, ("delta", "performer")))
+@pytest.mark.parametrize("name", CALLS)
 def test_no_array_outlives_its_call(name):
     """JAX's caches keep the functions that a call makes, and with them what these close over."""
     make, call = CALLS[name]

@@ -14,7 +14,6 @@ from tests.marks import slow_unless
 TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10) % 11
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(("local-sliding", "brl-layer"), ("local-sliding",)))
 def test_to_nnx(name):
     """With the same parameters, the bridged model has the Linen model's outputs and gradients."""

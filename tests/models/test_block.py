@@ -65,7 +65,6 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
     assert relative_error(run(Encoded(outputs)), whole) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("remat", slow_unless(["none", "full"], ("none",)))
 def test_a_stack_reads_an_encoder_in_every_layer(remat):
     stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=CrossConfig())

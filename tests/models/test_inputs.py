@@ -69,7 +69,6 @@ SETS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless(SETS, ("mean", "brl")))
 def test_a_set_of_vectors_has_no_order(kind):
     options = SETS[kind]

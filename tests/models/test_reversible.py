@@ -32,7 +32,6 @@ def ordinary(stack, variables, x, **call):
     return stack.apply(variables, x, mutable=("intermediates",), **call)[0][0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanisms",
     [ALTERNATE, pytest.param((REFORMER,) * 3, marks=pytest.mark.slow)],

@@ -67,7 +67,6 @@ NETWORKS = {
 SIZES = {"split-brl": (7, 7, 7)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(NETWORKS, ("alternate", "parallel", "transnormer")))
 def test_generation_is_training(name):
     """Prefill and steps through caches of several kinds give the logits of the whole text at once."""

@@ -199,7 +199,6 @@ def test_auto_context_grows_with_the_history():
     assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capacity", slow_unless([3, 4], (4,)))
 def test_generation_within_one_window_needs_no_history(capacity):
     """Prompt and new tokens fit in one window, whose history stays empty."""

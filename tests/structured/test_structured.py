@@ -149,7 +149,6 @@ def test_flops_equal_the_products(name):
     assert 0.5 * 64 * matrix.flops <= counted <= 64 * (matrix.flops + levels * matrix.shape[0])
 
 
-@pytest.mark.slow
 def test_cheaper_than_dense_at_full_rank():
     """A BTT of rank 1 and a butterfly of width 256 have full rank with far fewer numbers."""
     # A product of eight random factors is too close to singular for float32; a product of rotations is orthogonal.

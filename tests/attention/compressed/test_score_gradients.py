@@ -48,7 +48,6 @@ def _score_gradient(function, kind, size, is_causal):
     return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(size**2 * scores, jnp.float32)), np.float64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_linear_attentions_gradient_grows_without_bound_as_features_shrink(is_causal):
     """dL/ds_ij = d_out_i . (v_j - out_i) / sum_k s_ik: features 10 times smaller give a gradient 100 times larger."""

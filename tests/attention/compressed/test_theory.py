@@ -78,7 +78,6 @@ def _traced_norm(of, through, scale, weights, x, tokens):
     return jnp.linalg.norm(jax.jacfwd(output)(x[3]), 2)
 
 
-@pytest.mark.slow
 def test_m1_bounds_the_path_through_the_weights_alone():
     """Proposition 2.7 bounds the gradient by O(m) without M1, and by O(1) with it. Medians over 20 networks.
 

@@ -69,7 +69,6 @@ def test_forced_kernel_equals_xla(name):
         assert relative_error(a, b) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(CALLS, ("propagate",)))
 def test_forced_kernel_under_transformations(name):
     """Gradients under vmap, scan and remat equal XLA's."""

@@ -20,7 +20,6 @@ from tests.support.attention import assert_close, expect, outputs_and_gradients,
 on_kernel = functools.partial(outputs_and_gradients, full_attention, implementation="pallas_interpret")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16],
@@ -71,7 +70,6 @@ def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
         assert oracles.relative_error(x, y) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packed", slow_unless([False, True], (False,)))
 def test_mask_of_keys(packed):
     """A mask with padding anywhere, whose keys may be NaN; also with segments."""
@@ -97,7 +95,6 @@ class _Parity:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "offset", "traced"),
     slow_unless(

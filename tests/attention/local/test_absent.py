@@ -46,7 +46,6 @@ def check(name, implementation):
 
 
 # Fast: the window kernel and the kernel for any pattern. Dilated windows use the former, on rearranged tokens.
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
 def test_interpreted_kernels(name):
     check(name, "pallas_interpret")

@@ -21,7 +21,6 @@ on_kernels = functools.partial(run, implementation="pallas_interpret")
 
 
 # Fast: the window kernel, and the kernel for any pattern with a mask of blocks and with merged parts.
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "block_mask", "global_window")))
 def test_pattern_equals_oracle(name):
     """Causal where possible; test_absent.py has padded rows and segments."""
@@ -32,7 +31,6 @@ def test_pattern_equals_oracle(name):
     assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(["bucketed", "fixed"], ("bucketed",)))
 def test_traced_offset(name):
     """The position of a cache's first key is known only at run time, and may be negative."""
@@ -88,7 +86,6 @@ def run_biased(arrays, bias, **kwargs):
 BIASED = ["sliding", "dilated", "block_mask", "strided", "axial", "fixed", "global_window", "bucketed"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alibi", "t5"])
 @pytest.mark.parametrize(
     "name", slow_unless([x for x in BIASED if x in PATTERNS and x != "fixed"], BIASED[:3])

@@ -49,7 +49,6 @@ def plan(kind, pattern, arrays, **options):
     return kind.of(PatternCall(pattern=pattern, scale=1.0, **sizes, **options), *arrays[:2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(WINDOWS, ("ends in a tile", "both sides, ends in a tile")))
 def test_tiles_equal_oracle(name):
     length, left, right, is_causal, tiling = WINDOWS[name]
@@ -72,7 +71,6 @@ def test_shifts_equal_oracle(name):
     assert_close(run(*arrays, pattern=pattern, **options), expect(arrays, visible), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("right", "is_causal"), slow_unless([(0, True), (20, False)], (0,)))
 def test_lengths_segments_and_head_groups_in_tiles(right, is_causal):
     """NaN in padding, packed rows, and more heads than one step processes."""

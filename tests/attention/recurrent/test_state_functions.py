@@ -62,7 +62,6 @@ each_engine = pytest.mark.parametrize("name", slow_unless(NAMES, ("linear", "del
 each_form = pytest.mark.parametrize("platform", slow_unless(["cpu", "cuda"], ("cpu",)), indirect=True)
 
 
-@pytest.mark.slow
 @each_form
 @each_engine
 def test_pieces_of_any_size_continue_the_state(name, platform):
@@ -78,7 +77,6 @@ def test_pieces_of_any_size_continue_the_state(name, platform):
     jax.tree.map(close, state, expected_state)
 
 
-@pytest.mark.slow
 @each_form
 @each_engine
 def test_padding_leaves_no_trace(name, platform):
@@ -107,7 +105,6 @@ def test_padding_leaves_no_trace(name, platform):
         close(gradient, clean)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
 @pytest.mark.parametrize("name", slow_unless(PACKING, ("linear", "deltanet", "rwkv7")))
 def test_segments_are_apart(name, platform):

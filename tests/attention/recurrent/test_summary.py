@@ -118,7 +118,6 @@ def _oracle(name):
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_unless(CASES, ("linear", "linear, decay of a feature", "kda", "gated_deltanet_2"))
 )

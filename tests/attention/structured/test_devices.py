@@ -116,7 +116,6 @@ def seen(length, options, shape):
     return visible, d_out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(FEATURES, ("causal",)))
 def test_features_give_the_oracles_numbers_and_gradients(result, name):
     query, key, value = (np.asarray(x, np.float64) for x in featured())

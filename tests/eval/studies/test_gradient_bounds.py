@@ -81,7 +81,6 @@ def _complex_steps(kind, params, d, tokens, targets):
     return gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mechanism"),
     [

@@ -131,7 +131,6 @@ FAST = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(BIASED, FAST))
 def test_bias_and_mask(name):
     BIASED[name]()
@@ -145,7 +144,6 @@ def test_poisoned_memory_and_any_order(heads, bias, mask, hostile):
     check((1, 300, heads, 64), 4, bias, mask, block=128, splits=3, interpret=hostile)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("biased", "blocks", "block_size", "history", "head_dim", "ragged"),
     slow_unless(

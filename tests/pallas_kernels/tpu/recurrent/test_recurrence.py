@@ -115,7 +115,6 @@ CASES = [
 FAST = [(130, True, "mixed", "float32", True), (130, True, "features mixed", "float32", True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("length", "delta", "decay", "dtype", "packed"), slow_unless(CASES, FAST))
 def test_outputs_states_and_gradients_equal_the_recurrence(length, delta, decay, dtype, packed):
     check(length, *SIZES[length], delta, decay, dtype, packed)

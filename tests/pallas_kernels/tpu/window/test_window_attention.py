@@ -117,7 +117,6 @@ def test_huge_logits():
     check((256, 1, 1, 128, 127, 0), spread=3.4, with_log_sum=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count"),
     [
@@ -130,7 +129,6 @@ def test_table_of_other_distances(first, count):
     check((300, 2, 1, 64, 90, 20), "table", numbers=table(2, count), first=first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slopes", pytest.param("table", marks=SLOW)])
 @pytest.mark.parametrize(
     ("case", "blocks"),
@@ -186,7 +184,6 @@ def test_bias_is_added_after_the_cap(kind):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("all_of_one_head", [False, pytest.param(True, marks=SLOW)])
 def test_minus_infinity_hides(all_of_one_head):
     """Distances with a bias of -inf, as in a table for a narrower window; queries that see no key give 0."""
