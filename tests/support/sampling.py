@@ -1,8 +1,8 @@
 """Runs some cases of each test, different ones every week: a quick check that covers everything over time.
 
-A run of the whole suite takes one case of each test function; `--cases N` takes N, `--cases 0` all, and `--cases 0.5`
-one case of about half of the functions. Runs that name files or use -k take all cases. The week selects them, so that
-a failure can be repeated, and its mend is checked by the same cases; `--cases-of WEEK` selects as in another week.
+A run of the whole suite takes `--cases 0.7`, one case of about seven in ten test functions; `--cases 1` takes one case
+of each, `--cases N` N, and `--cases 0` all. Runs that name files or use -k take all cases. The week selects them, so
+that a failure can be repeated, and its mend is checked by the same cases; `--cases-of WEEK` selects as in another week.
 Tests that share a group (such as the laws of one mechanism, which share its compiled networks) select the same ones if
 they can."""
 
