@@ -56,7 +56,7 @@ def test_a_week_repeats_its_choice_and_weeks_see_all():
 @pytest.mark.parametrize(
     ("asked", "source", "keyword", "cases"),
     [
-        (None, "TESTPATHS", "", 0.7),
+        (None, "TESTPATHS", "", 0.6),
         (2, "TESTPATHS", "", 2),
         (0, "TESTPATHS", "", 0),
         (None, "ARGS", "", 0),
