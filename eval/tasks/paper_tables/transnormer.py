@@ -1,4 +1,4 @@
-"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `eval.tasks.lra_figures`, and
+"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `lra.py`, and
 table 7 is printed by `python -m eval.speed --levels classifiers`."""
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
-from train.data.lra.examples import Examples
+from train.data.bucketed import EvalBatches, TrainBatches, default_buckets
+from train.data.examples import Examples
 from train.engine.errors import UserError
 
 BUCKETS = (4, 8, 16)
