@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from brl_jax.fields import complaint_about
+from brl_jax.fields import complaint_about, part_of
 from brl_jax.layers import MECHANISMS, Mechanism
 
 T = TypeVar("T")
@@ -74,9 +74,3 @@ def to_json(config: Any) -> dict[str, Any]:
 
 def _join(*path: str) -> str:
     return ".".join(filter(None, path))
-
-
-def part_of(hint: Any) -> type | None:
-    """Returns the dataclass in a field's type, or None."""
-    options = (hint, *typing.get_args(hint))
-    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

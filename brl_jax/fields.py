@@ -224,6 +224,12 @@ def _read_hints(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
+def part_of(hint: Any) -> type | None:
+    """Returns the dataclass in a field's type, or None."""
+    options = (hint, *typing.get_args(hint))
+    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)
+
+
 def is_checked(hint: Any) -> bool:
     """Whether `complaint_about` checks values of a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -8,7 +8,7 @@ from typing import Any
 
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.stack import Stack
-from brl_jax.models.tlinformer.stack import TLinFormerStack
+from brl_jax.models.tlinformer import TLinFormerStack
 
 # Keys are `Mechanism.network`.
 NETWORKS: Mapping[str | None, type[Stack]] = MappingProxyType({None: Stack, "tlinformer": TLinFormerStack})

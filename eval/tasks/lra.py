@@ -22,7 +22,7 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
-from eval.tasks.lra_figures import NOTES, PAPERS
+from eval.tasks.paper_tables.lra import NOTES, PAPERS
 from train.cli.summary import mechanism_names
 from train.data.lra.tasks import LRA_TASKS
 from train.tasks.lra import LRA

@@ -19,8 +19,8 @@ from brl_jax.models import Encoder
 from eval.harness.main import Evaluation
 from eval.harness.options import RunOptions
 from eval.harness.runs import Run, run_facts
-from train.data.lra.batches import EvalBatches
-from train.data.lra.examples import Examples
+from train.data.bucketed import EvalBatches
+from train.data.examples import Examples
 from train.data.lra.tasks import LRA_TASKS
 from train.engine.errors import UserError
 from train.tasks.lra import LRA

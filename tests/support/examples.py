@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from train.data.lra.examples import Examples
+from train.data.examples import Examples
 
 BUCKETS = (4, 8, 16)
 

@@ -17,7 +17,7 @@ from eval.harness.groups import compared
 from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.lra import markdown
-from eval.tasks.lra_figures import BRL, BRL_ABLATION, NOTES, PAPERS, TRANSNORMER
+from eval.tasks.paper_tables.lra import BRL, BRL_ABLATION, NOTES, PAPERS, TRANSNORMER
 from tests.support.command_lines import config_of, last_wins
 from tests.support.logs import metrics_lines
 from tests.support.parameters import drawn

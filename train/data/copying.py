@@ -16,9 +16,9 @@ from etils import epath
 
 from brl_jax.fields import MOST, Checked, Count, Length, Range
 from brl_jax.json_files import parse_json
+from train.data.bucketed import EvalBatches, TrainBatches, default_buckets
+from train.data.examples import Examples, examples_of
 from train.data.files import numbered_lines, packed_or_not, parsed, shown
-from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
-from train.data.lra.examples import Examples, examples_of
 from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.engine.batch import Batch

@@ -19,8 +19,9 @@ from jaxtyping import Float, Int
 
 from brl_jax.json_files import read_json
 from train.data.files import npy_file
-from train.data.splits import Part, Split
-from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.splits import Split
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.pieces import Part, text_pieces
 from train.engine.errors import UserError
 from train.engine.metrics import tracked
 from train.engine.storage import writing

@@ -22,14 +22,22 @@ from train.data.mixture import MixedStreams, Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Source, digest
+from train.data.splits import SPLITS, Source
 from train.data.streams import TokenStreams
 from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
 from train.data.tokenizers.published import is_pretrained
 from train.engine.errors import UserError, reason
 from train.engine.fields import Free
-from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
+from train.engine.storage import (
+    as_os_errors,
+    check_address,
+    copy_files,
+    digest,
+    is_remote,
+    user_cache,
+    write_whole,
+)
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from train.data.splits import DocumentStart
+from train.data.tokenizers.pieces import DocumentStart
 from train.engine.errors import UserError
 
 RECORDS = "records"

@@ -18,8 +18,8 @@ import numpy as np
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.fields import Checked, Natural, Range
+from train.data.examples import Examples, examples_of
 from train.data.files import belongs, numbered_lines, packed_or_not, parsed, shown
-from train.data.lra.examples import Examples, examples_of
 from train.data.named_sources import load_hf, open_tfds
 from train.data.tokenizers.base import Tokenizer
 from train.engine.errors import UserError

@@ -20,11 +20,13 @@ from jaxtyping import Int
 
 from train.data.named_sources import document_blocks, load_hf, naming, text_field
 from train.data.repeated import RowNumbers, check_identity, chosen_rows
-from train.data.splits import SPLIT_NAMES, Source, Split, digest
-from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.splits import SPLIT_NAMES, Source, Split
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.pieces import text_pieces
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.hosts import gather
+from train.engine.storage import digest
 
 PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brl_jax.json_files import check_json, parse_json
-from train.data.chat import ANSWERS, ROLES, ChatTemplate
-from train.data.splits import DocumentStart, Part
+from train.data.tokenizers.chat import ANSWERS, ROLES, ChatTemplate
+from train.data.tokenizers.pieces import DocumentStart, Part
 from train.engine.errors import UserError
 
 _KINDS = (("text",), ("messages",), ("prompt", "completion"))

@@ -11,10 +11,10 @@ import numpy as np
 
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches, RowNumbers, chosen_rows
-from train.data.splits import digest
 from train.data.streams import text_identity
 from train.engine.batch import Batch
 from train.engine.errors import UserError
+from train.engine.storage import digest
 
 # A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
 SEGMENT_STEPS = 16

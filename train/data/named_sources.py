@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
+from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split
+from train.data.tokenizers.pieces import DocumentStart
 from train.engine.errors import UserError
+from train.engine.storage import digest
 
 _ROWS = 256
 _STRINGS = ("string", "large_string", "string_view")

@@ -17,10 +17,11 @@ from jaxtyping import Int
 
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus
-from train.data.splits import SPLITS, digest
+from train.data.splits import SPLITS
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, one_line
+from train.engine.storage import digest
 
 MANIFEST = "tokens.json"
 SHARD = {"tokens": int, "bytes": int, "digest": str, "extra": list[list[int]], "starts": list[int]}

@@ -24,15 +24,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from train.data.chat import ChatTemplate
 from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.json_lines import Line, documents
 from train.data.named_sources import open_hf_text, open_tfds_text, source_of_rows
-from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.data.tokenizers.base import CONFIG, NotUtf8
+from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split
+from train.data.tokenizers.base import CONFIG
+from train.data.tokenizers.chat import ChatTemplate
+from train.data.tokenizers.pieces import DocumentStart, NotUtf8
 from train.engine.errors import UNREADABLE, UserError, one_line, reason
-from train.engine.storage import as_os_errors, is_remote, wait_for_answer
+from train.engine.storage import as_os_errors, digest, is_remote, wait_for_answer
 
 _EXPECTED = (
     "stdlib, text:GLOB, jsonl:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 SPLITS = ("train", "valid", "test")
 # The words by which data sets and files name them.
@@ -19,22 +17,6 @@ SPLIT_NAMES = {
     "dev": "valid",
     "test": "test",
 }
-
-
-class Part(bytes):
-    """The first bytes of a part of a document, in a text that comes in blocks; blocks that are plain bytes go on with
-    it. No token has text of two parts. `weight` is how much a part's tokens count in the loss."""
-
-    weight: float
-
-    def __new__(cls, text: bytes = b"", weight: float = 1.0) -> Self:
-        part = super().__new__(cls, text)
-        part.weight = weight
-        return part
-
-
-class DocumentStart(Part):
-    """The first part of a document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +42,3 @@ class Source:
     splits: Mapping[str, Split]
     readers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     holds_out: bool = False
-
-
-def digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -24,9 +24,10 @@ from brl_jax.json_files import read_json
 from train.data.dataset import DataConfig, check_holdout, tokenizer_of
 from train.data.shards import MANIFEST, SHARD
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Part, Source
-from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.splits import SPLITS, Source
+from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
+from train.data.tokenizers.pieces import Part, text_pieces
 from train.engine.errors import UserError
 from train.engine.fields import Decided
 from train.engine.folder import leaving_no_empty

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from brl_jax.configuration import part_of
+from brl_jax.fields import part_of
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import tempfile
@@ -15,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 
@@ -173,6 +174,11 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
 def user_cache() -> Path:
     """The user's cache folder."""
     return Path.home() / ".cache" / "brl-jax"
+
+
+def digest(*parts: Any) -> str:
+    """The hash, in hexadecimal, of values that JSON can represent; it names what is cached."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class Mirror:

@@ -13,9 +13,9 @@ import optax
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig
+from train.data.bucketed import EvalBatches, TrainBatches, default_buckets
+from train.data.examples import Examples
 from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConfig, load_glue
-from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
-from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
-from train.data.lra.batches import EvalBatches
+from train.data.bucketed import EvalBatches
 from train.data.lra.tasks import LRA_TASKS
 from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brl_jax.configuration import to_json
-from train.data.lra.batches import EvalBatches, TrainBatches
-from train.data.lra.examples import Examples, Source
+from train.data.bucketed import EvalBatches, TrainBatches
+from train.data.examples import Examples, Source
 from train.data.lra.tasks import load
 from train.engine.config_file import flatten, option_name
 from train.engine.fields import Mark, marked

@@ -1,4 +1,4 @@
-"""TLinFormer's configuration; its network is in `brl_jax.models.tlinformer.stack`."""
+"""TLinFormer's configuration; its network is in `brl_jax.models.tlinformer`."""
 
 from __future__ import annotations
 

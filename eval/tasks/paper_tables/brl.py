@@ -1,4 +1,4 @@
-"""Tables of BRL-Attention (OpenReview Vpyg3fqXbl). Those of the Long Range Arena are in `eval.tasks.lra_figures`."""
+"""Tables of BRL-Attention (OpenReview Vpyg3fqXbl). Those of the Long Range Arena are in `lra.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `eval.tasks.lra_figures`."""
+"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `lra.py`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from tests.support.texts import full_disk, write_splits
 from train.data import corpus as corpus_module
 from train.data.dataset import DataConfig, forget_unstarted, load
 from train.data.streams import EvalStream
-from train.data.tokenizers.base import text_pieces
 from train.data.tokenizers.named import BytesTokenizer, load_tokenizer
+from train.data.tokenizers.pieces import text_pieces
 from train.engine.errors import UserError
 
 

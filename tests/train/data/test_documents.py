@@ -13,9 +13,8 @@ from train.data import sources as sources_module
 from train.data.dataset import DataConfig, load
 from train.data.documents import check_documents, cut_documents
 from train.data.mixture import SEGMENT_STEPS, MixedStreams, Mixture, joined
-from train.data.splits import DocumentStart
 from train.data.streams import EvalStream, TokenStreams
-from train.data.tokenizers.base import text_pieces
+from train.data.tokenizers.pieces import DocumentStart, text_pieces
 from train.engine.errors import UserError
 from train.tokenize import main as tokenize
 

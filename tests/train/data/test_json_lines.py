@@ -7,11 +7,11 @@ import pytest
 
 from tests.support.texts import corpus_of
 from tests.train.pretrained import TEMPLATE, write_tokenizer
-from train.data.chat import ChatTemplate, template_of
 from train.data.dataset import DataConfig, load
 from train.data.mixture import MixedStreams, Mixture, joined
 from train.data.packed import PackedHeldOut, PackedStreams, fill_rows
 from train.data.streams import EvalStream, TokenStreams
+from train.data.tokenizers.chat import ChatTemplate, template_of
 from train.engine.errors import UserError
 
 

@@ -9,12 +9,12 @@ import scipy.sparse as sp
 
 from tests.support.examples import BUCKETS, examples
 from tests.support.texts import numbered
+from train.data.bucketed import EvalBatches, TrainBatches
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
 from train.data.graphs.graph import Graph, Relation
 from train.data.graphs.subgraphs import Subgraphs
 from train.data.in_context import HeldOutPrompts, InContextConfig
-from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.masking import MaskedBatches, MaskedHeldOut
 from train.data.mixture import MixedStreams, Mixture
 from train.data.packed import PackedHeldOut, PackedStreams

@@ -11,8 +11,8 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.tokenizers.base import text_pieces
 from train.data.tokenizers.named import load_tokenizer, train_tokenizer
+from train.data.tokenizers.pieces import text_pieces
 from train.engine.errors import UserError
 
 SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8", "chars", "chars:max=8")

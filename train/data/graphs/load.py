@@ -15,11 +15,11 @@ from train.data.files import file_stats
 from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
-from train.data.splits import SPLITS, digest
+from train.data.splits import SPLITS
 from train.engine.errors import UserError, reason
 from train.engine.fields import Free, Needed
 from train.engine.folder import leaving_no_empty
-from train.engine.storage import check_local, user_cache, writing
+from train.engine.storage import check_local, digest, user_cache, writing
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
 _FORMAT = 3

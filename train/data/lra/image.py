@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from train.data.examples import Source, digest, tfds_source
 from train.data.files import SPLIT_OF, file_stats, rows_of
-from train.data.lra.examples import Source, digest, tfds_source
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 10

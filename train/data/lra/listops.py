@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Int, Int8, UInt8
 
 from brl_jax.fields import Checked, Natural, Range
+from train.data.examples import Source, digest
 from train.data.files import file_stats, numbered_lines, parsed, shown, split_files, writing_folder
-from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.engine.errors import UserError
 

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image, ImageDraw
 
+from train.data.examples import Source, digest
 from train.data.files import file_stats, numbered_lines, parsed, shown, writing_folder
-from train.data.lra.examples import Source, digest
 from train.data.lra.workers import in_processes
 from train.data.splits import SPLITS
 from train.engine.errors import UserError, one_line

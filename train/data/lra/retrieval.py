@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from train.data.examples import Source, digest
 from train.data.files import (
     file_stats,
     find_file,
@@ -20,7 +21,6 @@ from train.data.files import (
     shown,
     split_files,
 )
-from train.data.lra.examples import Source, digest
 from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 2

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 from etils import epath
 
 from brl_jax.fields import Checked, Length, Natural, Seed
+from train.data.bucketed import default_buckets
 from train.data.dataset import cache_folder
+from train.data.examples import Examples, Source, open_examples
 from train.data.lra import image, listops, pathfinder, retrieval, text
-from train.data.lra.batches import default_buckets
-from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
 from train.engine.errors import UserError, reason
 from train.engine.fields import Decided, Free

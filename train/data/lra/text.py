@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from train.data.examples import Source, digest, tfds_source
 from train.data.files import SPLIT_OF, belongs, file_stats, labelled_text, numbered_lines, parsed, split_files
-from train.data.lra.examples import Source, digest, tfds_source
 from train.engine.errors import UserError, reason
 
 NUM_CLASSES = 2

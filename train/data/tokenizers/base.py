@@ -1,26 +1,23 @@
-"""What every tokenizer is: the interface, and text in pieces as tokenizers read it."""
+"""What every tokenizer is."""
 
 from __future__ import annotations
 
 import abc
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.chat import ChatTemplate
-from train.data.splits import DocumentStart, Part, digest
+from train.data.tokenizers.chat import ChatTemplate
+from train.data.tokenizers.pieces import DocumentStart
 from train.engine.errors import UserError
-from train.engine.storage import write_whole
+from train.engine.storage import digest, write_whole
 
 CONFIG = "tokenizer_config.json"
-PIECE = 1 << 20
-_SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096
 NO_EXTRA = np.zeros((0, 2), np.int64)
 
 
@@ -128,20 +125,6 @@ class Tokenizer(abc.ABC):
             write_whole(folder / name, text)
 
 
-class NotUtf8(UserError):
-    """Text that a tokenizer cannot read; `train.data.sources.naming_file` says where it is."""
-
-
-def decode_piece(piece: bytes) -> str:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError as error:
-        raise NotUtf8(
-            f"--data: the text is not UTF-8 ({piece[error.start : error.start + 8]!r}); "
-            "convert it, or use --tokenizer bytes"
-        ) from error
-
-
 def check_utf8(text: str) -> None:
     """Raises UserError for a text with bytes that the command line could not decode, or with half a surrogate pair."""
     if not text.isascii() and text.encode(errors="replace").decode() != text:
@@ -171,44 +154,3 @@ def continuation(tokenizer: Tokenizer, prompt: Int[np.ndarray, " P"], tokens: In
     whole = tokenizer.decode(np.concatenate([prompt, tokens]).astype(np.int32))
     same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
     return whole[same:]
-
-
-def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
-    """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
-    after a character, and where a part ends. The first piece of a part is a `Part` with its weight."""
-    pending = bytearray()
-    kind: Callable[[bytearray], bytes] = bytes
-    for block in blocks:
-        if isinstance(block, Part):
-            if pending:
-                yield kind(pending)
-            pending, kind = bytearray(), functools.partial(type(block), weight=block.weight)
-        pending += block
-        start = 0
-        while len(pending) - start > size:
-            stop = start + size
-            cut = pending.rfind(b"\n", start, stop) + 1 or pending.rfind(b" ", start, stop) + 1
-            if not cut:
-                cut = stop
-                while cut > stop - 3 and pending[cut] & 0xC0 == 0x80:
-                    cut -= 1
-            yield kind(pending[start:cut])
-            start, kind = cut, bytes
-        del pending[:start]
-    if pending:
-        yield kind(pending)
-
-
-def piece_batches(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The pieces in smaller ones, a batch at a time, for a library that spreads a batch over the cores and keeps some
-    hundred bytes a token until it is done."""
-    batch: list[bytes] = []
-    size = 0
-    for piece in text_pieces(pieces, _SMALL_PIECE):
-        batch.append(piece)
-        size += len(piece)
-        if len(batch) == _BATCH_PIECES or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -14,7 +14,8 @@ from jaxtyping import Int
 
 from brl_jax.fields import MOST
 from brl_jax.json_files import read_json
-from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, decode_piece
+from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer
+from train.data.tokenizers.pieces import decode_piece
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
 from train.data.tokenizers.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.engine.errors import UserError

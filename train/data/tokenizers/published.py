@@ -15,16 +15,9 @@ from etils import epath
 from jaxtyping import Int
 
 from brl_jax.json_files import check_regular, read_json
-from train.data.chat import ChatTemplate, template_of
-from train.data.tokenizers.base import (
-    CONFIG,
-    NO_EXTRA,
-    Encoded,
-    Tokenizer,
-    check_utf8,
-    decode_piece,
-    piece_batches,
-)
+from train.data.tokenizers.base import CONFIG, NO_EXTRA, Encoded, Tokenizer, check_utf8
+from train.data.tokenizers.chat import ChatTemplate, template_of
+from train.data.tokenizers.pieces import decode_piece, piece_batches
 from train.engine.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from train.data.tokenizers.base import Encoded, Tokenizer, decode_piece
+from train.data.tokenizers.base import Encoded, Tokenizer
+from train.data.tokenizers.pieces import decode_piece
 from train.engine.errors import UserError
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"

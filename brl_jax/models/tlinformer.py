@@ -34,7 +34,7 @@ from brl_jax.layers.core.protocol import check_packs
 from brl_jax.models.cross_attention import CrossSizes
 from brl_jax.models.stack import Stack
 from brl_jax.models.stack_call import Recall, StackCall, check_room
-from brl_jax.models.tlinformer.layers import Layers, train_window
+from brl_jax.models.tlinformer_layers import Layers, train_window
 
 # How many rows of the history a miss restores at a time.
 _PIECE = 1024

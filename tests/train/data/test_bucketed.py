@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.examples import BUCKETS, examples
-from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
+from train.data.bucketed import EvalBatches, TrainBatches, default_buckets
 from train.engine.errors import UserError
 
 

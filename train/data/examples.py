@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from brl_jax.json_files import read_json
-from train.data import splits
 from train.data.files import SPLIT_OF, npy_file, rows_of
 from train.data.named_sources import open_tfds
+from train.engine import storage
 from train.engine.errors import UserError
 from train.engine.metrics import log
 from train.engine.storage import writing
@@ -99,7 +99,7 @@ def examples_of(pieces: Sequence[np.ndarray], labels: Sequence[int], parts: int,
 
 def digest(*parts: Any) -> str:
     """Hash of values that JSON can represent."""
-    return splits.digest(_FORMAT, *parts)[:16]
+    return storage.digest(_FORMAT, *parts)[:16]
 
 
 def open_examples(

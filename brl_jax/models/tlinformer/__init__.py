@@ -1,1 +1,0 @@
-"""TLinFormer's network (arXiv:2508.20407): windows that read their history through a small context."""
