@@ -5,7 +5,7 @@ import gzip
 import json
 import resource
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,12 @@ from train.data.corpus import Corpus
 def write(path: Path, content: bytes) -> None:
     """Writes a file, compressed if its name ends in .gz."""
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """The same for lines, in a folder that need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def write_splits(folder: Path, both: str = "", **texts: str) -> str:

@@ -1,6 +1,5 @@
 """Copying: pairs checked against their definition, files of texts, and the commands as a user runs them."""
 
-import gzip
 import json
 
 import numpy as np
@@ -10,6 +9,7 @@ import eval.tasks.copy
 import train.copy
 from eval.harness.groups import by_network, compared
 from tests.support.command_lines import config_of, last_wins
+from tests.support.texts import write_lines
 from train.data.copying import CopyDataConfig, HeldOutPairs, PairStream, draw_pairs, load_pairs
 from train.data.drawn import HeldOutDrawn
 from train.engine.errors import UserError
@@ -47,18 +47,11 @@ def test_lengths_are_exact_where_asked_for():
     assert [b["weights"].any(axis=1).sum() for b in held_out] == [3, 2, 3, 2]
 
 
-def write(folder, split, lines, packed=False):
-    folder.mkdir(parents=True, exist_ok=True)
-    data = "".join(f"{line}\n" for line in lines).encode()
-    path = folder / f"{split}.jsonl{'.gz' if packed else ''}"
-    path.write_bytes(gzip.compress(data) if packed else data)
-
-
 def write_pairs(folder, count=20):
     lines = [json.dumps({"source": s, "target": t, "id": 1}) for s, t in PAIRS * (count // len(PAIRS))]
-    write(folder, "train", lines, packed=True)
-    write(folder, "valid", lines[:5])
-    write(folder, "test", ["", *lines[:7]])
+    write_lines(folder / "train.jsonl.gz", lines)
+    write_lines(folder / "valid.jsonl", lines[:5])
+    write_lines(folder / "test.jsonl", ["", *lines[:7]])
 
 
 def test_texts_become_pairs(tmp_path):
@@ -101,7 +94,7 @@ def test_texts_become_pairs(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["words", "words:2", "words:max=4", "chars:9"])
 def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_path):
     write_pairs(tmp_path / "data")
-    write(tmp_path / "data", "valid", ['{"source": "a Ω new", "target": "a x"}'])
+    write_lines(tmp_path / "data" / "valid.jsonl", ['{"source": "a Ω new", "target": "a x"}'])
     config = CopyDataConfig(data_dir=str(tmp_path / "data"), tokenizer=tokenizer)
     data = load_pairs(config, str(tmp_path / "run"), ("train", "valid"))
     batch = next(iter(HeldOutPairs(data.examples["valid"], batch=1, buckets=config.buckets)))
@@ -125,7 +118,7 @@ def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_pa
 )
 def test_bad_lines_are_named(line, message, tmp_path):
     write_pairs(tmp_path / "data")
-    write(tmp_path / "data", "valid", ['{"source": "a", "target": "b"}', "", line])
+    write_lines(tmp_path / "data" / "valid.jsonl", ['{"source": "a", "target": "b"}', "", line])
     with pytest.raises(UserError, match=rf"^--data_dir: .*valid\.jsonl, line 3: {message}"):
         run(tmp_path / "run", f"--data_dir {tmp_path / 'data'}")
     assert not (tmp_path / "run").exists()
@@ -137,7 +130,7 @@ def test_missing_and_empty_files(tmp_path):
         UserError, match=r"--data_dir: expected .*train\.jsonl or train\.jsonl\.gz; there is neither"
     ):
         load_pairs(config, str(tmp_path / "run"), ("train",))
-    write(tmp_path, "train", [])
+    write_lines(tmp_path / "train.jsonl", [])
     with pytest.raises(UserError, match=r"--data_dir: expected pairs in .*train\.jsonl, got none"):
         load_pairs(config, str(tmp_path / "run"), ("train",))
 

@@ -1,6 +1,5 @@
 """GLUE: its files, rows of one and two sentences, metrics, the paper's table, and fine-tuning as a user runs it."""
 
-import gzip
 import json
 
 import flax.linen as nn
@@ -16,6 +15,7 @@ from eval.harness.runs import open_run
 from eval.tasks.glue import PAPER, best_rates, markdown, summarise, task_metrics
 from tests.support.command_lines import TINY_MLM, config_of, last_wins
 from tests.support.logs import metrics_lines
+from tests.support.texts import write_lines
 from tests.train.buckets import check_read_alike
 from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_glue
 from train.data.tokenizers.named import BytesTokenizer
@@ -27,17 +27,10 @@ from train.tasks.task import read_config
 SEPARATOR = 257
 
 
-def write(folder, name, lines, packed=False):
-    folder.mkdir(parents=True, exist_ok=True)
-    data = "\n".join(lines).encode() + b"\n"
-    path = folder / (name + (".gz" if packed else ""))
-    path.write_bytes(gzip.compress(data) if packed else data)
-
-
 def cola(folder, rows=40):
     lines = [f"gj04\t{i % 2}\t\t{'The cat sat' if i % 2 else 'Cat the sat'} {i}." for i in range(rows)]
-    write(folder / "CoLA", "train.tsv", lines, packed=True)
-    write(folder / "CoLA", "dev.tsv", lines[:12])
+    write_lines(folder / "CoLA" / "train.tsv.gz", lines)
+    write_lines(folder / "CoLA" / "dev.tsv", lines[:12])
 
 
 def read(folder, task, splits=("train", "valid", "test"), **options):
@@ -57,7 +50,9 @@ def test_a_file_without_a_header_and_every_tenth_row_for_validation(tmp_path):
 
 def test_two_sentences_and_columns_by_name(tmp_path):
     header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
-    write(tmp_path / "MRPC", "dev.tsv", [header, '1\t1\t2\tHe said "yes.\tYes, he "said', "0\t3\t4\tA\tB"])
+    write_lines(
+        tmp_path / "MRPC" / "dev.tsv", [header, '1\t1\t2\tHe said "yes.\tYes, he "said', "0\t3\t4\tA\tB"]
+    )
     examples = read(tmp_path, "mrpc", ("test",))["test"]
     assert examples.labels.tolist() == [1, 0]
     assert examples[1][0].tolist() == [ord("A"), SEPARATOR, ord("B")]
@@ -69,7 +64,7 @@ def test_questions_with_the_gaps_of_the_published_file(tmp_path, capsys):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
     whole = [f"{i}\t{i}\t{i}\tA{i}\tB{i}\t{i % 2}" for i in range(20)]
     lines = [header, *whole[:3], "3\t3\t3\tWhat is", *whole[3:], "20\t1\t2\tC\t\t1"]
-    write(tmp_path / "QQP", "train.tsv", lines)
+    write_lines(tmp_path / "QQP" / "train.tsv", lines)
     found = read(tmp_path, "qqp", ("train", "valid"))
     assert (len(found["train"]), found["valid"].labels.tolist()) == (19, [1, 1])
     assert bytes(found["valid"][0][0][:2].astype(np.uint8)) == b"A9"
@@ -77,19 +72,19 @@ def test_questions_with_the_gaps_of_the_published_file(tmp_path, capsys):
     assert "lines left out, as they lack a sentence or a label: 1" in " ".join(
         capsys.readouterr().err.split()
     )
-    write(tmp_path / "QQP", "train.tsv", [header, "0\t1\t2\tA\tB\t2"])
+    write_lines(tmp_path / "QQP" / "train.tsv", [header, "0\t1\t2\tA\tB\t2"])
     with pytest.raises(UserError, match=r"line 2: expected the label 0 or 1, got '2'"):
         read(tmp_path, "qqp", ("train",))
 
 
 def test_scores_and_two_test_splits(tmp_path):
-    write(
-        tmp_path / "STS-B", "dev.tsv", ["index\tsentence1\tsentence2\tscore", "0\ta\tb\t3.25", "1\tc\td\t5"]
+    write_lines(
+        tmp_path / "STS-B" / "dev.tsv", ["index\tsentence1\tsentence2\tscore", "0\ta\tb\t3.25", "1\tc\td\t5"]
     )
     assert read(tmp_path, "stsb", ("test",))["test"].labels.tolist() == [3250, 5 * SCORE_STEPS]
     for split, label in (("matched", "neutral"), ("mismatched", "contradiction")):
         lines = ["index\tsentence1\tsentence2\tgold_label", f"0\ta\tb\t{label}"]
-        write(tmp_path / "MNLI", f"dev_{split}.tsv", lines)
+        write_lines(tmp_path / "MNLI" / f"dev_{split}.tsv", lines)
     assert read(tmp_path, "mnli", ("test",))["test"].labels.tolist() == [1]
     assert read(tmp_path, "mnli", ("dev_mismatched",))["dev_mismatched"].labels.tolist() == [2]
 
@@ -123,7 +118,7 @@ def test_the_longer_sentence_is_cut_first(lengths, kept):
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, task, lines, message):
-    write(tmp_path, "dev.tsv", lines)
+    write_lines(tmp_path / "dev.tsv", lines)
     with pytest.raises(UserError, match=message):
         read(tmp_path, task, ("test",))
 

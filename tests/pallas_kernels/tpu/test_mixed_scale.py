@@ -71,7 +71,7 @@ def histories(q, k, v, g, scale, **options):
     total = [np.zeros(x.shape) for x in (q, q, k, v)]
     for b in range(2):
         part = slice(b * 64, b * 64 + 192)
-        out, gq, gk, _, gv, _ = one(q[:, b], k[:, part], None, v[:, part], grad=g[:, b])
+        out, gq, gk, gv = one(q[:, b], k[:, part], None, v[:, part], grad=g[:, b])
         total[0][:, b], total[1][:, b] = out, gq
         total[2][:, part] += gk
         total[3][:, part] += gv

@@ -118,15 +118,14 @@ def compress(
         lengths = jnp.asarray(lengths)
     options = {"scale": head_dim**-0.5, "score": score, "key_lengths": lengths}
     d_out = random(5, *query.shape, dtype=dtype)
-    key_of_contrast = clean[1] if contrast else None
-    want = oracle.compress(
-        query, clean[0], key_of_contrast, clean[2], gamma, options["scale"], score, d_out, seen
-    )
+    operands = query, *clean, gamma
+    if not contrast:
+        operands = query, clean[0], None, clean[2], None
+    want = oracle.compress(*operands, options["scale"], score, d_out, seen)
     if contrast:
         run = lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, contrast_key, value, gamma)
     else:
-        want = [x for x in want if x is not None]
         run = lambda q, k, v: triton.compress(q, k, None, v, gamma=None, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, value)
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
@@ -250,31 +249,23 @@ def gau(
 
     out, pull = jax.vjp(run, query, key, value, *vectors)
     d_out = random(5, *out.shape, dtype=dtype)
-    rows, columns = np.asarray(query, np.float64) / weights, np.asarray(clean_key, np.float64)
-    if before:  # row 0's earlier tokens lie three positions further left
-        columns[0, before - 3 :][:length] = columns[0, before:]
-        clean_value = np.asarray(clean_value, np.float64)
-        clean_value[0, before - 3 :][:length] = clean_value[0, before:]
-    turned = []
-    if bias:
-        places = (
-            np.broadcast_to(at_query[:, :, 0], (batch, length)),
-            np.broadcast_to(at_key[:, 0], (batch, total)),
-        )
-        turned = [oracle.rotated(v, p) for v, p in zip(vectors, places)]
-        rows, columns = (np.concatenate([x, y], -1) for x, y in zip((rows, columns), turned))
-    want, d_rows, d_columns, d_value = oracle.squared_relu(rows, columns, clean_value, seen, d_out)
-    d_key = d_columns[..., :head_dim]
-    if before:
-        d_key, d_value = (
-            np.stack([np.concatenate([x[0, : before - 3], 0 * x[0, :3], x[0, before - 3 : -3]]), x[1]])
-            for x in (d_key, d_value)
-        )
-    got, expected = (out, *pull(d_out)), [want, d_rows[..., :head_dim] / weights, d_key, d_value]
-    if bias:
-        expected += [
-            oracle.rotated(d[..., head_dim:], -p).sum((0, 1)) for d, p in zip((d_rows, d_columns), places)
-        ]
+
+    def moved(x):
+        """Row 0's new tokens lie three positions further left."""
+        if not before:
+            return x
+        row = jnp.concatenate([x[0, : before - 3], x[0, before:], jnp.zeros_like(x[0, :3])])
+        return jnp.stack([row, x[1]])
+
+    def dense(query, key, value, *vectors):
+        rows, columns = query / weights, moved(key)
+        turned = map(oracle.rotated, vectors, (at_query[:, :, 0], np.repeat(at_key[:, 0], batch, 0)))
+        if vectors:
+            rows, columns = (jnp.concatenate([x, y], -1) for x, y in zip((rows, columns), turned))
+        return oracle.squared_relu(rows, columns, moved(value), seen)
+
+    expected = oracle.in_float64(dense, d_out, query, clean_key, clean_value, *(vectors if bias else ()))
+    got = (out, *pull(d_out))
     names = ("out", "d_query", "d_key", "d_value", "d_left", "d_right")[: len(expected)]
     close(names, got[: len(expected)], expected, dtype)
 
@@ -406,25 +397,18 @@ def public_compress_blocks(score="softmax", contrast=True, tokens=12, dtype="flo
 
     out, pull = jax.vjp(jax.jit(run), query, key, contrast_key, value, gamma)
     d_out = random(5, *out.shape, dtype=dtype)
-    want = [np.zeros(x.shape) for x in (out, query, key, contrast_key, value, gamma)]
-    for block in range(blocks):
-        at = slice(block * block_size, block * block_size + history)
-        seen = np.arange(history)[None] >= history - lengths[:, block, None]
-        windows = (x[:, at] for x in clean)
-        parts = oracle.compress(
-            query[:, block],
-            *windows,
-            gamma * contrast,
-            1 / (4 * tokens),
-            score,
-            d_out[:, block],
-            seen[:, None, None],
-        )
-        for whole, part in zip(want[:2], parts[:2]):
-            whole[:, block] = part
-        for whole, part in zip(want[2:5], parts[2:5]):
-            whole[:, at] += part
-        want[5] += contrast * parts[5]
+
+    def each_block(query, key, contrast_key, value, gamma):
+        outs = []
+        for block in range(blocks):
+            at = slice(block * block_size, block * block_size + history)
+            seen = np.arange(history)[None] >= history - lengths[:, block, None]
+            keys = key[:, at], contrast_key[:, at] if contrast else None, value[:, at]
+            arrays = query[:, block], *keys, gamma, 1 / (4 * tokens)
+            outs.append(oracle.contrasted(*arrays, score, seen[:, None, None]))
+        return jnp.stack(outs, 1)
+
+    want = oracle.in_float64(each_block, d_out, query, *clean, gamma)
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
     close(names, (out, *pull(d_out)), want, dtype)
 
