@@ -3,16 +3,16 @@
 Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first;
 `--json` keeps them, and what each kernel of a timed call took.
 Processes, one for each core but two, compile at the same time; while one of them times a program, the others are
-stopped. It needs the library with its GPU packages, no data and no test package. `--interpret` runs the same checks in
-Triton's interpreter, without a GPU, at small sizes.
+stopped. It needs `pip install -e '.[gpu,train]'`, no data and no test package. `--interpret True` runs the same checks
+in Triton's interpreter, without a GPU, at small sizes.
 
 The exit status is 1 if a result or a gradient is wrong or a program fails, and 2 if the kernels cannot run here.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
+import dataclasses
 import importlib.util
 import json
 import os
@@ -26,7 +26,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from brl_jax.fields import Checked, Count, Positive
 from eval.chips.ptxas import wheel_assemblers
+from eval.harness.options import check_names, command
+from eval.harness.output import json_path
 from train.engine.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -103,38 +106,27 @@ _CHECKED = {"n": 200, "heads": 4, "kv_heads": 2, "head_dim": 64, "few": 20, "win
 _SMALL = _CHECKED | {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20}
 
 
-class Parser(argparse.ArgumentParser):
-    """Its complaints are UserErrors."""
+@dataclasses.dataclass(frozen=True)
+class GpuCheckOptions(Checked):
+    """What to check."""
 
-    def error(self, message: str) -> Any:
-        raise UserError(message)
+    minutes: Positive | None = None
+    """A hard end; 4 minutes if not given, and 5 with interpret."""
+    json: str | None = None
+    """A file for everything that is found; it grows line by line."""
+    tune: bool = False
+    """Also time a dozen tilings of each kernel."""
+    interpret: bool = False
+    """Check in Triton's interpreter, without a GPU."""
+    only: tuple[str, ...] = ()
+    """Operations, and peers by their library; all if not given."""
+    workers: Count | None = None
+    """Processes that compile; one for each core but two if not given."""
 
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; UserError for one that does not fit."""
-    parser = Parser(prog="python -m eval.gpu_check", description=__doc__.partition("\n\n")[0])
-    add = parser.add_argument
-    add("--minutes", type=float, default=None, help="a hard end; 4, and 5 with --interpret")
-    add("--json", type=Path, help="file for everything that was found; it grows line by line")
-    add("--tune", action="store_true", help="also time a dozen tilings of each kernel")
-    add("--interpret", action="store_true", help="check in Triton's interpreter, without a GPU")
-    add("--only", nargs="+", metavar="NAME", help=f"out of {', '.join(NAMES)}")
-    add("--workers", type=int, help="processes that compile; one for each core but two")
-    options = parser.parse_args(argv)
-    options.minutes = options.minutes or (5.0 if options.interpret else 4.0)
-    options.workers = options.workers or max(1, (os.cpu_count() or 1) - (0 if options.interpret else 2))
-    if options.minutes < 0:
-        raise UserError(f"--minutes must be above 0, got {options.minutes}")
-    if options.workers < 0:
-        raise UserError(f"--workers must be at least 1, got {options.workers}")
-    for name in options.only or ():
-        if name not in NAMES:
-            raise UserError(f"--only must be out of {', '.join(NAMES)}, got {name}")
-    if options.json is not None and not os.access(options.json.absolute().parent, os.W_OK):
-        raise UserError(f"--json: expected a file in a folder that can be written to, got {options.json}")
-    if options.tune and options.interpret:
-        raise UserError("--tune needs a GPU; --interpret has none")
-    return options
+    def __post_init__(self) -> None:
+        check_names(self, only=NAMES)
+        if self.tune and self.interpret:
+            raise ValueError("tune must be False with interpret, which has no GPU, got True")
 
 
 def _task(
@@ -173,7 +165,7 @@ def interpreted() -> Iterator[dict]:
         yield _task("check", name, _SMALL | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
 
-def tasks(options: argparse.Namespace) -> list[dict]:
+def tasks(options: GpuCheckOptions) -> list[dict]:
     """Everything to do, the most important first."""
     found: list[dict] = []
     if options.interpret:
@@ -219,7 +211,7 @@ _TUNED_SIZES["compress"] = _TUNED_SIZES["propagate"]
 class Process:
     """A worker: its pipes, and the task that it has."""
 
-    def __init__(self, options: argparse.Namespace, peer: bool):
+    def __init__(self, options: GpuCheckOptions, peer: bool):
         environment = os.environ | {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -330,7 +322,7 @@ def line_of(row: dict) -> str:
 class Crew:
     """The processes and the tasks: who does what, and whose turn at the GPU it is."""
 
-    def __init__(self, options: argparse.Namespace, todo: Sequence[dict], report: Report):
+    def __init__(self, options: GpuCheckOptions, todo: Sequence[dict], report: Report):
         self.options, self.report = options, report
         self.queues = {
             peer: collections.deque(t for t in todo if (t["kind"] == "peer") == peer)
@@ -413,7 +405,8 @@ class Crew:
 
     def run(self, deadline: float) -> bool:
         """Works until everything is done, or the time is over; whether everything is."""
-        for _ in range(min(self.options.workers, len(self.queues[False]))):
+        workers = self.options.workers or max(1, (os.cpu_count() or 1) - (0 if self.options.interpret else 2))
+        for _ in range(min(workers, len(self.queues[False]))):
             self.start(False)
         if self.queues[True] and importlib.util.find_spec("torch") is not None:
             self.start(True)
@@ -466,17 +459,18 @@ def summary(report: Report, todo: Sequence[dict], done: bool) -> None:
     report.say(f"{figures}; {len(report.wrong)} wrong; {len(missing)} of {len(todo)} tasks not reached")
 
 
-def main(argv: Sequence[str]) -> None:
-    options = parse(argv)
-    report = Report(options.json)
+@command(GpuCheckOptions(), "eval.gpu_check", "Checks every kernel against float64, and times it.")
+def main(options: GpuCheckOptions) -> None:
+    report = Report(json_path(options.json))
+    minutes = options.minutes or (5.0 if options.interpret else 4.0)
     needed = ("triton",) if options.interpret else ("triton", "jax_triton")
     for name in needed:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
+            raise UserError(f"{name} is missing: pip install -e '.[gpu,train]'")
     todo = tasks(options)
-    done = Crew(options, todo, report).run(report.start + 60 * options.minutes)
+    done = Crew(options, todo, report).run(report.start + 60 * minutes)
     summary(report, todo, done)
     if report.wrong:
         raise RunError(f"{len(report.wrong)} of {len(report.found['rows'])} rows are wrong")
     if options.interpret and not done:
-        raise RunError(f"not finished after {options.minutes:g} minutes")
+        raise RunError(f"not finished after {minutes:g} minutes")

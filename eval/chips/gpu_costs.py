@@ -33,6 +33,7 @@ from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import array_bytes, computations, trips
 from eval.chips.ptxas import find_assembler
 from eval.harness.options import check_names, command
+from eval.harness.passes import both_passes
 from eval.harness.table import Table
 from train.cli.command import switch_off
 from train.engine.errors import RunError, UserError
@@ -191,18 +192,18 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
     state = jax.ShapeDtypeStruct((1, options.heads, options.head_dim, options.head_dim), jnp.float32)
     number = jax.ShapeDtypeStruct((1, length, options.heads), jnp.float32)
     sums = jax.ShapeDtypeStruct(state.shape[:3], jnp.float32)
-    for name, extra in _RECURRENCES.items():
+    for name, extra in RECURRENCES.items():
         log = jax.ShapeDtypeStruct(many.shape, jnp.float32) if "feature" in name else number
         shapes_of = {"key_sum": sums, "log_decay": log}
         numbers = [shapes_of.get(each, number) for each in extra]
-        functions[name] = (functools.partial(_recur, extra), (many, many, many, state, *numbers))
+        functions[name] = (functools.partial(recur, extra), (many, many, many, state, *numbers))
     for name in options.operations:
-        for passes, function, arguments in both_passes(*functions[name]):
+        for passes, function, arguments in each_pass(*functions[name]):
             yield name, passes, function, arguments
 
 
 #: The operands of a recurrence beyond query, key, value and the state of their outer products.
-_RECURRENCES = {
+RECURRENCES = {
     "sum": ("key_sum",),
     "sum_decay": ("log_decay",),
     "sum_feature_decay": ("log_decay",),
@@ -212,7 +213,7 @@ _RECURRENCES = {
 }
 
 
-def _recur(names: tuple[str, ...], query: Any, key: Any, value: Any, state: Any, *numbers: Any) -> list[Any]:
+def recur(names: tuple[str, ...], query: Any, key: Any, value: Any, state: Any, *numbers: Any) -> list[Any]:
     from pallas_kernels import triton
 
     operands = triton.Operands(query, key, value, state, **dict(zip(names, numbers)))
@@ -220,15 +221,10 @@ def _recur(names: tuple[str, ...], query: Any, key: Any, value: Any, state: Any,
     return [x for x in found if x is not None]
 
 
-def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
+def each_pass(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
     """(pass, function, arguments) of a function and of the function with its gradients."""
-
-    def with_backward(cotangent: Any, *arguments: Any) -> Any:
-        result, pull = jax.vjp(function, *arguments)
-        return result, pull(cotangent)
-
     yield "forward", function, arguments
-    yield "forward + backward", with_backward, (jax.eval_shape(function, *arguments), *arguments)
+    yield "forward + backward", both_passes(function), (jax.eval_shape(function, *arguments), *arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +351,7 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[tuple[lis
         if passes == "forward" and traffic > least:
             found.append(f"{traffic:.2f} times the least bytes, more than {least}")
         room = TEMPORARY[passes] * options.length * options.heads * options.head_dim / 2**20
-        if operation in _RECURRENCES and temporary > room:
+        if operation in RECURRENCES and temporary > room:
             found.append(f"{temporary:.1f} MiB of temporary memory, more than {room:.1f}")
         yield cells, [f"{target}: {operation}, {passes}: {problem}" for problem in found]
 
@@ -365,7 +361,7 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
     short, long = gpu_mechanisms.LENGTHS
     for name in options.mechanisms:
         programs = (
-            both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
+            each_pass(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
             for length in (short, long)
         )
         for both in zip(*programs):

@@ -85,23 +85,6 @@ def gradient_error(oracle: Callable, arguments: tuple, position: int, cotangent:
     return error if math.isfinite(error) else math.inf
 
 
-def both_passes(function: Callable, differentiable: tuple[int, ...]) -> Callable:
-    """f(cotangent, *arguments) -> the result and the gradients of the arguments at these positions."""
-    import jax
-
-    def both(cotangent: Any, *arguments: Any) -> Any:
-        def of_some(*some: Any) -> Any:
-            given = list(arguments)
-            for position, x in zip(differentiable, some):
-                given[position] = x
-            return function(*given)
-
-        out, pull = jax.vjp(of_some, *(arguments[n] for n in differentiable))
-        return out, *pull(cotangent.astype(out.dtype))
-
-    return both
-
-
 def compile_program(function: Callable, arguments: Any, options: dict | None = None) -> tuple[Any, dict]:
     """A compiled program and facts about it; without options for XLA, it tunes all forms where there are no kernels."""
     import jax
@@ -194,6 +177,8 @@ def check(task: dict, worker: Worker) -> Iterator[dict]:
     import jax
     import numpy as np
 
+    from eval.harness.passes import both_passes
+
     operation, size, dtype, arrays, floats = _prepare(task)
     wide = tuple(x if np.issubdtype(x.dtype, np.integer) else np.asarray(x, np.float64) for x in arrays)
     oracle = functools.partial(operation.oracle, size)
@@ -227,6 +212,7 @@ def speed(task: dict, worker: Worker) -> Iterator[dict]:
     import jax.numpy as jnp
 
     from eval.chips import gpu_operations
+    from eval.harness.passes import both_passes
 
     operation, size, dtype, _, floats = _prepare(task)
     function = operation.call(size, _named(task, worker))
@@ -321,6 +307,7 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
     import jax.numpy as jnp
 
     from eval.chips import gpu_operations
+    from eval.harness.passes import both_passes
     from pallas_kernels.triton.core.sizes import adjusted_tiles
 
     operation, size, dtype, arrays, floats = _prepare(task)

@@ -7,6 +7,7 @@ the step does not fit.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
@@ -21,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from brl_jax.sharding import row_shards
-from eval.chips.gpu_check import Parser
 from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, known_topologies, prepare_compiler
@@ -230,8 +230,15 @@ def _first_screen(topology: str, presets: Mapping[str, Any], default: str, name:
     return screen(presets, default, name, shown, examples, **texts)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its complaints are UserErrors."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(message)
+
+
 def main(argv: Sequence[str]) -> None:
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--topology", default="v5e:16x16")
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)

@@ -52,6 +52,7 @@ from brl_jax.fields import Checked, Count, Length, Width
 from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
 from eval.chips.tpu_chips import SMALLEST_TOPOLOGIES, described_devices, prepare_compiler
 from eval.harness.options import check_names, command
+from eval.harness.passes import both_passes
 from eval.harness.table import Table
 from pallas_kernels import tpu
 from train.engine.errors import RunError
@@ -121,22 +122,12 @@ def _flat(function: Callable, *shapes: tuple[int, ...]) -> Callable:
 
 
 def _passes(function: Callable, arguments: tuple, backward: bool) -> tuple[Callable, tuple]:
-    """The function or, with its gradients by floating-point arrays, the function of its arguments and a cotangent like
-    the first."""
+    """The function or, with its gradients by floating-point arrays, the function of a cotangent like its first argument
+    and of its arguments."""
     if not backward:
         return function, arguments
     learned = [i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def both(*given):
-        *arrays, grad = given
-
-        def of_some(*some):
-            return function(*(dict(enumerate(arrays)) | dict(zip(learned, some))).values())
-
-        out, pull = jax.vjp(of_some, *(arrays[i] for i in learned))
-        return out, *pull(grad)
-
-    return both, (*arguments, arguments[0])
+    return both_passes(function, learned), (arguments[0], *arguments)
 
 
 def _heads(options: ScheduleOptions) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
+from eval.harness.passes import both_passes
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
 from eval.speed.options import SpeedOptions
 from eval.speed.references import (
@@ -220,14 +221,10 @@ def jax_candidate(function: Callable, arrays: Callable[[], Arrays], options: Spe
     query, key, value, d_out = (jnp.asarray(x, options.dtype) for x in arrays())
     attend = functools.partial(function, options)
 
-    def both(query, key, value, d_out):
-        out, pull = jax.vjp(attend, query, key, value)
-        return out, *pull(d_out)
-
     return Candidate(
         {
             "forward": compile_program(attend, query, key, value),
-            "forward_backward": compile_program(both, query, key, value, d_out),
+            "forward_backward": compile_program(both_passes(attend), d_out, query, key, value),
         }
     )
 

@@ -89,7 +89,11 @@ def beside_runs(table: PaperTable, folder: Path) -> Table:
         ]
         for path in find_runs([task], folder)
     }
-    columns = [name for title in table.measures for name in (f"{title}, paper", "here")]
+    columns = [
+        name
+        for title, measure in table.measures.items()
+        for name in ((f"{title}, paper", "here") if measure else (title,))
+    ]
     shown = Table("row", "preset", *columns, "step", "differs from the preset", title=table.source)
     for name, (preset, *figures) in table.rows.items():
         runs: list[Path | None] = [path for path, presets in named.items() if preset in presets]
@@ -98,7 +102,9 @@ def beside_runs(table: PaperTable, folder: Path) -> Table:
             cells = [
                 cell
                 for figure, measure in zip(figures, table.measures.values(), strict=True)
-                for cell in (figure, f"{found[measure]:.4g}" if measure in found else None)
+                for cell in (figure, f"{found[measure]:.4g}" if measure in found else None)[
+                    : 2 if measure else 1
+                ]
             ]
             others = None
             if path is not None:

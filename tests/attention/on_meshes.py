@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.attention import calls
-from tests.attention.calls import CALLS
+from tests.attention.calls import CALLS, make_calls
 
 
 def _explicit(name):
@@ -28,24 +27,21 @@ def _automatic(name, **sizes):
     """The same on an automatic mesh, which may also divide the 12 tokens of a row."""
     mesh = make_mesh(MeshConfig(fsdp=1, **sizes), jax.devices()[: 2 * sizes["data"]])
     # Full attention divides fewer tokens than this only on a TPU's kernel.
-    with mock.patch.object(calls, "LENGTH", 12), mock.patch.object(sharded, "MANY_TOKENS", 12):
-        return _compare(name, mesh, P("data"))
+    with mock.patch.object(sharded, "MANY_TOKENS", 12):
+        return _compare(name, mesh, P("data"), length=12)
 
 
 def _kernels(name):
     """The kernels in the program of 2,048 tokens for four TPUs. To lower it fails if the compiler must divide one."""
-    make, call = CALLS[name]
-    with (
-        mock.patch.object(calls, "LENGTH", 2048),
-        jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), jax.devices()[:4])),
-    ):
+    make, call = make_calls(length=2048)[name]
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), jax.devices()[:4])):
         arrays = make(2)
         text = jax.jit(lambda *x: call(*x)).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
     return re.findall(r'kernel_name = "(\w+)"', text)
 
 
-def _compare(name, mesh, spec):
-    make, call = CALLS[name]
+def _compare(name, mesh, spec, **sizes):
+    make, call = make_calls(**sizes)[name]
     arrays = make(2)
 
     def loss(arrays):

@@ -18,9 +18,9 @@ from tests.marks import slow_unless
 _QUICK = ("local_both_sides", "propagate")
 # The functions whose calls take a TPU's kernel, at lengths that are worth it.
 _KERNELS = ("full", "local", "local_alibi", "compress", "propagate", "hopfield")
-# NormAttention normalises over the values' features, Sliceformer orders each differently, Long-Short has one
-# norm for keys and values, and the call of propagate has the same array as keys and values.
-_NOT_BY_FEATURE = ("norm", "sliceformer", "long_short", "propagate")
+# NormAttention normalises over the values' features, Sliceformer orders each differently, and Long-Short has one norm
+# for keys and values.
+_NOT_BY_FEATURE = ("norm", "sliceformer", "long_short")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 

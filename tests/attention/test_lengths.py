@@ -8,58 +8,58 @@ import numpy as np
 import pytest
 
 import brl_jax
+from tests.attention.calls import make_calls
 from tests.support.attention import close, pulled, random_qkv
 
-SAMPLES = np.asarray([0.1, 0.9, 0.3, 0.95], np.float32)
-LOGITS = np.random.default_rng(0).standard_normal((2, 3, 2, 3)).astype(np.float32)
-PROJECTION = np.random.default_rng(1).standard_normal((3, 12)).astype(np.float32)
-ROTATIONS = np.random.default_rng(2).standard_normal((2, 8, 2)).astype(np.float32)
-# Functions of query, key and value; here 10 tokens with 4 heads and 2 key heads.
-CALLS = {
-    "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),
-    "nystromformer": lambda *a, **o: brl_jax.nystromformer_attention(*a, num_landmarks=5, **o),
-    "informer": lambda *a, **o: brl_jax.informer_attention(*a, rng=jax.random.key(0), factor=1, **o),
-    "sinkhorn": lambda *a, **o: brl_jax.sinkhorn_attention(*a, LOGITS, block_size=4, **o),
-    "linformer": lambda *a, **o: brl_jax.linformer_attention(
-        *a, key_projection=PROJECTION, value_projection=-PROJECTION, **o
-    ),
-    "reformer": lambda q, k, v, **o: brl_jax.reformer_attention(q, v, ROTATIONS, chunk_size=3, **o),
-    "kernelized": brl_jax.kernelized_attention,
-    "flowformer": brl_jax.flowformer_attention,
-    "full": brl_jax.full_attention,
-}
+CALLS = make_calls(10, head_dim=8)
+#: Functions of query, key and value that take lengths without a direction.
+NAMES = (
+    "skyformer",
+    "nystromformer",
+    "informer",
+    "sinkhorn",
+    "linformer",
+    "reformer",
+    "kernelized",
+    "flowformer",
+    "full",
+)
+CAUSAL = ("sinkhorn", "reformer", "flowformer", "full")  # these calls are, unless asked otherwise
 OF_QUERIES = ("full", "linformer", "kernelized")  # these also take query lengths
 
 
-def options_of(name, lengths):
+def call_of(name, query, key, value, lengths=None):
+    make, call = CALLS[name]
     options = {"key_value_seq_lengths": lengths}
-    return options | ({"query_seq_lengths": lengths} if name in OF_QUERIES else {})
+    options |= {"query_seq_lengths": lengths} if name in OF_QUERIES else {}
+    options |= {"is_causal": False} if name in CAUSAL else {}
+    return call(query, key, value, *make(2)[3:], **options)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_lengths_beyond_the_tokens_mean_all_of_them(name):
     query, key, value = random_qkv(10)[:3]
-    run = jax.jit(lambda n: CALLS[name](query, key, value, key_value_seq_lengths=n))
+    run = jax.jit(functools.partial(call_of, name, query, key, value))
     found = run(jnp.asarray([14, 7]))
     assert np.isfinite(found).all()
     np.testing.assert_array_equal(found, run(jnp.asarray([10, 7])))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("length", [0, 3])
 def test_padding_may_hold_anything(name, length):
     """NaN there reaches neither outputs nor gradients, which are 0 there; a row gives the same as alone."""
     *arrays, d_out = random_qkv(10)
     inside = jnp.arange(10)[None, :, None, None] < jnp.asarray([10, length])[:, None, None, None]
 
-    call = functools.partial(CALLS[name], **options_of(name, jnp.asarray([10, length])))
+    call = functools.partial(call_of, name, lengths=jnp.asarray([10, length]))
     found = pulled(call, jnp.where(inside, d_out, 0), *(jnp.where(inside, x, jnp.nan) for x in arrays))
     for number, x in enumerate(found):
         assert np.isfinite(x).all()
         if number or name != "flowformer":  # its outputs in padding are arbitrary
             assert not np.asarray(jnp.where(inside, 0, x)).any()
     if length and name != "sinkhorn":  # its logits are for ten tokens
-        alone = jax.jit(CALLS[name])(*(x[1:, :length] for x in arrays))
+        alone = jax.jit(functools.partial(call_of, name))(*(x[1:, :length] for x in arrays))
         close(found[0][1:, :length], alone)
 
 

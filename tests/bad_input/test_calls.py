@@ -23,6 +23,7 @@ from brl_jax.attention.low_rank.long_short import Norms
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.fields import Checked, Range
 from brl_jax.sharding import MeshConfig
+from tests.attention.calls import make_calls
 
 B, T, N, H = 2, 12, 4, 8
 RNG = np.random.default_rng(0)
@@ -42,61 +43,30 @@ INTS = np.ones((B, T, N, H), np.int32)
 WINDOW = {"local_window_size": 3}
 TOKENS = array(B, 5, N, H)
 BETA = np.full((B, T, N), 0.5, np.float32)
-PROJECTION = array(4, 32)
 MLR = {"ranks": (4, 4), "block_sizes": (None, 4)}
 KEY = jax.random.key(0)
-ROTATIONS = array(4, H, 2)
-LOGITS = array(B, 4, N, 4)
 SIZES = brl.BlockSizes(2, 2, 2, 4)
 
-SOFTMAX = {
-    "full": brl.full_attention,
-    "compress": lambda q, k, v, **o: brl.compress(q, k, k, v, gamma=0.1, **o),
-    "propagate": lambda q, k, v, **o: brl.propagate(q, k, v, strength=0.5, **o),
-    "local": functools.partial(brl.local_attention, **WINDOW),
-    "diag": brl.diag_attention,
-    "mlr": functools.partial(brl.mlr_attention, **MLR),
-    "hopfield": brl.hopfield_attention,
-    "linear": brl.linear_attention,
-    "norm": brl.norm_attention,
-    "cosformer": functools.partial(brl.cosformer_attention, max_length=64),
-    "gau": brl.gau_attention,
-    "delta": functools.partial(brl.delta_rule, beta=BETA),
-    "performer": functools.partial(brl.performer_attention, rng=KEY, num_features=16),
-    "bsbr": lambda q, k, v, **o: brl.bsbr_attention(q, k, v, q, k, **o),
-    "linformer": functools.partial(
-        brl.linformer_attention, key_projection=PROJECTION, value_projection=PROJECTION
-    ),
-    "flowformer": brl.flowformer_attention,
-    "luna": lambda q, k, v, **o: brl.luna_attention(q, k, v, array(3, N, H), **o),
-    "informer": functools.partial(brl.informer_attention, rng=KEY),
-    "kernelized": brl.kernelized_attention,
-    "skyformer": functools.partial(brl.skyformer_attention, rng=KEY),
-    "nystromformer": brl.nystromformer_attention,
-    "global_window": functools.partial(brl.global_window_attention, ranks=(4, 4), window=3),
-    "sinkhorn": lambda q, k, v, sort_logits=LOGITS, **o: brl.sinkhorn_attention(
-        q, k, v, sort_logits, **{"block_size": 3} | o
-    ),
-    "long_short": lambda q, k, v, projection=Q[..., :2], **o: brl.long_short_attention(
-        q, k, v, projection, **o
-    ),
-}
-
-
+FUNCTIONS_OF_ARRAYS = make_calls(T, N, H)
 #: Functions that take no queries or no keys.
-OTHERS = {
-    "synthesizer": lambda q, k, v, **o: brl.synthesizer_attention(**{"value": v, **SYNTHESIZER} | o),
-    "sliceformer": lambda q, k, v, **o: brl.sliceformer_attention(v, **o),
-    "reformer": lambda q, k, v, rotations=ROTATIONS, **o: brl.reformer_attention(q, v, rotations, **o),
-}
-SYNTHESIZER = {"rows": array(B, T, N, 3), "columns": array(T, N, 3)}
+OTHERS = ("synthesizer", "sliceformer", "reformer")
+NAMES = [
+    name
+    for name in FUNCTIONS_OF_ARRAYS
+    if name not in (*OTHERS, "compress_blocks", "native_sparse", "synthesizer_dense")
+    and not name.startswith(("bilinear", "local_"))
+]
 
 
 def ours(name, q=Q, k=K, v=V, **options):
-    return (SOFTMAX | OTHERS)[name](q, k, v, **options)
+    make, call = FUNCTIONS_OF_ARRAYS[name]
+    arrays = make(B)
+    first = (v,) if len(arrays) == 1 else (q, k, v)
+    options = ({"write": K} if name == "gated_delta_2" else {}) | options
+    return call(*first, *arrays[3:], **options)
 
 
-local = functools.partial(ours, "local")
+local = functools.partial(ours, "local_both_sides")
 
 # Keyword arguments that every function of query, key and value refuses, and the errors.
 COMMON = {
@@ -119,7 +89,7 @@ COMMON = {
         "key_value_seq_lengths must",
     ),
 }
-ROWS = [(name, case) for name in SOFTMAX for case in COMMON if (name, case[:7]) != ("propagate", "lengths")]
+ROWS = [(name, case) for name in NAMES for case in COMMON if (name, case[:7]) != ("propagate", "lengths")]
 ROWS += [(name, case) for name in OTHERS for case in [*COMMON][-3:]]
 
 
@@ -139,7 +109,7 @@ def test_queries_and_keys_are_the_same_tokens(name):
         ours(name, k=SHORT, v=SHORT)
 
 
-@pytest.mark.parametrize("name", sorted({*SOFTMAX, *OTHERS} - {"compress", "propagate"}))
+@pytest.mark.parametrize("name", sorted({*NAMES, *OTHERS} - {"compress", "propagate"}))
 def test_float64(name):
     """Sums are in float32, so results would have half of the digits that their type promises."""
     with (
@@ -335,7 +305,7 @@ CALLS = [
     (lambda: propagate(strength=jnp.ones((3,))), "strength must have"),
     # Recurrent and structured functions.
     (lambda: ours("linear", positions=[[0] * T]), "positions must .* got list"),
-    (lambda: ours("linear", is_causal=True, normalize=False, log_decay=-0.1), "log_decay must be .* got float"),
+    (lambda: ours("linear", normalize=False, log_decay=-0.1), "log_decay must be .* got float"),
     (lambda: brl.gated_delta_rule(Q, K, V, -BETA, BETA), "takes 3 positional arguments but 5 were given"),
     (lambda: brl.delta_rule(Q, K, V, beta=0.5), "beta must be .* got float"),
     (lambda: long_short(positions=jnp.zeros((1, T + 1), jnp.int32)),
@@ -343,10 +313,10 @@ CALLS = [
     (lambda: brl.compression_blocks(K, (2, 2, 2, 4)), "sizes must be"),
     (lambda: native_sparse(segment_ids=jnp.zeros((B, T + 1), jnp.int32)), "segment_ids of the queries must be"),
     (lambda: brl.compression_blocks(K, SIZES, jnp.zeros((B, T))), "segment_ids of the queries must be ints"),
-    (lambda: ours("linear", return_state=True), "return_state needs"),
-    (lambda: ours("linear", is_causal=True, normalize=False, log_decay=BETA[:, :3]),
+    (lambda: ours("linear", is_causal=False, return_state=True), "return_state needs"),
+    (lambda: ours("linear", normalize=False, log_decay=BETA[:, :3]),
      r"log_decay must be floating point of shape \("),
-    (lambda: ours("linear", is_causal=True, log_decay=BETA), "log_decay needs is_causal=True and normalize=False"),
+    (lambda: ours("linear", log_decay=BETA), "log_decay needs is_causal=True and normalize=False"),
     (lambda: brl.delta_rule(Q, K, V, beta=BETA[:, :3]), "beta must be"),
     (lambda: brl.gated_delta_rule(Q, K, V, beta=BETA, log_decay=BETA[:, :3]), "log_decay must be"),
     (lambda: brl.kimi_delta_rule(Q, K, V, beta=BETA, log_decay=BETA),
@@ -359,7 +329,7 @@ CALLS = [
     *(
         (
             lambda keys=keys, positions=positions: ours(
-                "linear", k=K[:, :keys], v=V[:, :keys], positions=positions
+                "linear", k=K[:, :keys], v=V[:, :keys], positions=positions, is_causal=False
             ),
             r"positions must have shape \(1, 12\) or \(2, 12\)",
         )
@@ -368,13 +338,13 @@ CALLS = [
     # Low-rank functions.
     (lambda: ours("linformer", value_projection=array(3, 3, T)),
      r"value_projection must have shape \(rows, length\) or \(4, rows, length\), got \(3, 3, 12\)"),
-    (lambda: ours("linformer", key_projection=PROJECTION.astype(jnp.bfloat16)),
+    (lambda: ours("linformer", key_projection=array(4, T, dtype=jnp.bfloat16)),
      "key_projection must have key's dtype float32, got bfloat16"),
     (lambda: ours("nystromformer", value_kernel=array(4, 2)),
      r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)"),
-    (lambda: ours("skyformer", rng=None), "rng .* or samples must be given, and not both, got neither"),
-    (lambda: ours("skyformer", samples=HALVES[0]), "rng .* or samples must be given, and not both, got both"),
-    (lambda: ours("skyformer", rng=None, samples=HALVES), r"samples must have shape \(num_samples,\), not empty, got"),
+    (lambda: ours("skyformer", samples=None), "rng .* or samples must be given, and not both, got neither"),
+    (lambda: ours("skyformer", rng=KEY), "rng .* or samples must be given, and not both, got both"),
+    (lambda: ours("skyformer", samples=HALVES), r"samples must have shape \(num_samples,\), not empty, got"),
     (lambda: ours("long_short", projection=Q[:, :5, :, :3]),
      r"projection must have shape \(2, 12, 4, 'R'\), got \(2, 5, 4, 3\)"),
     (lambda: ours("long_short", norms=Norms(local=jnp.ones(8))), r"norms.local must have shape \(4, 8\), got \(8,\)"),
@@ -429,24 +399,24 @@ CALLS = [
     (lambda: ours("global_window", scale=(1.0, math.nan)), "scale must be finite, got nan"),
     (lambda: ours("linear", feature_map="rlu"), "feature_map must be .*, got 'rlu'; did you mean 'relu'"),
     # States of other sizes, with which a function would count tokens in the wrong buckets or rank too few queries.
-    (lambda: stateful("reformer", init_reformer(num_buckets=8)),
-     r"state.counts must be int32 of shape \(4, 2, 4, 4\), got int32 of shape \(4, 2, 4, 8\)"),
-    (lambda: stateful("reformer", init_reformer(num_rounds=3)),
-     r"state.codes must be int32 of shape \(4, 2, 4, 16\), got int32 of shape \(3, 2, 4, 16\)"),
-    (lambda: stateful("reformer", init_reformer(num_heads=2)),
+    (lambda: stateful("reformer", init("reformer", num_buckets=8)),
+     r"state.counts must be int32 of shape \(2, 2, 4, 4\), got int32 of shape \(2, 2, 4, 8\)"),
+    (lambda: stateful("reformer", init("reformer", num_rounds=3)),
+     r"state.codes must be int32 of shape \(2, 2, 4, 16\), got int32 of shape \(3, 2, 4, 16\)"),
+    (lambda: stateful("reformer", init("reformer", num_heads=2)),
      r"state.past.keys must be float32 of shape \(2, 4, 16, 8\), got float32 of shape"),
-    (lambda: stateful("informer", brl.init_informer_state(B, N, H, length=16, factor=1)),
+    (lambda: stateful("informer", init("informer", factor=5)),
      r"state\.measures must be float32 of shape"),
-    (lambda: stateful("informer", brl.init_informer_state(B, N, H, length=16, num_heads=8)),
+    (lambda: stateful("informer", init("informer", num_heads=8)),
      r"state\.measures must be float32 of shape"),
     (lambda: stateful("mlr", MLR_STATE, ranks=(6, 2)),
      r"state.keys\[0\] must be float32 of shape \(2, 4, 16, 6\), got"),
     (lambda: stateful("mlr", MLR_STATE, block_sizes=(None, 8)),
      r"state.keys\[1\] must be float32 of shape \(2, 4, 8, 4\), got"),
     (lambda: stateful("mlr", MLR_STATE, ranks=(8,), block_sizes=(None,)), "state must have 3 arrays, .*, got 4"),
-    (lambda: stateful("mlr", brl.init_mlr_state(1, N, H, length=16, **MLR)),
+    (lambda: stateful("mlr", init("mlr", batch=1)),
      r"state.keys\[0\] must be float32 of shape \(2, 4, 16, 4\), got"),
-    (lambda: brl.mlr_attention(*FEW, **MLR, is_causal=True, count=2), "count needs a state"),
+    (lambda: ours("mlr", count=2), "count needs a state"),
     (lambda: stateful("mlr", MLR_STATE, query_seq_lengths=np.ones(2, np.int32)),
      "query_seq_lengths must be None with a state"),
     (lambda: brl.init_mlr_state(2, 2, 8, length=20, ranks=(4, 2), block_sizes=(None, 8)),
@@ -604,43 +574,49 @@ def test_flags_numbers_and_keys_are_found():
     assert [len(unfit(hints[name])) for name in names] == [4, 5, 6, 4]
 
 
-FEW = (Q[:, :3], K[:, :3], V[:, :3])
-PROJECTED = {"length": 16, "rank": 2, "window": 4, "chunk_size": 2}
-
-#: Functions, their arguments and their states. Calls have 3 tokens, which may all be valid.
+#: What makes a state, and its sizes. Calls have 12 tokens, which may all be valid.
 STATES = {
-    "diag": (brl.diag_attention, FEW, {"block_size": 4}, brl.init_diag_state(B, N, H, block_size=4)),
-    "mlr": (brl.mlr_attention, FEW, MLR, brl.init_mlr_state(B, N, H, length=16, **MLR)),
-    "long_short": (
-        brl.long_short_attention, (*FEW, Q[:, :3, :, :2]), {}, brl.init_long_short_state(B, N, H, **PROJECTED)
+    "diag": (brl.init_diag_state, {"block_size": 4}),
+    "mlr": (brl.init_mlr_state, {"length": 16, **MLR}),
+    "long_short": (brl.init_long_short_state, {"length": 16, "rank": 2, "window": 3, "chunk_size": 4}),
+    "reformer": (brl.init_reformer_state, {"length": 16, "num_rounds": 2, "num_buckets": 4}),
+    "sinkhorn": (brl.init_sinkhorn_state, {"length": 12, "block_size": 4}),
+    "informer": (brl.init_informer_state, {"length": 16, "factor": 1}),
+}
+#: States without a count: padding leaves them as they are.
+RECURRENT_STATES = {
+    "linear": (brl.init_linear_state, {}),
+    "norm": (brl.init_linear_state, {"normalize": False}),
+    "cosformer": (brl.init_cosformer_state, {}),
+    "performer": (brl.init_performer_state, {"num_features": 8}),
+    **dict.fromkeys(
+        ("delta", "gated_delta", "kimi_delta", "gated_delta_2", "rwkv7"), (brl.init_delta_state, {})
     ),
-    "reformer": (
-        brl.reformer_attention, (*FEW[::2], ROTATIONS), {}, brl.init_reformer_state(B, N, H, length=16, num_buckets=4)
-    ),
-    "sinkhorn": (
-        brl.sinkhorn_attention, (*FEW, LOGITS), {"block_size": 4},
-        brl.init_sinkhorn_state(B, N, H, length=16, block_size=4),
-    ),
-    "informer": (brl.informer_attention, FEW, {"rng": KEY}, brl.init_informer_state(B, N, H, length=16)),
-}  # fmt: skip
+    "flowformer": (brl.init_flowformer_state, {}),
+    "luna": (brl.init_luna_state, {"num_packed": 3}),
+    "gau": (brl.init_gau_state, {"length": 16}),
+    "mixed_chunk": (brl.init_mixed_chunk_state, {"chunk_size": 4}),
+    "bsbr": (brl.init_bsbr_state, {"length": 16, "chunk_size": 4}),
+}
 
 
-def init_reformer(**sizes):
-    return brl.init_reformer_state(B, N, H, **{"length": 16, "num_buckets": 4} | sizes)
+def init(name, batch=B, **sizes):
+    function, own = (STATES | RECURRENT_STATES)[name]
+    return function(batch, N, H, **own | sizes)
 
 
-MLR_STATE = STATES["mlr"][3]
+MLR_STATE = init("mlr")
 
 
 def stateful(name, state, **options):
-    function, arrays, settings, _ = STATES[name]
-    return function(*arrays, **settings | {"is_causal": True, "state": state} | options)
+    causal = {"is_causal": True} if name == "informer" else {}  # the others' calls are
+    return ours(name, state=state, **causal | options)
 
 
 #: What every function with a state refuses, and the errors.
 WITH_STATES = {
-    "count is negative": ({"count": -1}, "count must be from 0 to 3, got -1"),
-    "count is too large": ({"count": 9}, "count must be from 0 to 3, got 9"),
+    "count is negative": ({"count": -1}, "count must be from 0 to 12, got -1"),
+    "count is too large": ({"count": 99}, "count must be from 0 to 12, got 99"),
     "both directions": (
         {"is_causal": False},
         "state (and return_state must be given with|needs) is_causal=True",
@@ -649,7 +625,7 @@ WITH_STATES = {
         {"key_value_seq_lengths": np.ones(2, np.int32)},
         "key_value_seq_lengths must be None with a state|state and return_state must be given with is_causal=True",
     ),
-    "another state": ({"state": (1, 2)}, "state must be of type .*(State|Cache), got"),
+    "no named tuple": ({"state": (1, 2)}, "state must be of type .*(State|Cache), got"),
     "no state": ({"state": None, "return_state": True}, "return_state needs a state"),
 }
 
@@ -660,7 +636,15 @@ WITH_STATES = {
 def test_states(name, case):
     options, message = WITH_STATES[case]
     with pytest.raises(ValueError, match=message):
-        stateful(name, **{"state": STATES[name][3]} | options)
+        stateful(name, **{"state": init(name)} | options)
+
+
+@pytest.mark.parametrize("name", STATES | RECURRENT_STATES)
+def test_states_of_other_calls(name):
+    with pytest.raises(ValueError, match=f"state must be of type {type(init(name)).__name__}"):
+        stateful(name, init("mlr" if name == "diag" else "diag"))
+    with pytest.raises(ValueError, match=r"state\.\S+ must be .*shape \(2, "):
+        stateful(name, init(name, batch=B + 1))
 
 
 long_short = functools.partial(brl.long_short_attention, Q, K, V, Q[..., :2])

@@ -61,12 +61,14 @@ def test_a_step_takes_three_times_the_operations_of_the_forward_pass():
     assert 3 * step_flops(frozen, params, {"tokens": tokens, "targets": tokens}) == 2 * counted
 
 
-def test_rates_leave_out_the_first_call(monkeypatch):
-    clock = iter([0.0, 10.0, 10.5, 11.0, 12.0, 12.25, 13.0, 14.0])
+def test_rates_leave_out_calls_that_compile(monkeypatch):
+    clock = iter([0.0, 8.0, 10.0, 10.5, 11.0, 12.0, 12.25, 13.0, 14.0])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
     meter = Meter(None, "TPU v5e", 4)
-    first = meter.call(1000, 197e12, 10.0)  # at 10
-    assert first["goodput"] == 0
+    for length, at in ((8, 8.0), (16, 2.0)):  # a step of each length compiles
+        meter.started(1, {"tokens": jnp.zeros((4, length))})
+        assert meter.call(1000, 197e12, at)["goodput"] == 0
+    meter.started(1, {"tokens": jnp.zeros((4, 8))})
     with meter.input():  # 0.5 seconds
         pass
     assert meter.call(1000, 197e12, 2.0) == {  # at 12

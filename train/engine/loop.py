@@ -197,6 +197,7 @@ class _Run:
         if preempted(self.step):
             self.signals.received = signal.SIGTERM
         arrays = batches[0].arrays
+        self.meter.started(count, arrays)
         flops = self.meter.flops(self.state.params, arrays)
         for line in self._late.exchange(self.step, count, metrics, num_tokens(arrays), flops):
             self._check_finite(line, ("loss", "grad_norm"))

@@ -64,8 +64,10 @@ class Meter:
         self._flops: dict[Any, float] = {}
         self._began = time.perf_counter()
         self._waited = 0.0
-        self._has_compiled = False
-        # Over all calls except the first, which compiles: seconds, tokens, operations, seconds of waiting.
+        # The calls that have compiled, by their steps and shapes, and whether one did since the last reading.
+        self._compiled: set[Any] = set()
+        self._compiling = False
+        # Over all calls except those that compile: seconds, tokens, operations, seconds of waiting.
         self._totals = [0.0, 0.0, 0.0, 0.0]
 
     @contextlib.contextmanager
@@ -84,17 +86,24 @@ class Meter:
             self._flops[shapes] = step_flops(self._objective, params, batch)
         return self._flops[shapes]
 
+    def started(self, count: int, batch: Arrays) -> None:
+        """A call of `count` steps on such batches was handed to the devices; the first of its kind compiled."""
+        kind = (count, *(x.shape for x in batch.values()))
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            self._compiling = True
+
     def call(self, tokens: int, flops: float, seconds: float) -> dict[str, float]:
-        """The speed of a call of one or more steps, for their lines in metrics.jsonl."""
+        """The speed of a call of one or more steps, for their lines in metrics.jsonl; `seconds` since the last one."""
         waited, self._waited = min(self._waited, seconds), 0.0
-        if self._has_compiled:
+        if not self._compiling:
             added = (seconds, tokens, flops, waited)
             self._totals = [total + more for total, more in zip(self._totals, added)]
-        self._has_compiled = True
+        self._compiling = False
         return self._rates(seconds, tokens, flops, waited)
 
     def summary(self) -> dict[str, float]:
-        """The speed of all calls of this process except the first; empty without a second call."""
+        """The speed of all calls of this process except those that compile; empty if there was no other."""
         return self._rates(*self._totals) if self._totals[0] else {}
 
     def _rates(self, seconds: float, tokens: float, flops: float, waited: float) -> dict[str, float]:

@@ -435,7 +435,9 @@ def _paths(mechanism: Mechanism) -> LraConfig:
 
 
 def _brl(size: int) -> BRLConfig:
-    return BRLConfig(window=size, num_compressed=size, compress_scale="m1", beta=0.5)
+    return BRLConfig(
+        window=size, num_compressed=size, compress_scale="m1", compress_positions="none", beta=0.5
+    )
 
 
 PRESETS: dict[str, LraConfig] = {

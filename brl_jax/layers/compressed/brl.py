@@ -47,11 +47,13 @@ class BRLConfig(PatternConfig):
     """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. Shorter
     blocks cost more and recall no more. In a longer one, tokens of the block beyond the window are not seen at all."""
     history_size: Count | None = 512
-    """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size."""
+    """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size. What lies further
+    back is forgotten (docs/recall.md). On text 64 tokens were as good as 512 after short training (docs/results.md)."""
     memory: Memory = "layer"
     """What the compressed tokens read. "layer": each layer's inputs, for all blocks at once and with gradient; in an
     encoder this is section 2.4 of the paper. "output": the network's final outputs (algorithm 1), block after block and
-    without gradient; in an encoder, the network's input, which is a set of tokens unless positions are added to it."""
+    without gradient; in an encoder, the network's input, which is a set of tokens unless positions are added to it.
+    "layer" recalls facts in our runs, "output" does not (docs/recall.md)."""
     generation: Generation = "blocks"
     """What the compressed tokens read during generation: completed blocks only, as in training, or all earlier tokens
     (figure 11)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from eval.tasks.paper_tables.table import PERPLEXITIES, VALIDATION_LOSS, PaperTable
 
 _PAPER = "BRL-Attention (OpenReview Vpyg3fqXbl)"
+_LENGTHS = dict.fromkeys(("n = 128", "256", "512", "1024", "2048", "3072", "4096"), "")
+_DECODERS = "python -m eval.speed --levels decoders --heads 8 --lengths 128 256 512 1024 2048 3072 4096"
 
 TABLES = {
     "brl-3": PaperTable(
@@ -32,6 +34,29 @@ TABLES = {
             "beta 0": ("wikitext103-brl-paper-64-beta-0", None),
             "BRL, w = m = 128": ("wikitext103-brl-paper-128", None),
             "gamma 0": ("wikitext103-brl-paper-128-gamma-0", None),
+        },
+    ),
+    "brl-table-6": PaperTable(
+        f"{_PAPER}, table 6, GB of training and of inference; here: {_DECODERS}",
+        "lm",
+        _LENGTHS,
+        {
+            "train, full": ("wikitext103-full", 3.030, 3.301, 3.921, 5.760, 12.772, 23.869, None),
+            "train, local": ("wikitext103-local", 3.030, 3.215, 3.563, 4.076, 5.740, 7.131, 8.732),
+            "train, BRL": ("wikitext103-brl-paper-128", 3.809, 3.979, 4.256, 4.842, 6.428, 7.948, 9.615),
+            "inference, full": ("wikitext103-full", 2.260, 2.260, 2.264, 2.266, 2.590, 3.676, 4.875),
+            "inference, local": ("wikitext103-local", 2.260, 2.260, 2.264, 2.266, 2.340, 2.950, 3.063),
+            "inference, BRL": ("wikitext103-brl-paper-128", 2.397, 2.401, 2.446, 2.456, 2.735, 3.280, 3.588),
+        },
+    ),
+    "brl-table-7": PaperTable(
+        f"{_PAPER}, table 7, milliseconds of inference; here: {_DECODERS}",
+        "lm",
+        _LENGTHS,
+        {
+            "full": ("wikitext103-full", 4.24, 4.26, 4.40, 10.28, 29.19, 61.95, 92.27),
+            "local": ("wikitext103-local", 4.24, 4.26, 4.37, 5.82, 9.54, 13.53, 18.19),
+            "BRL": ("wikitext103-brl-paper-128", 10.26, 10.26, 10.98, 11.15, 14.10, 19.57, 24.85),
         },
     ),
     "brl-10": PaperTable(

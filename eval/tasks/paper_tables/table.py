@@ -18,7 +18,7 @@ class PaperTable:
       source: the paper and the table.
       task: the task of its runs, a name in `train.tasks.every.TASKS`.
       measures: the titles of its columns, each with the measure of a run that belongs there
-        (`eval.tasks.papers.measures`).
+        (`eval.tasks.papers.measures`), "" where `eval.speed` measures it and not a run.
       rows: by the paper's name, the preset that trains the row ("" where there is none) and the row's figures, None
         where the paper has none.
     """

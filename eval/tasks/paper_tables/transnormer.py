@@ -1,11 +1,12 @@
-"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `lra.py`, and
-table 7 is printed by `python -m eval.speed --levels classifiers`."""
+"""Tables of TransNormer (arXiv:2210.10340). Table 5 is in `eval.tasks.glue`, table 6 in `lra.py`."""
 
 from __future__ import annotations
 
 from eval.tasks.paper_tables.table import PERPLEXITIES, PaperTable
 
 _PAPER = "TransNormer (arXiv:2210.10340)"
+_LENGTHS = dict.fromkeys(("1K", "2K", "3K", "4K", "5K"), "")
+_CLASSIFIERS = "python -m eval.speed --levels classifiers --lengths 1024 2048 3072 4096 5120"
 
 
 def _masked(table: str, rows: dict[str, tuple[str, float]]) -> PaperTable:
@@ -64,6 +65,42 @@ TABLES = {
             "Performer, 156.00M parameters": ("wikitext103-transnormer-performer", 75.29, 77.65),
             "T1, 155.99M parameters": ("wikitext103-transnormer-t1", 29.89, 31.35),
             "T2, 155.99M parameters": ("wikitext103-transnormer-t2", 29.57, 31.01),
+        },
+    ),
+    "transnormer-7-inference": PaperTable(
+        f"{_PAPER}, table 7, steps a second of inference; here: {_CLASSIFIERS}",
+        "lra",
+        _LENGTHS,
+        {
+            "Transformer": ("lra-text-transnormer-full", 39.06, 10.05, None, None, None),
+            "FLASH-quad": ("lra-text-transnormer-flash-quad", 44.64, 16.45, 9.40, 6.54, 5.39),
+            "FLASH": ("lra-text-transnormer-flash", 40.32, 23.15, 16.89, 14.04, 13.16),
+            "LS": ("lra-text-transnormer-long-short", 32.05, 17.36, 12.14, 10.16, 9.06),
+            "Performer": ("lra-text-transnormer-performer", 104.17, 56.82, 42.37, 33.78, 31.25),
+            "cosFormer": ("lra-text-transnormer-cosformer", 86.21, 46.30, 32.47, 27.47, 25.00),
+            "Linformer": ("lra-text-transnormer-linformer", 104.17, 58.14, 40.32, 31.25, 26.32),
+            "Reformer": ("lra-text-transnormer-reformer", 78.13, 38.46, 26.04, 19.84, 16.23),
+            "Nystromformer": ("lra-text-transnormer-nystromformer", 58.14, 38.46, 29.07, 23.81, 20.33),
+            "T1": ("lra-text-transnormer-t1", 113.64, 65.79, 46.30, 39.06, 35.71),
+            "T2": ("lra-text-transnormer-t2", 119.05, 65.79, 47.17, 39.68, 36.23),
+        },
+    ),
+    "transnormer-7-training": PaperTable(
+        f"{_PAPER}, table 7, steps a second of training; here: {_CLASSIFIERS}",
+        "lra",
+        _LENGTHS,
+        {
+            "Transformer": ("lra-text-transnormer-full", 15.34, 3.05, None, None, None),
+            "FLASH-quad": ("lra-text-transnormer-flash-quad", 19.84, 8.47, 5.19, 3.59, 2.92),
+            "FLASH": ("lra-text-transnormer-flash", 20.49, 11.06, 8.47, 7.23, 6.93),
+            "LS": ("lra-text-transnormer-long-short", 15.43, 8.68, 6.28, 5.24, 4.76),
+            "Performer": ("lra-text-transnormer-performer", 28.41, 16.23, 12.02, 10.04, 9.06),
+            "cosFormer": ("lra-text-transnormer-cosformer", 22.94, 12.82, 9.19, 7.79, 7.14),
+            "Linformer": ("lra-text-transnormer-linformer", 27.17, 15.63, 11.26, 8.77, 7.42),
+            "Reformer": ("lra-text-transnormer-reformer", 20.16, 10.87, 7.46, 5.69, 4.70),
+            "Nystromformer": ("lra-text-transnormer-nystromformer", 14.12, 9.62, 7.46, 6.11, 5.26),
+            "T1": ("lra-text-transnormer-t1", 28.41, 17.12, 12.76, 10.87, 10.12),
+            "T2": ("lra-text-transnormer-t2", 29.41, 17.24, 12.95, 10.96, 10.16),
         },
     ),
     "transnormer-8": _both(

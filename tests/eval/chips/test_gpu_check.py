@@ -17,7 +17,7 @@ from tests.support.processes import ROOT, python
 
 
 def test_the_tasks_name_operations_and_kernels_that_exist():
-    todo = gpu_check.tasks(gpu_check.parse(["--tune"]))
+    todo = gpu_check.tasks(gpu_check.GpuCheckOptions(tune=True))
     assert [task["order"] for task in todo] == list(range(len(todo)))
     operations = {task["operation"] for task in todo if task["kind"] in ("check", "speed", "tune")}
     assert operations == set(gpu_operations.OPERATIONS)
@@ -27,7 +27,7 @@ def test_the_tasks_name_operations_and_kernels_that_exist():
         assert checked == set(gpu_operations.OPERATIONS)
     for task in todo:
         gpu_operations.Size(**task["size"])
-    only = gpu_check.tasks(gpu_check.parse(["--only", "fla", "local"]))
+    only = gpu_check.tasks(gpu_check.GpuCheckOptions(only=("fla", "local")))
     assert {task["operation"].split()[0] for task in only} == {"fla", "local"}
 
 
@@ -46,7 +46,9 @@ def test_a_tuned_call_launches_the_kernels_that_are_tuned(family, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
     tasks = [
-        task for task in gpu_check.tasks(gpu_check.parse(["--tune"])) if task.get("family", "") == family
+        task
+        for task in gpu_check.tasks(gpu_check.GpuCheckOptions(tune=True))
+        if task.get("family", "") == family
     ]
     size = gpu_operations.Size(**tasks[0]["size"] | {"n": 1024})
     call = gpu_operations.OPERATIONS[tasks[0]["operation"]].call(size, tasks[0]["implementation"])
@@ -124,7 +126,7 @@ def test_the_end_is_hard(tmp_path):
     """Nothing runs after it, and the file has all results up to then."""
     pytest.importorskip("triton")
     path, start = tmp_path / "found.json", time.monotonic()
-    done = run("--interpret", "--minutes", "0.05", "--workers", "1", "--json", str(path))
+    done = run("--interpret", "True", "--minutes", "0.05", "--workers", "1", "--json", str(path))
     assert time.monotonic() - start < 60
     assert done.returncode == 1
     assert "not finished after 0.05 minutes" in done.stderr
@@ -151,7 +153,7 @@ print(json.dumps([*itertools.islice(gpu_worker.tune(task, worker), 3)]))
 @pytest.mark.parametrize(("family", "kernel"), [("local", "key_gradient"), ("delta_by_feature", "states")])
 def test_tuning_in_tritons_interpreter(family, kernel):
     pytest.importorskip("triton")
-    todo = gpu_check.tasks(gpu_check.parse(["--tune"]))
+    todo = gpu_check.tasks(gpu_check.GpuCheckOptions(tune=True))
     task = next(t for t in todo if (t.get("family"), t.get("kernel")) == (family, kernel))
     task |= {"size": {"n": 40, "heads": 1, "head_dim": 16, "window": 9}, "dtype": "float32"}
     environment = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -168,7 +170,7 @@ def test_tuning_in_tritons_interpreter(family, kernel):
 def test_the_checks_in_tritons_interpreter(tmp_path):
     pytest.importorskip("triton")
     path = tmp_path / "found.json"
-    done = run("--interpret", "--only", "local", "propagate", "bsbr", "--json", str(path))
+    done = run("--interpret", "True", "--only", "local", "propagate", "bsbr", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     assert found["finished"]

@@ -3,14 +3,14 @@
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
-from eval.chips.gpu_costs import TARGETS, assemble
+from eval.chips.gpu_costs import RECURRENCES, TARGETS, CostOptions, assemble, programs, recur
+from eval.harness.passes import both_passes
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
 from tests.pallas_kernels.triton.transposed_products import transposed_products
@@ -40,75 +40,43 @@ def local(query, key, value, sinks, ids):
     )  # fmt: skip
 
 
-def recurrence(*names, log_decay=None):
-    """A call with these operands in addition to query, key, value and the state."""
-
-    def run(query, key, value, state, *more):
-        operands = triton.Operands(query, key, value, state, **dict(zip(names, more)))
-        return triton.recurrence(operands, out_dtype=jnp.bfloat16).total
-
-    shapes = {"segments": TOKEN, "key_sum": jax.ShapeDtypeStruct((1, 4, 128), jnp.float32)}
-    key = half(1, 1024, 4, 128)
-    state = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.float32)
-    shapes |= {"log_decay": log_decay} if log_decay else {}
-    return run, (WIDE, key, key, state, *(shapes.get(name, NUMBER) for name in names))
-
-
-MANY, FEW, WIDE = half(1, 1024, 8, 64), half(1, 64, 8, 64), half(1, 1024, 8, 128)
-HEADS = jax.ShapeDtypeStruct((8,), jnp.float32)
+WIDE = half(1, 1024, 8, 128)
+KEY = half(1, 1024, 4, 128)
+STATE = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.float32)
 NUMBER = jax.ShapeDtypeStruct((1, 1024, 4), jnp.float32)
 TOKEN = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-OPERATIONS: dict[str, tuple[Any, tuple]] = {
-    "local": (local, (WIDE, WIDE, WIDE, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
-    "compress": (
-        lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=0.1),
-        (FEW, MANY, MANY, MANY, HEADS),
-    ),
-    "compress-wide": (
-        lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=0.1),
-        (half(1, 128, 8, 128), WIDE, WIDE, WIDE, HEADS),
-    ),
-    "compress-blocks": (
-        lambda q, k, c, v, g: triton.compress_blocks(
-            q, k, c, v, gamma=g, scale=0.1, block_size=128, history_size=512
-        )[0],
-        (half(1, 5, 64, 8, 64), MANY, MANY, MANY, HEADS),
-    ),
-    "compress-blocks-wide": (
-        lambda q, k, c, v, g: triton.compress_blocks(
-            q, k, c, v, gamma=g, scale=0.1, block_size=128, history_size=512
-        )[0],
-        (half(1, 5, 128, 8, 128), WIDE, WIDE, WIDE, HEADS),
-    ),
-    "propagate": (
-        lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=0.1),
-        (MANY, FEW, FEW, HEADS),
-    ),
-    "selected": (
-        functools.partial(triton.selected_attention, size=64, scale=0.1),
-        (
-            WIDE,
-            half(1, 1024, 2, 128),
-            half(1, 1024, 2, 128),
-            jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.int32),
-            TOKEN,
-        ),
-    ),
-    "squared_relu": (
-        lambda q, k, v, *ranges: triton.squared_relu_attention(q, k, v, triton.Ranges(*ranges)),
-        (half(1, 1024, 1, 256), half(1, 1024, 1, 256), half(1, 1024, 1, 192), *4 * [TOKEN]),
-    ),
-    "sum": recurrence("key_sum", "segments"),
-    "sum_decay": recurrence("log_decay", "segments"),
-    "sum_feature_decay": recurrence(
-        "log_decay", "segments", log_decay=jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.float32)
-    ),
-    "delta": recurrence("beta", "segments"),
-    "delta_decay": recurrence("log_decay", "beta", "segments"),
-    "delta_feature_decay": recurrence(
-        "log_decay", "beta", "segments", log_decay=jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.float32)
-    ),
+
+
+def recurrence(name):
+    """The recurrence of grouped heads and segments."""
+    names = (*RECURRENCES[name], "segments")
+    shapes = {"segments": TOKEN, "key_sum": jax.ShapeDtypeStruct((1, 4, 128), jnp.float32)}
+    if "feature" in name:
+        shapes["log_decay"] = jax.ShapeDtypeStruct(KEY.shape, jnp.float32)
+    more = [shapes.get(each, NUMBER) for each in names]
+    return functools.partial(recur, names), (WIDE, KEY, KEY, STATE, *more)
+
+
+#: What differs from the operations of `eval.gpu_costs`: sinks, a cap, segments, grouped heads.
+OWN = {
+    "local": (local, (WIDE, WIDE, WIDE, jax.ShapeDtypeStruct((8,), jnp.float32), TOKEN)),
+    **{name: recurrence(name) for name in RECURRENCES},
 }
+OPERATIONS = (
+    *OWN, "compress", "compress-wide", "compress_blocks", "compress_blocks-wide", "propagate", "selected-wide",
+    "squared_relu-wide",
+)  # fmt: skip
+
+
+def forward(operation):
+    """The function and the shapes of its arguments; "-wide" has 128 features and compressed tokens instead of 64."""
+    if operation in OWN:
+        return OWN[operation]
+    name, _, wide = operation.partition("-")
+    size = 128 if wide else 64
+    options = CostOptions(operations=(name,), head_dim=size, compressed=size, window=128)
+    _, _, function, shapes = next(programs(options, 1024))
+    return function, shapes
 
 
 def launches(jaxpr):
@@ -140,14 +108,10 @@ def compiled(arrays, launch, capability):
 
 def launches_of(operation):
     """The launches of an operation and its backward pass."""
-    function, shapes = OPERATIONS[operation]
+    function, shapes = forward(operation)
     jax.clear_caches()  # or another GPU's launches would be found
-
-    def both(*arrays):
-        out, pull = jax.vjp(function, *arrays)
-        return out, pull(out)
-
-    return [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
+    cotangent = jax.eval_shape(function, *shapes)
+    return [*launches(jax.make_jaxpr(both_passes(function))(cotangent, *shapes).jaxpr)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -163,11 +127,11 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         "local": 3,
         "compress": 2,
         "compress-wide": wide,
-        "compress-blocks": 3,
-        "compress-blocks-wide": 3,
+        "compress_blocks": 3,
+        "compress_blocks-wide": 3,
         "propagate": 3,
-        "selected": 4,
-        "squared_relu": 4,
+        "selected-wide": 4,
+        "squared_relu-wide": 4,
         "sum": 7,
         "sum_decay": 8,
         "sum_feature_decay": 7,

@@ -42,7 +42,7 @@ def found(request, tmp_path_factory):
 
 
 def test_laws(request):
-    """As many cases of each law as of other tests; a fraction left out whole tests, so one case of each law runs here."""
+    """As many cases of each law as of other tests. A fraction would leave out whole laws, so it counts as one case."""
     cases, week = math.ceil(request.config.option.cases), request.config.option.cases_of
     sample = ("--cases", f"{cases}", "--cases-of", week)
     out = run("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu", *sample, "tests/laws")
