@@ -296,7 +296,7 @@ def _check_state(state: Any, key: Array, projection: Array, window: int, chunk_s
 def _in_one_softmax(
     call: PatternCall, window: CallArrays, far: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 ) -> Float[Array, "B T N H"]:
-    """The float32 output over the window's keys and over those of `far`, an output and its log-sum-exp."""
+    """The float32 output over the window's keys and the keys of `far`, which is an output and its log-sum-exp."""
     parts = (sums_of_normalised(*result) for result in (attend(call, "xla", window), far))
     return normalise(merge_sums(*parts))[0]
 
