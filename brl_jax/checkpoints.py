@@ -6,7 +6,9 @@ A checkpoint is the folder checkpoints/STEP with three items: "params", "rest" (
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +79,28 @@ def read_arrays(folder: Any, step: int, like: Mapping[str, Any]) -> dict[str, An
     storage raise."""
     import orbax.checkpoint as ocp
 
+    silence_abandoned_tasks()
     args = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         items = checkpointer.restore(absolute(folder) / str(step), args=ocp.args.Composite(**args))
     return {name: items[name] for name in like}
+
+
+def silence_abandoned_tasks() -> None:
+    """Keeps reads and writes that Orbax abandons from printing tracebacks on stderr when they end.
+
+    If one array of a checkpoint is damaged, or the storage refuses it, Orbax closes its event loop while TensorStore's
+    threads still work on the others; each of these then finds the loop closed, long after the error was raised. The
+    hook must therefore be in place before a checkpoint is opened, and stay.
+    """
+    before = sys.unraisablehook
+    if getattr(before, "silences_abandoned_tasks", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        abandoned = inspect.iscoroutine(unraisable.object) or "loop is closed" in str(unraisable.exc_value)
+        if not abandoned:
+            before(unraisable)
+
+    hook.silences_abandoned_tasks = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook

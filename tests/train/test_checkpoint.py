@@ -1,10 +1,12 @@
 import json
 import shutil
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tests.support.texts import full_disk
@@ -217,6 +219,40 @@ def test_params_alone(tmp_path):
     _truncate(tmp_path / "5")
     with pytest.raises(UserError, match="5 is damaged"):
         _read_params(tmp_path)
+
+
+class _Unraisable:
+    """Raises when it is deleted, where nobody can catch the error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __del__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "error"),
+    [
+        ((ocp.Checkpointer, "restore"), _read_params, "5 is damaged"),
+        ((ocp.CheckpointManager, "save"), lambda folder: _write(folder, [6]), "cannot write a checkpoint"),
+    ],
+)
+def test_tasks_abandoned_after_an_error_end_silently(tmp_path, monkeypatch, method, call, error):
+    """While the error of one array propagates, TensorStore's threads find the event loop closed."""
+    seen = []
+
+    def abandon(*_, **__):
+        _Unraisable(RuntimeError("Event loop is closed"))
+        _Unraisable(ValueError("something else"))
+        raise ValueError("damaged")
+
+    _write(tmp_path, [5])
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(*method, abandon)
+    with pytest.raises((UserError, RunError), match=error):
+        call(tmp_path)
+    assert seen == ["something else"]
 
 
 def test_where_nothing_can_be_written(tmp_path):

@@ -117,11 +117,14 @@ def _heeding_interrupts() -> Iterator[None]:
         time.sleep(0.01)
         _thread.interrupt_main()
 
+    # A hook that brl_jax.checkpoints set before this one must stay: abandoned tasks end after the command.
+    hook.silences_abandoned_tasks = getattr(before, "silences_abandoned_tasks", False)  # type: ignore[attr-defined]
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
 
 
 def _report(name: str, message: str, status: int) -> int:

@@ -28,6 +28,7 @@ from brl_jax.checkpoints import (
     read_arrays,
     read_meta,
     scores_in,
+    silence_abandoned_tasks,
     steps_in,
 )
 from brl_jax.sharding import parameter_shardings
@@ -152,9 +153,10 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            # A write that fails is reported in one line (`_failure`); Orbax would log hundreds.
+            # A write that fails is reported in one line (`_failure`); Orbax and its tasks would add hundreds.
             for logger in ("absl", "asyncio"):
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
+            silence_abandoned_tasks()
             self._scores = scores_in(self.folder)
             self._manager = ocp.CheckpointManager(
                 absolute(self.folder),
