@@ -1,4 +1,4 @@
-"""Sizes of meshes, and which mesh axis divides each dimension; tests/train/test_mesh.py checks the numbers."""
+"""Sizes of meshes, and which mesh axis divides each dimension; tests/train/test_devices.py checks the numbers."""
 
 import dataclasses
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.attention.calls import CALLS, make_calls
+from tests.support.calls import CALLS, make_calls
 
 
 def _explicit(name):

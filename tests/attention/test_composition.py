@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import brl_jax
 from brl_jax import full_attention
 from brl_jax.attention.core import by_platform
-from tests.attention.calls import CALLS
 from tests.marks import slow_unless
+from tests.support.calls import CALLS
 
 # The fast tests take one function with a custom gradient and one that uses only kernels.
 _QUICK = ("local_both_sides", "propagate")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import brl_jax
-from tests.attention.calls import make_calls
 from tests.support.attention import close, pulled, random_qkv
+from tests.support.calls import make_calls
 
 CALLS = make_calls(10, head_dim=8)
 #: Functions of query, key and value that take lengths without a direction.

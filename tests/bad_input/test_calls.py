@@ -23,7 +23,7 @@ from brl_jax.attention.low_rank.long_short import Norms
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.fields import Checked, Range
 from brl_jax.sharding import MeshConfig
-from tests.attention.calls import make_calls
+from tests.support.calls import make_calls
 
 B, T, N, H = 2, 12, 4, 8
 RNG = np.random.default_rng(0)

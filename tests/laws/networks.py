@@ -78,13 +78,3 @@ def _variables(name: str, is_causal: bool) -> tuple[Any, np.ndarray]:
     return jax.tree.map(
         lambda a: jnp.asarray(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype)), variables
     ), x
-
-
-def as_float64(tree: Any) -> Any:
-    return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
-
-
-def relative_error(actual: Any, expected: Any) -> float:
-    """Norm of the difference over the norm of the expected value."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -29,9 +29,10 @@ from tests.laws.cases import (
     dimensions,
     named,
 )
-from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
+from tests.laws.networks import LAYERS, LENGTH, both_of, network
 from tests.marks import slow_unless
 from tests.oracles import compressed, dense, local, low_rank, recurrent, sorting, structured, tlinformer
+from tests.support.numbers import as_float64, relative_error
 
 NETWORKS = {
     name: network

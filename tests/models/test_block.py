@@ -14,11 +14,11 @@ from brl_jax.models.block import Block
 from brl_jax.models.cross_attention import CrossAttention, CrossCall, CrossConfig, Encoded
 from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
-from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention
 from tests.oracles.parts import project, rotary
 from tests.support.generation import in_pieces
+from tests.support.numbers import as_float64, relative_error
 from tests.support.parameters import drawn
 
 D = dimensions(True)

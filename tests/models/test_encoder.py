@@ -23,8 +23,8 @@ from brl_jax.models import (
 )
 from brl_jax.models.inputs import sinusoidal_positions
 from tests.laws.cases import CASES, LEADING
-from tests.laws.networks import as_float64, relative_error
 from tests.oracles.parts import classified
+from tests.support.numbers import as_float64, relative_error
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}

@@ -11,7 +11,7 @@ import pytest
 from brl_jax import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig, generate
 from brl_jax.layers import BRLConfig, DeltaNetConfig, FullConfig, LinformerConfig, LocalConfig
 from tests.laws.cases import CASES, LEADING
-from tests.laws.networks import relative_error
+from tests.support.numbers import relative_error
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "encoder_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 16, "vocab_size": 11}

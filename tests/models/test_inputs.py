@@ -22,9 +22,9 @@ from brl_jax import (
 )
 from brl_jax.models.losses import cross_entropy
 from pallas_kernels.absent import existing
-from tests.laws.networks import as_float64, relative_error
 from tests.marks import slow_unless
 from tests.oracles.parts import classified
+from tests.support.numbers import as_float64, relative_error
 from tests.support.parameters import drawn
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 24, "mechanism": FullConfig()}

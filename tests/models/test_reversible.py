@@ -12,8 +12,8 @@ from brl_jax import BRLConfig, DecoderConfig, FullConfig, GAUConfig, LocalConfig
 from brl_jax.models.block import Block
 from brl_jax.models.reversible import reversible_layers
 from tests.laws.cases import dimensions
-from tests.laws.networks import relative_error
 from tests.support.generation import in_pieces
+from tests.support.numbers import relative_error
 from tests.support.parameters import drawn
 
 D = dataclasses.replace(dimensions(True), reversible=True)

@@ -12,9 +12,9 @@ from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig, NormC
 from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
-from tests.laws.networks import relative_error
 from tests.marks import slow_unless
 from tests.support.generation import in_pieces
+from tests.support.numbers import relative_error
 from tests.support.parameters import drawn
 
 A, B = DiagConfig(block_size=4), FullConfig()

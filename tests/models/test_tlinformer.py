@@ -14,8 +14,8 @@ from brl_jax.decoding import generate
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
-from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.support.numbers import relative_error
 from tests.support.parameters import drawn
 from tests.support.programs import optimised
 from train.tasks.lm_config import PRESETS

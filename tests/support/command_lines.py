@@ -9,6 +9,12 @@ from typing import Any
 from train.cli.command import command
 from train.cli.options import parse
 
+#: Options of a tiny network and a short run of `train.mlm`.
+TINY_MLM = (
+    "--tokenizer bytes --length 32 --batch 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --warmup_steps 2 "
+    "--tensorboard False --eval_tokens 600 --full_eval False --mechanism local --mechanism.window 4"
+)
+
 
 def last_wins(line: str | Sequence[str]) -> list[str]:
     """The words of a command line in which a repeated option keeps only its last value: commands refuse repetitions,

@@ -1,6 +1,7 @@
 """Texts for tests: their files, corpora in memory, and what damages or fills a disk."""
 
 import contextlib
+import gzip
 import json
 import resource
 import zipfile
@@ -11,6 +12,11 @@ from typing import Any
 import numpy as np
 
 from train.data.corpus import Corpus
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file, compressed if its name ends in .gz."""
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 def write_splits(folder: Path, both: str = "", **texts: str) -> str:

@@ -8,8 +8,8 @@ import jax
 
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.support.command_lines import config_of
-from tests.train.data.test_graphs import write_graph
-from tests.train.logs import metrics_lines
+from tests.support.graphs import write_graph
+from tests.support.logs import metrics_lines
 from train.engine.loop import train
 from train.tasks.graph import GRAPH
 

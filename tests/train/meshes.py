@@ -19,7 +19,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, hu
 from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh, parameter_shardings
 from tests.support.command_lines import config_of
-from tests.train.logs import metrics_lines
+from tests.support.logs import metrics_lines
 from tests.train.pretrained import write_model
 from tests.train.toy import ToyHeldOut, ToyStream
 from train.data.masking import mask_tokens

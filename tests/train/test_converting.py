@@ -19,9 +19,9 @@ from brl_jax.models import huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import config_of, last_wins
 from tests.support.command_lines import run as command
+from tests.support.logs import metrics_lines
 from tests.support.runs import untrained
 from tests.support.texts import write_splits
-from tests.train.logs import metrics_lines
 from train.data.tokenizers.named import load_tokenizer
 from train.tasks.conversion import matching_objective
 from train.tasks.lm import LM, LM_MATCHING

@@ -19,7 +19,7 @@ from brl_jax.models import DecoderLM, huggingface
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.support.command_lines import run as command
-from tests.train.logs import metrics_lines
+from tests.support.logs import metrics_lines
 from tests.train.pretrained import GENERATION, TEMPLATE, write_model
 from train.tasks.lm import LM
 

@@ -14,10 +14,9 @@ import train.mlm
 from eval.harness.output import Measured
 from eval.harness.runs import open_run
 from eval.tasks.glue import PAPER, best_rates, markdown, summarise, task_metrics
-from tests.support.command_lines import config_of, last_wins
+from tests.support.command_lines import TINY_MLM, config_of, last_wins
+from tests.support.logs import metrics_lines
 from tests.train.buckets import check_read_alike
-from tests.train.logs import metrics_lines
-from tests.train.test_mlm import TINY as TINY_MLM
 from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_glue
 from train.data.tokenizers.named import BytesTokenizer
 from train.engine.errors import UserError

@@ -9,10 +9,8 @@ import eval.tasks.graph
 import train.graph
 from eval.tasks.graph import f1_scores, markdown, paper_figures, summarise
 from tests.support.command_lines import last_wins
-from tests.train.data.test_graphs import write_graph
-from tests.train.logs import metrics_lines
-
-TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
+from tests.support.graphs import TINY, write_graph
+from tests.support.logs import metrics_lines
 
 
 def run(workdir, folder, more=""):

@@ -21,8 +21,8 @@ import train.lm
 from eval.harness.runs import open_run
 from tests.support.command_lines import last_wins
 from tests.support.command_lines import run as command
+from tests.support.logs import metrics_lines
 from tests.support.processes import python
-from tests.train.logs import metrics_lines
 from train.data.corpus import Corpus
 from train.data.dataset import load
 from train.data.tokenizers.named import train_tokenizer

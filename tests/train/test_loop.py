@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.marks import slow_unless
-from tests.train.logs import measured_lines, metrics_lines
+from tests.support.logs import measured_lines, metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import differences

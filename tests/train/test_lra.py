@@ -19,9 +19,9 @@ from eval.harness.runs import open_run
 from eval.tasks.lra import markdown
 from eval.tasks.paper_tables.lra import BRL, BRL_ABLATION, NOTES, PAPERS, TRANSNORMER
 from tests.support.command_lines import config_of, last_wins
+from tests.support.logs import metrics_lines
 from tests.support.parameters import drawn
 from tests.train.buckets import check_read_alike
-from tests.train.logs import metrics_lines
 from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS

@@ -8,9 +8,9 @@ import train.lra
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from eval.harness.runs import open_run
 from tests.support.command_lines import config_of, last_wins
+from tests.support.logs import metrics_lines
 from tests.support.parameters import drawn
 from tests.support.runs import untrained
-from tests.train.logs import metrics_lines
 from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_head import fitted, fitted_head

@@ -10,16 +10,12 @@ import eval.tasks.mlm
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
-from tests.support.command_lines import config_of, last_wins
+from tests.support.command_lines import TINY_MLM, config_of, last_wins
 from tests.support.parameters import drawn
 from tests.support.texts import write_splits
 from train.data.masking import mask_tokens, num_asked
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
-TINY = (
-    "--tokenizer bytes --length 32 --batch 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --warmup_steps 2 "
-    "--tensorboard False --eval_tokens 600 --full_eval False --mechanism local --mechanism.window 4"
-)
 MODEL = MaskedLM(
     EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
 )
@@ -93,7 +89,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
 
 
 def _config(text, more="", workdir="x"):
-    tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
+    tiny = TINY_MLM.partition(" --mechanism")[0] if "--mechanism" in more else TINY_MLM
     return config_of(MLM, last_wins(f"mlm --data {text} --workdir {workdir} {tiny} {more}"))
 
 
@@ -146,7 +142,7 @@ def test_a_run_from_before_packing_goes_on_without_it():
 
 def run(workdir, more=""):
     train.mlm.main(
-        last_wins(f"--workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
+        last_wins(f"--workdir {workdir} {TINY_MLM} --steps 6 --eval_every 3 --checkpoint_every 2 {more}")
     )
 
 

@@ -13,7 +13,7 @@ import train.recall
 from eval.harness.groups import by_network
 from eval.tasks.recall import draw, frontier, kibibytes
 from tests.support.command_lines import config_of, last_wins
-from tests.train.logs import metrics_lines
+from tests.support.logs import metrics_lines
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.recall import Case, RecallDataConfig, blind_accuracy, draw_rows, num_answers
 from train.engine.errors import UserError

@@ -13,7 +13,7 @@ import eval.tasks.regression
 import train.regression
 from eval.tasks.regression import draw, markdown
 from tests.support.command_lines import config_of, last_wins
-from tests.train.logs import metrics_lines
+from tests.support.logs import metrics_lines
 from train.data.drawn import DrawnBatches
 from train.data.in_context import (
     HeldOutPrompts,

@@ -11,9 +11,9 @@ import pytest
 
 import train.cli.main
 import train.lm
+from tests.support.logs import measured_lines
 from tests.support.texts import write_splits
 from tests.train import parity
-from tests.train.logs import measured_lines
 from tests.train.toy import ToyHeldOut, ToyStream
 from train.cli.main import check_alike
 from train.engine.errors import UserError

@@ -13,9 +13,9 @@ import pytest
 import train.lm
 from brl_jax.models import DecoderLM
 from tests.support.command_lines import last_wins
+from tests.support.logs import metrics_lines
 from tests.support.processes import python
 from tests.support.texts import write_splits
-from tests.train.logs import metrics_lines
 from train.engine import throughput
 from train.engine.errors import UserError
 from train.engine.profiling import Profiler

@@ -12,10 +12,10 @@ import pytest
 from brl_jax import compress_blocks
 from brl_jax.attention.compressed import compress_blocks as blocks_module
 from tests.attention.compressed.cases import SCORES, arrays
-from tests.laws.networks import relative_error
 from tests.marks import slow_unless
 from tests.oracles.compressed import compress as oracle_compress
 from tests.support.attention import check
+from tests.support.numbers import relative_error
 
 BLOCKS = 5
 SHAPE = (2, BLOCKS, 3, 2, 4)  # B, C, M, N, H

@@ -15,9 +15,9 @@ from brl_jax.attention.compressed import compress as compress_module
 from brl_jax.attention.compressed import xla
 from brl_jax.attention.core.by_platform import traced_for
 from tests.attention.compressed.cases import SCORES, arrays
-from tests.laws.networks import relative_error
 from tests.oracles.compressed import compress as oracle_compress
 from tests.support.attention import check
+from tests.support.numbers import relative_error
 
 # Only through XLA: including the TPU kernels would double the time, and test_kernels.py tests them.
 xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))

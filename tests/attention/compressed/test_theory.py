@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax import compress, propagate
-from tests.laws.networks import relative_error
+from tests.support.numbers import relative_error
 
 
 def _random_features(x, directions):

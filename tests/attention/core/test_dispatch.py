@@ -17,8 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention.core import dispatch as kernels
 from brl_jax.attention.core.by_platform import by_platform, without_kept
-from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.support.numbers import relative_error
 
 
 def arrays(*shapes):

@@ -14,12 +14,11 @@ import pytest
 
 import brl_jax
 from brl_jax.attention.recurrent import squared_relu
-from tests.attention.recurrent.test_state_functions import at_once, inputs
-from tests.attention.test_states import CASES
 from tests.marks import slow_unless
 from tests.oracles.parts import each_head
 from tests.oracles.recurrent import delta, gau
-from tests.support.attention import close
+from tests.support.attention import close, random_qkv
+from tests.support.states import CASES, at_once
 
 CHUNK = 16
 
@@ -28,7 +27,7 @@ CHUNK = 16
 @pytest.mark.parametrize("name", ["linear", "performer"])
 def test_both_directions_see_their_segment(name, all_at_once):
     """Without causality, chunks of packed sequences are scanned in both directions."""
-    arrays = inputs(70, batch=1)
+    arrays = random_qkv(70, batch=1)[:3]
     cuts = [0, 9, 40, 70]
     ids = jnp.repeat(jnp.arange(3), jnp.diff(jnp.asarray(cuts)), total_repeat_length=70)[None]
     function = functools.partial(CASES[name].function, **CASES[name].settings)
@@ -39,7 +38,7 @@ def test_both_directions_see_their_segment(name, all_at_once):
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True)])
 def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
-    arrays = inputs(64, batch=1)
+    arrays = random_qkv(64, batch=1)[:3]
     functions = CASES["bsbr"].functions("bsbr", chunk_size=CHUNK, implementation="xla")
     state = functions.init(1, 2, 8)
     traced = jax.jit(lambda *x: functions.extend(*x, state, **CASES["bsbr"].more(*x))).trace(*arrays)
@@ -48,7 +47,7 @@ def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
 
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     """Takes 24 queries per piece, since they fit in memory, although 8 are requested."""
-    arrays = inputs(70)
+    arrays = random_qkv(70)[:3]
     monkeypatch.setattr(squared_relu, "_GPU_SCORES", 2 * 4 * 70 * 24)
     attend = functools.partial(brl_jax.gau_attention, is_causal=True, chunk_size=8)
     text = str(jax.make_jaxpr(functools.partial(attend, implementation="xla"))(*arrays))
@@ -67,14 +66,14 @@ NAMES = [name for name in CASES if name.split(",")[0] in (
 @pytest.mark.parametrize("name", slow_unless(NAMES, {*NAMES} - {"kda"}))
 def test_the_platform_that_a_call_is_lowered_for_decides(name, platform, loops):
     attend = functools.partial(at_once(name), chunk_size=CHUNK)
-    text = jax.jit(attend).trace(*inputs(96, batch=1)).lower(lowering_platforms=(platform,)).as_text()
+    text = jax.jit(attend).trace(*random_qkv(96, batch=1)[:3]).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.while" in text) == loops
 
 
 @pytest.mark.slow
 def test_long_products_of_the_delta_rule_stay_precise(all_at_once):
     """The joined float32 maps of 4,096 chunks, against the recurrence in float64."""
-    query, key, value = inputs(2**15, batch=1, heads=1, kv_heads=1, head_dim=4)
+    query, key, value = random_qkv(2**15, batch=1, heads=1, kv_heads=1, head_dim=4)[:3]
     beta = jnp.asarray(np.random.default_rng(3).random((1, 2**15, 1)), jnp.float32)
     got = jax.jit(functools.partial(brl_jax.delta_rule, chunk_size=8))(query, key, value, beta=beta)
     query, key, value, beta = (np.asarray(x[0, :, 0], np.float64) for x in (query, key, value, beta))

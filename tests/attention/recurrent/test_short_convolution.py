@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.recurrent.short_convolution import short_convolution
-from tests.laws.networks import as_float64, relative_error
+from tests.support.numbers import as_float64, relative_error
 
 SIZE, LENGTH = 4, 13
 # The first id returns after one token with another id: that makes a third sequence.

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import brl_jax
-from tests.attention.test_states import CASES
 from tests.marks import slow_unless
-from tests.support.attention import close
+from tests.support.attention import close, random_qkv
+from tests.support.states import CASES, LONG, at_once
 
 #: The mechanisms with a state, apart from those whose states are tokens.
 NAMES = [
@@ -24,16 +24,10 @@ NAMES = [
 ]
 PACKING = [name for name in NAMES if name.split(",")[0] not in ("gau", "flash", "bsbr")]
 LINEAR = [name for name in NAMES if name.split(",")[0] not in ("gau", "bsbr")]
-# More tokens than the settings of the cases are for.
-LONG = {"cosformer": {"max_length": 2**16}}
 
 
-def inputs(
-    length: int, *, seed: int = 0, batch: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
-):
-    rng = np.random.default_rng(seed)
-    shapes = [(batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+def inputs(length, **sizes):
+    return random_qkv(length, **sizes)[:3]
 
 
 def extended(name, query, key, value, state=None, **options):
@@ -48,10 +42,6 @@ def extended(name, query, key, value, state=None, **options):
 def compiled(name: str) -> Callable[..., Any]:
     """`extended` as one compiled program for all arrays of a shape; options may be arrays."""
     return jax.jit(functools.partial(extended, name))
-
-
-def at_once(name):
-    return functools.partial(CASES[name].at_once, **LONG.get(name, {}))
 
 
 # Fast: a sum of outer products, the delta rule's triangular systems, without and with removal keys, and a state with

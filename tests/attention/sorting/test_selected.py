@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.sorting import selected
+from tests.oracles import kernels as oracle
 from tests.oracles.attention import relative_error
-from tests.pallas_kernels import oracle
 from tests.support.attention import pulled
 
 LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3

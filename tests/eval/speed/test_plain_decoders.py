@@ -8,7 +8,7 @@ import pytest
 
 from eval.speed.generation import PLAIN, GenerationOptions
 from eval.speed.plain_decoders import concatenated_step, empty_rows, reread_step
-from tests.laws.networks import as_float64, relative_error
+from tests.support.numbers import as_float64, relative_error
 from tests.support.parameters import drawn
 
 OPTIONS = GenerationOptions(

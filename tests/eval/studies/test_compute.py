@@ -7,7 +7,7 @@ import pytest
 import train.lm
 from eval.studies.compute import _curve, draw, main, markdown
 from tests.support.command_lines import last_wins
-from tests.train.logs import metrics_lines
+from tests.support.logs import metrics_lines
 from train.engine.errors import UserError
 
 TINY = (

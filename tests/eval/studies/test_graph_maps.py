@@ -11,9 +11,8 @@ import train.graph
 from brl_jax.layers import BRLConfig, LocalConfig
 from brl_jax.models.graph import GraphConfig, NodeClassifier
 from eval.studies.graph_maps import across_classes, set_maps
+from tests.support.graphs import TINY, write_graph
 from tests.support.parameters import drawn
-from tests.train.data.test_graphs import write_graph
-from tests.train.test_graph import TINY
 
 SIZES = {
     "kinds": (0, 1, 2, 3, 4),

@@ -12,7 +12,7 @@ import pytest
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, LongShortConfig, NormConfig
 from brl_jax.layers.core.modules import FeedForward, GatedNorm
 from tests.laws.cases import dimensions
-from tests.laws.networks import as_float64, relative_error
+from tests.support.numbers import as_float64, relative_error
 from tests.support.parameters import drawn
 
 FORMULAS = {

@@ -10,7 +10,7 @@ import pytest
 
 from brl_jax.layers import FullConfig
 from tests.laws.cases import dimensions
-from tests.laws.networks import as_float64, relative_error
+from tests.support.numbers import as_float64, relative_error
 
 RATE = 0.25
 

@@ -6,7 +6,7 @@ import pytest
 
 from brl_jax.layers import PerformerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from tests.laws.networks import relative_error
+from tests.support.numbers import relative_error
 from tests.support.parameters import drawn
 
 SIZE = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 16}

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from tests.marks import slow_unless
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays
 from tests.support.attention import pulled
 

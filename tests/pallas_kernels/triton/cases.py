@@ -20,7 +20,7 @@ from brl_jax.attention.local import far_patterns, patterns
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.selected import api
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 
 #: The implementation that runs the kernels in this process.
 KERNELS = "triton_interpret" if bridge.interprets() else "triton"

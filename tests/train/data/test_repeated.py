@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from tests.support.examples import BUCKETS, examples
 from tests.support.texts import numbered
-from tests.train.data.test_bucketed import BUCKETS, examples
-from tests.train.test_recall import data_of
 from train.data.bucketed import EvalBatches, TrainBatches
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
@@ -19,11 +18,13 @@ from train.data.in_context import HeldOutPrompts, InContextConfig
 from train.data.masking import MaskedBatches, MaskedHeldOut
 from train.data.mixture import MixedStreams, Mixture
 from train.data.packed import PackedHeldOut, PackedStreams
+from train.data.recall import RecallDataConfig
 from train.data.series import HeldOutWindows, SeriesConfig, Windows, WindowStream, load_series, origins
 from train.data.streams import EvalStream, TokenStreams
 from train.engine.errors import UserError
 
 CORPUS = numbered(200, [0, *range(3, 190, 7)])
+RECALL = RecallDataConfig(vocabulary=64, length=(20,), pairs=(2,), gap=0)
 SIZES = {"batch": 4, "length": 9}
 MASKING = {"vocab_size": 200, "mask": 200, "share": 0.3}
 SERIES = SeriesConfig(data="kernels:1", target="k0", split=(40, 10, 14), lookback=8, horizon=4)
@@ -53,7 +54,7 @@ TRAINED = {
     ),
     "packed": lambda **o: PackedStreams(CORPUS, **SIZES, **o),
     "examples": lambda **o: TrainBatches(examples(), batch=4, buckets=BUCKETS, **o),
-    "drawn": lambda **o: DrawnBatches(data_of("mqar", 64, 20, 2, 0), batch=4, **o),
+    "drawn": lambda **o: DrawnBatches(RECALL, batch=4, **o),
     "masked": masked,
     "windows": windows,
     "nodes": nodes,
@@ -62,7 +63,7 @@ HELD_OUT = {
     "text": lambda **o: EvalStream(CORPUS, **SIZES, segments=True, **o),
     "packed": lambda **o: PackedHeldOut(CORPUS, **SIZES, **o),
     "examples": lambda **o: EvalBatches(examples(), batch=4, buckets=BUCKETS, **o),
-    "drawn": lambda **o: HeldOutDrawn(data_of("mqar", 64, 20, 2, 0), batch=4, **o),
+    "drawn": lambda **o: HeldOutDrawn(RECALL, batch=4, **o),
     "masked": lambda **o: MaskedHeldOut(EvalStream(CORPUS, **SIZES, **o), **MASKING, **o),
     "windows": lambda **o: HeldOutWindows(WINDOWS, origins(SERIES, "test"), batch=4, **o),
     "nodes": lambda **o: HeldOutNodes(*NODES, batch=4, targets=2, has_edges=True, **o),

@@ -13,8 +13,9 @@ import datasets
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from array_record.python.array_record_module import ArrayRecordWriter
 
+from tests.support.prepared import write_info
+from tests.support.texts import write
 from train.data.named_sources import source_of_rows
 from train.data.sources import naming_file, open_source
 from train.data.tokenizers.named import train_tokenizer
@@ -69,10 +70,6 @@ def test_files_are_split_by_their_names(tmp_path, monkeypatch):
     assert texts("text:wiki.*.tokens") == texts("text:*.gz") == wanted
     assert texts(f"text:{tmp_path}/*train*.gz,wiki.val*.gz,./wiki.test*.gz") == wanted
     assert texts("text:wiki.valid.tokens,wiki.test.tokens").keys() == {"valid", "test"}
-
-
-def write(path, content):
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -296,30 +293,6 @@ def test_hf_errors_are_one_line(tmp_path, offline):
 
 
 # --- TensorFlow Datasets ---
-
-
-def write_info(builder, features, folder, splits):
-    """Writes the files of a prepared data set: metadata, and records if there are rows."""
-    folder.mkdir(parents=True)
-    infos = []
-    for split, rows in splits.items():
-        template = tfds.core.ShardedFileTemplate(
-            dataset_name=builder.name, data_dir=folder, split=split, filetype_suffix="array_record"
-        )
-        if features is not None:
-            writer = ArrayRecordWriter(
-                str(template.sharded_filepath(shard_index=0, num_shards=1)), "group_size:1"
-            )
-            for row in rows:
-                writer.write(features.serialize_example(row))
-            writer.close()
-        infos.append(
-            tfds.core.SplitInfo(
-                name=split, shard_lengths=[len(rows)], num_bytes=1, filename_template=template
-            )
-        )
-    builder.info.set_splits(tfds.core.splits.SplitDict(infos))
-    builder.info.write_to_directory(folder)
 
 
 @pytest.fixture(scope="module")

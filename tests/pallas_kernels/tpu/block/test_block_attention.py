@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.tpu import Granules, block_attention
 from pallas_kernels.tpu.block import plan
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 from tests.support.attention import pulled
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import block_attention
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 from tests.support.attention import pulled
 

@@ -10,7 +10,7 @@ from pallas_kernels.tpu import compress, compress_blocks
 from pallas_kernels.tpu.compress.backward import GradientStep
 from pallas_kernels.tpu.compress.history import HistoryStep
 from tests.marks import slow_unless
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 from tests.support.attention import pulled
 

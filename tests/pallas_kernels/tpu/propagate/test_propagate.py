@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.tpu import propagate
 from tests.marks import slow_unless
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 from tests.support.attention import pulled
 

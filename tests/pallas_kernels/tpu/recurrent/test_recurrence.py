@@ -12,7 +12,7 @@ from brl_jax.attention.recurrent.delta import DeltaState
 from brl_jax.attention.recurrent.linear import LinearState
 from pallas_kernels import tpu
 from tests.marks import slow_unless
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 
 # Logarithms of a token's decay; mixed entries alternate a weak decay with one that empties the state.
 MIXED = [0.0, -1e3, -1e-3, -0.5, -90.0, -1e-2]

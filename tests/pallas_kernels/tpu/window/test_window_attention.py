@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_attention
 from pallas_kernels.tpu.core.chips import resolve_chip
-from tests.pallas_kernels import oracle
+from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
 from tests.support.attention import pulled
 

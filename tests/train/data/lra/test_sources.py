@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from tests.support.texts import damage
-from tests.train.data.test_sources import write, write_info
+from tests.support.prepared import write_info
+from tests.support.texts import damage, write
 from train.data.lra.tasks import LraDataConfig, load
 from train.engine.errors import UserError
 
