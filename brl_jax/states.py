@@ -188,8 +188,8 @@ def state_functions(name: str, **settings: Any) -> StateFunctions:
         "gated_deltanet_2" (`gated_delta_rule_2`, with erase, write and log_decay), "rwkv7" (`rwkv7_attention`, with
         removal_key, learning_rate and log_decay), "flowformer" (num_heads), "luna" (packed), "gau" (length), "flash"
         (`mixed_chunk_attention`: chunk_size), "bsbr" (length, num_heads, chunk_size, compression), "mlr" (length,
-        ranks, block_sizes) or "long_short" (length, rank, window, chunk_size). `length` is the state's capacity in
-        tokens; num_heads are the query heads, num_kv_heads by default.
+        ranks, block_sizes) or "long_short" (length, chunk_rank, window, chunk_size). `length` is the state's capacity
+        in tokens; num_heads are the query heads, num_kv_heads by default.
       settings: further options of init_NAME_state, such as value_dim, and of the mechanism's function, if they do not
         change from token to token.
 

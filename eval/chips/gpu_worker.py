@@ -220,7 +220,7 @@ def speed(task: dict, worker: Worker) -> Iterator[dict]:
 
     def make(seed: int) -> tuple:
         given = gpu_operations.arrays(task["operation"], size, dtype, seed)
-        return (gpu_operations.cotangent_of(function, given, dtype, 15), *given) if with_backward else given
+        return (gpu_operations.cotangent_of(function, given, dtype), *given) if with_backward else given
 
     first = make(0)
     run, facts = compile_program(both_passes(function, floats) if with_backward else function, first)
@@ -313,7 +313,7 @@ def tune(task: dict, worker: Worker) -> Iterator[dict]:
     operation, size, dtype, arrays, floats = _prepare(task)
     function = operation.call(size, _named(task, worker))
     forward = task["passes"] == "forward"
-    cotangent = gpu_operations.cotangent_of(function, arrays, dtype, 15)
+    cotangent = gpu_operations.cotangent_of(function, arrays, dtype)
     arguments = tuple(map(jnp.asarray, arrays if forward else (cotangent, *arrays)))
     chosen: dict[str, Any] = {}
 

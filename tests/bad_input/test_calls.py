@@ -578,7 +578,7 @@ def test_flags_numbers_and_keys_are_found():
 STATES = {
     "diag": (brl.init_diag_state, {"block_size": 4}),
     "mlr": (brl.init_mlr_state, {"length": 16, **MLR}),
-    "long_short": (brl.init_long_short_state, {"length": 16, "rank": 2, "window": 3, "chunk_size": 4}),
+    "long_short": (brl.init_long_short_state, {"length": 16, "chunk_rank": 2, "window": 3, "chunk_size": 4}),
     "reformer": (brl.init_reformer_state, {"length": 16, "num_rounds": 2, "num_buckets": 4}),
     "sinkhorn": (brl.init_sinkhorn_state, {"length": 12, "block_size": 4}),
     "informer": (brl.init_informer_state, {"length": 16, "factor": 1}),

@@ -14,6 +14,12 @@ import pytest
 import brl_jax
 
 SCREEN = 40
+LINES = 50
+# What several functions take by keyword.
+ORDER = (
+    "scale", "score", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "segment_ids", "positions",
+    "rope_theta", "state", "return_state", "count", "implementation",
+)  # fmt: skip
 # Sizes for which every example is valid, and the exceptions of some functions.
 SIZES = dict(
     zip("BTSNKJHVDMRFLCPbacet", (2, 256, 256, 4, 2, 2, 64, 64, 64, 8, 4, 16, 256, 4, 256, 8, 8, 8, 8, 2))
@@ -64,6 +70,20 @@ def _shapes(text, sizes):
     for letters, times in re.findall(r"\(([^)]*)\)(?: x (\d))?", text):
         shape = tuple(sizes[letter] if letter in sizes else int(letter) for letter in letters.split(", "))
         yield from itertools.repeat(shape, int(times or 1))
+
+
+def test_keywords_have_one_order():
+    for name, function in FUNCTIONS.items():
+        keywords = [
+            x.name for x in inspect.signature(function).parameters.values() if x.kind == x.KEYWORD_ONLY
+        ]
+        found = [keyword for keyword in keywords if keyword in ORDER]
+        assert found == sorted(found, key=ORDER.index), name
+
+
+def test_the_whole_help_is_short():
+    for name, function in FUNCTIONS.items():
+        assert len(inspect.getdoc(function).splitlines()) <= LINES, name
 
 
 def test_the_first_screen():

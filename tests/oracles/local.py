@@ -28,7 +28,7 @@ def local_mask(n, d, m):
         "bucketed": lambda: attention.bucketed(w, 1, 1),
         "strided": lambda: attention.strided(w),
         "fixed": lambda: attention.fixed(w, 1),
-        "global": lambda: attention.global_window(left, right, m.num_global, m.global_segment),
+        "global": lambda: attention.global_window(left, right, m.num_global),
         "axial": lambda: attention.axial(m.grid_width),
         "neighbourhood": lambda: attention.neighbourhood(m.grid_width, w // 2, w // 2),
         "bigbird": lambda: attention.block_mask(w, bigbird_blocks(n, m)),

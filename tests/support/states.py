@@ -117,7 +117,7 @@ CASES = {
         brl_jax.mlr_attention, {"ranks": (4, 4), "block_sizes": (6, 3)}, of_state={"length": T}
     ),
     "long_short": Case(
-        brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "rank": 3}
+        brl_jax.long_short_attention, {"window": 3, "chunk_size": 4}, projected, {"length": T, "chunk_rank": 3}
     ),
 }  # fmt: skip
 

@@ -52,31 +52,23 @@ def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with a finished run."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder / "local")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def measured(runs):
     """The measures of the run, which are kept in its folder."""
-    return eval.tasks.lra.measure_run(str(runs / "local"))
+    return eval.tasks.lra.measure_run(str(runs / "run"))
 
 
 def test_a_run_leaves_what_it_should(runs):
-    read = metrics_lines(runs / "local")
+    read = metrics_lines(runs / "run")
     assert [line["step"] for line in read] == list(range(1, 7))
     assert [line["step"] for line in read if "val_accuracy" in line] == [3, 6]
     assert all(0 <= line["accuracy"] <= 1 and "val_bits_per_byte" not in line for line in read)
-    config = json.loads((runs / "local" / "config.json").read_text())
+    config = json.loads((runs / "run" / "config.json").read_text())
     assert [config["model"][name] for name in ("vocab_size", "num_classes", "max_length")] == [15, 10, 16]
 
 
 @pytest.mark.slow
 def test_measuring(runs, capsys):
-    eval.tasks.lra.main(["--workdir", str(runs / "local")])
+    eval.tasks.lra.main(["--workdir", str(runs / "run")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["examples"] == 60
     assert result["chance"] == max(result["class_balance"])
@@ -85,15 +77,15 @@ def test_measuring(runs, capsys):
     assert result["standard_error"] == pytest.approx(math.sqrt(p * (1 - p) / 60))
     assert result["errors_above_chance"] == pytest.approx((p - result["chance"]) / result["standard_error"])
     assert result["model"] == "local, w = 4"
-    kept = json.loads((runs / "local" / "lra_test.json").read_text())
+    kept = json.loads((runs / "run" / "lra_test.json").read_text())
     assert kept.pop("measured_settings")["data.task"] == "listops"
     assert kept == result
     best = max(
-        (line for line in metrics_lines(runs / "local") if "val_accuracy" in line),
+        (line for line in metrics_lines(runs / "run") if "val_accuracy" in line),
         key=lambda line: line["val_accuracy"],
     )
     eval.tasks.lra.main(
-        ["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])]
+        ["--workdir", str(runs / "run"), "--split", "valid", "--checkpoint", str(best["step"])]
     )
     valid = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert valid["accuracy"] == pytest.approx(best["val_accuracy"], abs=1e-6)
@@ -105,7 +97,7 @@ def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsy
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("eval.harness.main.write_whole", full)
-    eval.tasks.lra.main(["--workdir", str(runs / "local")])
+    eval.tasks.lra.main(["--workdir", str(runs / "run")])
     out, err = capsys.readouterr()
     assert "accuracy" in json.loads(out.splitlines()[-1])
     assert "eval.lra: the measures are not kept in" in err
@@ -113,7 +105,7 @@ def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsy
 
 
 def test_the_table_measures_what_has_not_been(runs, tmp_path, capsys):
-    shutil.copytree(runs / "local", tmp_path / "local")
+    shutil.copytree(runs / "run", tmp_path / "local")
     kept = tmp_path / "local" / "lra_test.json"
     kept.unlink(missing_ok=True)
     (tmp_path / "other").mkdir()
@@ -140,7 +132,7 @@ def test_the_table_measures_a_changed_run_again(runs, measured, tmp_path, monkey
         again.append(run.config.data.test_examples)
         return Measured(measured)
 
-    shutil.copytree(runs / "local", tmp_path / "local")
+    shutil.copytree(runs / "run", tmp_path / "local")
     monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", measure)
     kept = tmp_path / "local" / "lra_test.json"
     written = json.loads(kept.read_text())
@@ -179,10 +171,10 @@ def test_the_table_measures_a_changed_run_again(runs, measured, tmp_path, monkey
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
     """A new run and damaged ones cost one line each; a truncated or an earlier version's result is measured again."""
     for name in ("good", "begun", "damaged", "cut"):
-        shutil.copytree(runs / "local", tmp_path / name)
+        shutil.copytree(runs / "run", tmp_path / name)
         (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
     (tmp_path / "good" / "lra_test.json").write_text('{"step": 6, "accu')
-    shutil.copytree(runs / "local", tmp_path / "earlier")
+    shutil.copytree(runs / "run", tmp_path / "earlier")
     eval.tasks.lra.main(["--workdir", str(tmp_path / "earlier")])
     kept = tmp_path / "earlier" / "lra_test.json"
     written = json.loads(kept.read_text())
@@ -224,8 +216,8 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
     assert params["encoder"]["embedding"].shape[0] == 16  # 15 tokens and the mask
     np.testing.assert_array_equal(params["encoder"]["embedding"], source["encoder"]["embedding"])
     jax.tree.map(np.testing.assert_array_equal, params["head"], fresh["head"])
-    _, params = started(runs / "local")
-    source = open_run([LRA], str(runs / "local"), "last").params
+    _, params = started(runs / "run")
+    source = open_run([LRA], str(runs / "run"), "last").params
     jax.tree.map(np.testing.assert_array_equal, params, source)
     for more, message in (
         (f"{LOCAL} --d_ff 8", "which has d_ff=16, got 8"),

@@ -184,14 +184,6 @@ def run(workdir, more=""):
     )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with a finished run."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder / "full")
-    return folder
-
-
 def test_hybrids_in_the_table():
     """Their rows show both names, and the curve shows the best accuracy for each number of bytes."""
 
@@ -227,27 +219,27 @@ def test_hybrids_in_the_table():
 
 @pytest.mark.slow
 def test_measuring_and_the_table(runs, capsys):
-    lines = metrics_lines(runs / "full")
+    lines = metrics_lines(runs / "run")
     assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6]
-    eval.tasks.recall.main(["--workdir", str(runs / "full"), "--length", "24", "40", "--pairs", "2"])
+    eval.tasks.recall.main(["--workdir", str(runs / "run"), "--length", "24", "40", "--pairs", "2"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(case["length"], case["pairs"]) for case in result["cases"]] == [(24, 2), (40, 2)]
     assert [case["answers"] for case in result["cases"]] == [24, 24]
     # One layer's keys and values of width 16 in float32; the rest of a cache is a few counters.
     for case in result["cases"]:
         assert 0 <= case["state_bytes"] - 2 * 16 * 4 * case["length"] < 64
-    assert not (runs / "full" / "recall_test.json").exists()
+    assert not (runs / "run" / "recall_test.json").exists()
     picture = runs / "recall.png"
     eval.tasks.recall.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| 24/3 | 48/3 | 96/3 |" in text
     assert "| chance | - | - | - | - | - | 16.7 | 16.7 | 16.7 |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-    kept = json.loads((runs / "full" / "recall_test.json").read_text())
+    kept = json.loads((runs / "run" / "recall_test.json").read_text())
     assert kept["learned_at"] is None
     assert kept["cases"][0]["accuracy"] < 0.6  # six steps teach nothing
     with pytest.raises(UserError, match="length must be at least 259 with 64 pairs and gap 4, got 24"):
-        eval.tasks.recall.main(["--workdir", str(runs / "full"), "--length", "24", "--pairs", "64"])
+        eval.tasks.recall.main(["--workdir", str(runs / "run"), "--length", "24", "--pairs", "64"])
 
 
 @pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])

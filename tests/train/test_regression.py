@@ -37,14 +37,6 @@ def run(workdir, more="", preset="full-1"):
     )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with a finished run."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder / "full")
-    return folder
-
-
 def test_prompts_are_linear_functions():
     config = InContextConfig(input_dim=4, pairs=6)
     batch = draw_prompts(config, (0, 1), np.arange(3), 4, 6)
@@ -150,7 +142,7 @@ def test_held_out_prompts_are_the_same_in_any_batches_and_in_no_training_batch()
 
 
 def test_it_begins_at_zero_and_learns(runs):
-    read = metrics_lines(runs / "full")
+    read = metrics_lines(runs / "run")
     assert [line["step"] for line in read] == list(range(1, 7))
     assert [line["step"] for line in read if "val_loss" in line] == [3, 6]
     first = draw_prompts(InContextConfig(input_dim=3, pairs=5), (0, 0, 0), np.arange(8), 3, 5)
@@ -159,7 +151,7 @@ def test_it_begins_at_zero_and_learns(runs):
 
 @pytest.mark.slow
 def test_measuring_and_the_table(runs, capsys):
-    eval.tasks.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
+    eval.tasks.regression.main(["--workdir", str(runs / "run"), "--checkpoint", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["prompts"] == 12
     assert result["error"] == pytest.approx(np.mean(result["errors"]))
@@ -179,12 +171,12 @@ def test_measuring_and_the_table(runs, capsys):
     assert "| least squares, 3 inputs, 5 pairs |" in text
     assert "| one step of gradient descent, 3 inputs, 5 pairs |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert (runs / "full" / "regression_test.json").exists()
+    assert (runs / "run" / "regression_test.json").exists()
 
 
 def test_metrics_without_an_evaluation_are_named(runs, tmp_path):
     """Crashes cut metrics off, and the table has the seconds up to the last evaluation."""
-    shutil.copytree(runs / "full", tmp_path / "full")
+    shutil.copytree(runs / "run", tmp_path / "full")
     metrics = tmp_path / "full" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
     with pytest.raises(UserError, match=f"--workdir: {metrics} has no evaluation"):

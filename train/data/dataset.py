@@ -22,7 +22,7 @@ from train.data.mixture import MixedStreams, Mixture, joined, parse_mixture
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import naming_file, open_source
-from train.data.splits import SPLITS, Source
+from train.data.splits import SPLITS, Source, present
 from train.data.streams import TokenStreams
 from train.data.tokenizers.base import CONFIG, Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
@@ -333,13 +333,9 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
 
 
 def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:
-    """The splits whose tokens to open: the requested ones, without test where others are requested too and the text has
-    none, and without train where tokens are made while training."""
-    missing = [s for s in splits if s not in there and (s != "test" or len(splits) == 1)]
-    if missing:
-        raise UserError(f"--data: {spec} has no {missing[0]} text, only {', '.join(there)}")
+    """The splits whose tokens to open: those that are `present`, without train where tokens are made while training."""
     streamed = ("train",) if spec.startswith("hf-stream:") else ()
-    return [s for s in splits if s in there and s not in streamed]
+    return [split for split in present(splits, there, spec) if split not in streamed]
 
 
 def _key(*parts: str) -> str:

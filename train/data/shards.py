@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus
-from train.data.splits import SPLITS
+from train.data.splits import present
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.engine.errors import UserError, one_line
@@ -82,15 +82,8 @@ def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[st
             "has finished"
         ) from error
     tokenizer = load_tokenizer(folder)
-    there = manifest["splits"]
-    missing = [s for s in splits if s not in there and (s != "test" or len(splits) == 1)]
-    if missing:
-        raise UserError(f"{option}: no {missing[0]} tokens, only {', '.join(manifest['splits'])}")
-    return tokenizer, {
-        split: _open_split(option, folder, split, manifest, tokenizer)
-        for split in SPLITS
-        if split in splits and split in manifest["splits"]
-    }
+    wanted = present(splits, manifest["splits"], f"tokens:{folder}")
+    return tokenizer, {split: _open_split(option, folder, split, manifest, tokenizer) for split in wanted}
 
 
 def _inside(folder: Path, name: str) -> Path:

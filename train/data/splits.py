@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from train.engine.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 # The words by which data sets and files name them.
@@ -42,3 +44,15 @@ class Source:
     splits: Mapping[str, Split]
     readers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     holds_out: bool = False
+
+
+def present(splits: Sequence[str], there: Collection[str], data: str) -> list[str]:
+    """The requested splits of what --data names, without test if others are requested too and there is none.
+
+    Raises:
+      UserError: another one is missing.
+    """
+    missing = [split for split in splits if split not in there and (split != "test" or len(splits) == 1)]
+    if missing:
+        raise UserError(f"--data: {data} has no {missing[0]} text, only {', '.join(there)}")
+    return [split for split in splits if split in there]

@@ -256,7 +256,7 @@ class Checkpoints:
           which: best, last or a step, see `brl_jax.checkpoints.candidates`.
           option: the command line's name of the run's folder, for the error.
           explain: called with the step of each checkpoint that cannot be read; may raise a better error.
-          mesh: divides the parameters as those of a run.
+          mesh: divides the parameters as in training.
 
         Raises:
           UserError: there is no such checkpoint, or it is damaged ("last" then takes the one before it).

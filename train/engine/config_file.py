@@ -46,7 +46,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], free: Collection
 
 
 def _with_name_alone(flat: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Flat fields with a part's name, which is at `path`, in place of the part."""
+    """Flat fields, in which the name of a part, which is at `path`, replaces the part."""
     part = path.removesuffix(".name")
     return {
         part if name == path else name: value

@@ -42,9 +42,9 @@ class OptimizerConfig(Checked):
     warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 100
     """Steps in which the learning rate grows from nearly 0 to its highest value."""
     decay: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """How the rate falls afterwards: "cosine" or "linear" to final_share of the highest rate at the last step, "wsd"
-    (warm-up, stable, decay) likewise in a straight line, but over the last decay_share of the steps alone, or as
-    sqrt(warmup_steps / step) ("inverse_sqrt")."""
+    """How the rate falls afterwards. "cosine", "linear" and "wsd" end at final_share of the highest rate; "wsd"
+    (warm-up, stable, decay) is linear too, but falls in the last decay_share of the steps alone. "inverse_sqrt" is
+    sqrt(warmup_steps / step)."""
     decay_share: Annotated[float, Range(0, 1)] = 0.2
     """Share of all steps in which the rate of "wsd" falls."""
     final_share: Annotated[float, Range(0, 1)] = 0.1

@@ -27,7 +27,7 @@ from brl_jax.layers import (
     RWKV7Config,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
-from train.data.drawn import DrawnBatches, HeldOutDrawn
+from train.data.drawn import HeldOutDrawn
 from train.data.recall import (
     Case,
     Kind,
@@ -43,7 +43,8 @@ from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, make_eval_step, means, outputs
 from train.tasks.conversion import ConvertibleConfig, Matching, convert_onto, matching_config
-from train.tasks.task import TOKEN, Task, classifier_objective, shapes
+from train.tasks.drawn import DrawnTask
+from train.tasks.task import TOKEN, classifier_objective, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +150,8 @@ def recall_objective(model: DecoderLM, z_loss: float = 0.0) -> Objective:
     return classifier_objective(model, [TOKEN], functools.partial(answer_logits, model), z_loss)
 
 
-class RecallTask(Task[RecallConfig, None]):
-    """Recall. The rows are drawn as they are needed, so there is nothing to load."""
+class RecallTask(DrawnTask[RecallConfig]):
+    """Recall."""
 
     name = "recall"
     about = "Trains a decoder to recall records from far back."
@@ -186,18 +187,9 @@ class RecallTask(Task[RecallConfig, None]):
         answers = (rows, pairs)
         return shapes({"tokens": (rows, length), "places": answers, "targets": answers}, {"weights": answers})
 
-    def load(self, config: RecallConfig, splits: Sequence[str]) -> None:
-        return None
-
     def describe_data(self, config: RecallConfig, data: None) -> str:
         cases = ", ".join(f"{length} tokens with {pairs} records" for length, pairs in config.data.cases)
         return f"{config.data.kind}, drawn while training: {cases}"
-
-    def training_batches(self, config: RecallConfig, data: None, **options: Any) -> DrawnBatches:
-        return DrawnBatches(config.data, **options)
-
-    def held_out_batches(self, config: RecallConfig, data: None, split: str, **options: Any) -> HeldOutDrawn:
-        return HeldOutDrawn(config.data, split=split, **options)
 
     def measure(
         self, config: RecallConfig, model: DecoderLM, params: Any, data: None, split: str

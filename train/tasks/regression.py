@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -13,15 +12,15 @@ from jaxtyping import Array, Float
 
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, Mechanism
 from brl_jax.models import Regressor, RegressorConfig
-from train.data.drawn import DrawnBatches
 from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, least_squares_errors
 from train.engine.batch import Arrays
 from train.engine.config import LoopConfig
 from train.engine.fields import Decided, Flat
 from train.engine.optimizer import OptimizerConfig
 from train.engine.step import Objective, outputs, weighted_sums
+from train.tasks.drawn import DrawnTask
 from train.tasks.run_config import RunConfig
-from train.tasks.task import Task, objective_of, shapes
+from train.tasks.task import objective_of, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +158,8 @@ def regression_objective(model: Regressor, kind: Prompt) -> Objective:
     return objective_of(model, [np.zeros((1, 2, model.config.num_inputs), np.float32)], loss)
 
 
-class RegressionTask(Task[RegressionConfig, None]):
-    """In-context linear regression. The prompts are drawn as they are needed, so there is nothing to load."""
+class RegressionTask(DrawnTask[RegressionConfig]):
+    """In-context linear regression."""
 
     name = "regression"
     about = "Trains a decoder on in-context linear regression."
@@ -172,6 +171,7 @@ class RegressionTask(Task[RegressionConfig, None]):
         "eval.regression --workdir {run}",
         "eval.regression --table {run} --picture {run}/regression.png",
     )
+    held_out_rows = HeldOutPrompts
 
     def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
         """The prompts decide the inputs and the length."""
@@ -185,19 +185,8 @@ class RegressionTask(Task[RegressionConfig, None]):
         y = (rows, config.data.pairs)
         return shapes({}, {"y": y, "weights": y, "x": (*y, config.data.input_dim)})
 
-    def load(self, config: RegressionConfig, splits: Sequence[str]) -> None:
-        return None
-
     def describe_data(self, config: RegressionConfig, data: None) -> str:
         return f"drawn while training, {config.data.pairs} pairs of {config.data.input_dim} numbers and one"
-
-    def training_batches(self, config: RegressionConfig, data: None, **options: Any) -> DrawnBatches:
-        return DrawnBatches(config.data, **options)
-
-    def held_out_batches(
-        self, config: RegressionConfig, data: None, split: str, **options: Any
-    ) -> HeldOutPrompts:
-        return HeldOutPrompts(config.data, split=split, **options)
 
     def measure(
         self, config: RegressionConfig, model: Regressor, params: Any, data: None, split: str

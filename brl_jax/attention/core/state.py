@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ class KeyValueCache(NamedTuple):
         """
         start, length = self.length, key.shape[1]
         return KeyValueCache(
-            write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count, axis=2),
-            write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
+            write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count),
+            write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count),
             start + (length if count is None else count),
         )
 
@@ -100,20 +100,15 @@ def write_places(
 
 
 def write_tokens(
-    array: Float[Array, "B *S"],
-    new: Float[Array, "B *T"],
-    start: Any,
-    count: Any = None,
-    *,
-    axis: Literal[1, 2] = 1,
-) -> Float[Array, "B *S"]:
-    """Returns `array` with `new` written along `axis` from position `start`. Only the first `count` new tokens are
-    valid (None: all); the others, and tokens beyond the array's end, are not written.
+    array: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: Any, count: Any = None
+) -> Float[Array, "B K S H"]:
+    """Returns `array` with `new` written from position `start`. Only the first `count` new tokens are valid (None:
+    all); the others, and tokens beyond the array's end, are not written.
 
     Raises:
       ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
     """
-    capacity, length = array.shape[axis], new.shape[axis]
+    capacity, length = array.shape[2], new.shape[2]
     present = 0 if isinstance(start, jax.core.Tracer) else int(start)
     require(
         count is not None or present + length <= capacity,
@@ -122,7 +117,7 @@ def write_tokens(
     )
     numbers = jnp.arange(length, dtype=jnp.int32)
     places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, capacity)
-    return write_places(array, new, places, axis=axis)
+    return write_places(array, new, places, axis=2)
 
 
 def slide(

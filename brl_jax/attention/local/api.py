@@ -128,8 +128,7 @@ def local_attention(
       segment_ids: int (B, T) if T = S, or a pair (B, T) and (B, S); a query sees only keys with its own id.
       query_offset: query i is at key index i + query_offset, as when older keys come before the queries' own; an int
         or a traced scalar. Traced, it needs a pattern of bounded reach, and the call takes the keys in reach alone.
-      key_offset: the absolute position of key 0, an int or a traced scalar. Position biases and patterns with absolute
-        boundaries depend on it.
+      key_offset: absolute position of key 0, int or traced, for position biases and patterns with absolute boundaries.
       sinks: (N,) logits that join the softmax without a value (gpt-oss, arXiv:2508.10925): p_ij = exp(score_ij) /
         (exp(sink) + sum_j exp(score_ij)). They are neither scaled nor capped.
       logits_soft_cap: a positive number c; scores become c tanh(score / c) before bias and mask (Gemma 2,
@@ -138,9 +137,8 @@ def local_attention(
         without other positions, bias, mask, lengths and segments. Any number of tokens may follow, such as one.
       return_state: also return the `LocalState` after these tokens.
       implementation: None picks by platform: "pallas" on a TPU; "cudnn", else "triton", on an NVIDIA GPU; "xla"
-        elsewhere, for calls that the kernels do not support (with a warning), and for fewer than 128 queries on more
-        keys. docs/gpu.md and docs/results.md say what the kernels support; "pallas_interpret" and "triton_interpret"
-        interpret them.
+        elsewhere, for calls that the kernels do not support (with a warning; docs/gpu.md), and for fewer than 128
+        queries on more keys. "pallas_interpret" and "triton_interpret" interpret the kernels.
       return_residual: also return the log-sum-exp of each query's scores. Unlike jax.nn's, it is differentiable.
 
     Returns:

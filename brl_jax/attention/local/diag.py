@@ -76,8 +76,8 @@ def diag_attention(
     value: Float[Array, "B T K V"],
     *,
     block_size: Count = 64,
-    score: DiagScore = "softmax",
     scale: float | None = None,
+    score: DiagScore = "softmax",
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -100,8 +100,8 @@ def diag_attention(
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) and (B, T, K, V) in query's dtype; K divides N.
       block_size: the number of tokens in a block; the last block may be shorter.
-      score: "softmax", or "relu", whose weights are not normalised.
       scale: multiplies the scores; 1 / sqrt(H) by default.
+      score: "softmax", or "relu", whose weights are not normalised.
       is_causal: query i sees only keys up to i.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
       state: the tokens of earlier calls, from `init_diag_state` or such a call; needs is_causal=True and no lengths.

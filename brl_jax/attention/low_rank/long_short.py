@@ -80,7 +80,7 @@ def init_long_short_state(
     head_dim: Count,
     *,
     length: Count,
-    rank: Count = 1,
+    chunk_rank: Count = 1,
     window: Count = 128,
     chunk_size: Count = 16,
     dtype: DTypeLike = jnp.float32,
@@ -88,7 +88,7 @@ def init_long_short_state(
     """Returns the state of `long_short_attention` before the first of up to `length` tokens.
 
     Args:
-      rank: R, the number of projected tokens per chunk.
+      chunk_rank: R, the number of projected tokens per chunk.
       window, chunk_size: as for `long_short_attention`.
 
     Raises:
@@ -101,9 +101,9 @@ def init_long_short_state(
     def both(tokens: int) -> Tokens:
         return Tokens(empty(tokens), empty(tokens))
 
-    chunks = both(length // chunk_size * rank)
+    chunks = both(length // chunk_size * chunk_rank)
     return LongShortState(
-        both(min(window, length + 1) - 1), both(chunk_size), empty(chunk_size, rank), chunks,
+        both(min(window, length + 1) - 1), both(chunk_size), empty(chunk_size, chunk_rank), chunks,
         jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
@@ -120,11 +120,11 @@ def long_short_attention(
     norms: Norms = PLAIN_NORMS,
     epsilon: NonNegative = 1e-5,
     normalize_values: bool = True,
-    positions: Int[Array, "#B T"] | None = None,
-    rope_theta: Positive = 10000.0,
     scale: float | None = None,
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: Positive = 10000.0,
     state: LongShortState | None = None,
     return_state: bool = False,
     count: Int[Array, ""] | int | None = None,
@@ -163,17 +163,16 @@ def long_short_attention(
       norms: scales of the LayerNorms.
       epsilon: added to the variance.
       normalize_values: False leaves the values unchanged, so that outputs are linear in them, for inspection.
-      positions: (B, T) or (1, T) ints for rotary positions, or None. They rotate queries and normalised keys within the
-        window. Projected keys have no position and meet the unrotated queries.
-      rope_theta: base of the rotary frequencies.
       scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is not
         projected, and gives 0. Without a state only.
+      positions: (B, T) or (1, T) ints for rotary positions, or None. They rotate queries and normalised keys within the
+        window. Projected keys have no position and meet the unrotated queries.
+      rope_theta: base of the rotary frequencies.
       state: from `init_long_short_state` or an earlier call; causal only. Tokens beyond its length are lost.
       return_state: also return the state after these tokens; needs a state.
-      count: with a state, how many of the T tokens are valid, from the first (None: all). The outputs of the others are
-        undefined.
+      count: with a state, how many tokens are valid, from the first (None: all). Other outputs are undefined.
       implementation: None or "xla".
 
     Returns:
@@ -297,7 +296,7 @@ def _check_state(state: Any, key: Array, projection: Array, window: int, chunk_s
 def _in_one_softmax(
     call: PatternCall, window: CallArrays, far: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 ) -> Float[Array, "B T N H"]:
-    """The float32 output over the window's keys and over those of `far`, an output and its log-sum-exp."""
+    """The float32 output over the window's keys and the keys of `far`, which is an output and its log-sum-exp."""
     parts = (sums_of_normalised(*result) for result in (attend(call, "xla", window), far))
     return normalise(merge_sums(*parts))[0]
 

@@ -151,8 +151,7 @@ def linear_attention(
 
     Raises:
       ValueError: an argument does not fit, named in the message.
-      NotImplementedError: implementation="pallas", but the kernel does not support the call, or the call is lowered
-        for another platform.
+      NotImplementedError: implementation="pallas", and the kernel does not support the call or the platform.
     """
     (total, weight), state = linear_sums(
         query, key, value, name="linear_attention", feature_map=feature_map, normalize=normalize, is_causal=is_causal,

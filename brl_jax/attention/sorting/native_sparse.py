@@ -273,8 +273,8 @@ def native_sparse_attention(
     window: Count = 512,
     window_key: Float[Array, "B T K H"] | None = None,
     window_value: Float[Array, "B T K V"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Causal attention to compressed blocks, to the blocks of tokens that these choose, and to a window.
@@ -304,9 +304,9 @@ def native_sparse_attention(
       gates: (B, T, N, 3), weights of the compressed blocks, the chosen blocks and the window.
       sizes, window: as above.
       window_key, window_value: keys and values for the window; `key` and `value` by default.
+      scale: scale of the scores; 1 / sqrt(H) by default.
       segment_ids: (B, T) ints, equal within a sequence, if a row contains several. Blocks are counted from a
         sequence's first token, and no token sees another sequence.
-      scale: scale of the scores; 1 / sqrt(H) by default.
       implementation: for the window, as for `local_attention`. "xla", "pallas" and "triton" also apply to the
         chosen blocks, which otherwise use a kernel on TPUs and GPUs, and XLA elsewhere. Compressed blocks always
         run through XLA.

@@ -134,9 +134,8 @@ def reformer_attention(
     sqrt(H); here they are divided by it, as in the paper.
 
     Causal: a token sees only earlier tokens. The paper cuts the whole sorted sequence into chunks, so later tokens
-    shift the chunks of earlier ones. Here each bucket is cut into chunks separately, from its first token on. What a
-    token sees then depends on no later token, and generation continues the same chunks. As in the paper, a token
-    reaches back chunk_size to 2 chunk_size - 1 tokens of its bucket.
+    shift the chunks of earlier ones. Here each bucket is cut separately, from its first token on, so that generation
+    continues the same chunks. As in the paper, a token reaches back chunk_size to 2 chunk_size - 1 of its bucket.
 
     Time is O(R T log T + R T chunk_size) and memory O(R T + T chunk_size), with T + 2 F chunk_size for T if causal.
     Generation scores a few new tokens against all places of the state, and more than R chunk_size of them in the sorted
@@ -148,7 +147,7 @@ def reformer_attention(
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       value: (B, T, K, V) of the same tokens and dtype; K divides N.
-      rotations: from `reformer_rotations`, the same for all heads.
+      rotations: from `reformer_rotations`, the same for all heads. Hashes have no gradient.
       chunk_size: tokens in a chunk.
       scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
@@ -156,13 +155,11 @@ def reformer_attention(
         sorted behind all other tokens, and gives 0. Without a state only.
       state: from `init_reformer_state` or an earlier call; causal only.
       return_state: also return the state after these tokens; needs a state.
-      count: with a state, how many of the T tokens are valid, from the first (None: all). The outputs of the others are
-        undefined.
+      count: with a state, how many tokens are valid, from the first (None: all). Other outputs are undefined.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state. Hashes have no
-      gradient.
+      (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
       ValueError: an argument does not fit, named in the message.

@@ -69,9 +69,10 @@ def mlr_attention(
       out_i = sum_j softmax_j(score(i, j)) v_j
 
     Pairs without a common block, which exist only if the coarsest block is shorter than the sequence, have score 0 and
-    still see each other. One level with one block is softmax attention. Scores cost 2 sum_l r_l b_l FLOPs per query
-    (half if causal), compared with 2 H T for full attention. Time stays quadratic because of the coarsest level and the
-    values. Memory is linear in T, forward and backward: only a few rows of scores exist at a time.
+    still see each other. Blocks are counted from the first token of a row, so packed sequences are not supported. One
+    level with one block is softmax attention. Scores cost 2 sum_l r_l b_l FLOPs per query (half if causal), compared
+    with 2 H T for full attention. Time stays quadratic because of the coarsest level and the values. Memory is linear
+    in T, forward and backward: only a few rows of scores exist at a time.
 
     Generation continues from a state, with any number of tokens at a time. It caches only the current block's keys of
     each level (section 3.4)::
@@ -79,11 +80,8 @@ def mlr_attention(
         state = init_mlr_state(batch, num_kv_heads, head_dim, length=4096, **levels)
         out, state = mlr_attention(..., **levels, is_causal=True, state=state, return_state=True)
 
-    Blocks may follow the input instead, such as paragraphs and documents (section 3.4, footnote 1): `block_ids` number
-    the blocks of all levels but the first, which is one block over all tokens. Each level then costs its products of
-    all pairs, as full attention does; memory stays linear.
-
-    Packed sequences are not supported, because blocks are counted from the first token of a row.
+    Blocks may follow the input instead, such as paragraphs and documents (section 3.4, footnote 1), by `block_ids`.
+    Each level then costs its products of all pairs, as full attention does; memory stays linear.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
@@ -92,16 +90,15 @@ def mlr_attention(
       ranks: features of each level, from the coarsest to the finest; they sum to H.
       block_sizes: tokens in a block of each level, each a multiple of the next. A level's None means one block over all
         tokens. None for all levels gives `doubling_block_sizes` for T, or for the state's capacity.
-      block_ids: (B, T, L) ints for the L levels after the first; two tokens share a level's block where their ids are
-        equal. Without block_sizes and state, and not for sequences that devices share.
+      block_ids: (B, T, L) ints for the L levels after the first, which is one block; two tokens share a level's block
+        where their ids are equal. Without block_sizes and state, and not for sequences that devices share.
       scale: scale of the scores, one for each level or one for all; 1 / r_l by default.
       is_causal: query i sees only the keys up to i.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding. Padding
         may contain anything and gives 0. Without a state only.
       state: from `init_mlr_state` or an earlier call; causal only. Tokens beyond its capacity are lost.
       return_state: also return the state after these tokens; needs a state.
-      count: with a state, how many of the T tokens are valid, from the first (None: all). The outputs of the others are
-        undefined.
+      count: with a state, how many tokens are valid, from the first (None: all). Other outputs are undefined.
       implementation: None or "xla".
 
     Returns:

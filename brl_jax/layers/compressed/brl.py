@@ -53,7 +53,7 @@ class BRLConfig(PatternConfig):
     """What the compressed tokens read. "layer": each layer's inputs, for all blocks at once and with gradient; in an
     encoder this is section 2.4 of the paper. "output": the network's final outputs (algorithm 1), block after block and
     without gradient; in an encoder, the network's input, which is a set of tokens unless positions are added to it.
-    "layer" recalls facts in our runs, "output" does not (docs/recall.md)."""
+    "layer" recalls facts on every seed of our runs, "output" on one of three (docs/recall.md)."""
     generation: Generation = "blocks"
     """What the compressed tokens read during generation: completed blocks only, as in training, or all earlier tokens
     (figure 11)."""

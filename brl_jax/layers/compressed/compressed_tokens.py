@@ -57,7 +57,7 @@ class CompressedStream(nn.Module):
 
         Args:
           tokens: (B, C, M, E), the compressed tokens of C blocks.
-          source: (B, S, D), what they read; None if there is no history. In a decoder it has the layout of
+          source: (B, S, D), what they read; None without a history. In a decoder it has the layout of
             `compress_blocks`, without the zeros in front.
           earlier: (B, R, D), with `axis_name`: what precedes all blocks.
           history_lengths: (C,) ints, or (B, C) in packed rows; in a decoder, how much of each block's history exists.

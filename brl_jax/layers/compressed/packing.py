@@ -102,8 +102,8 @@ class PackedBlocks(NamedTuple):
         return jnp.where(there == jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens, length)
 
     def _tokens(self, starts: Array, block: int, exists: Array) -> Int[Array, "B S"]:
-        """Returns the tokens of the blocks with these starts, of which the last may be beyond the row; the row's length
-        for blocks that do not exist."""
+        """Returns the tokens of the blocks with these starts, or the row's length for blocks that do not exist. The
+        last tokens may be beyond the row."""
         length = self.slot.shape[1]
         tokens = starts[:, :, None] + jnp.arange(block, dtype=jnp.int32)[None, None]
         return jnp.where(exists[:, :, None], tokens, length).reshape(starts.shape[0], -1)

@@ -63,7 +63,7 @@ class SynthesizerAttention(AttentionLayer, config=SynthesizerConfig):
 
     def step(self, attention: Attention, call: LayerCall, **options: Any) -> tuple[Array, SynthesizerCache]:
         new = jnp.swapaxes(attention.value, 1, 2)
-        values = write_tokens(call.cache.values, new, call.start, call.count, axis=2)
+        values = write_tokens(call.cache.values, new, call.start, call.count)
         attended = attention._replace(value=jnp.swapaxes(values, 1, 2))(query_offset=call.start, **options)
         return attended, SynthesizerCache(values, call.start + call.num_new(new.shape[2]))
 

@@ -26,7 +26,6 @@ _READ_BY = {
     "dilation": ("dilated",),
     "grid_width": ("axial", "neighbourhood"),
     "num_global": ("global", "bigbird"),
-    "global_segment": ("global",),
     "block_mask": ("block_mask",),
 }
 
@@ -48,9 +47,6 @@ class PatternConfig(Mechanism):
     num_global: Count = 64
     """In "global", how many tokens at the start see all tokens and are seen by all; "bigbird" rounds the number up to
     whole blocks."""
-    global_segment: Count | None = None
-    """In "global", how many of the other tokens each global token sees: the first one sees the first
-    `global_segment`, the second one the next, and so on (ETC, arXiv:2004.08483). None: all of them see all tokens."""
     grid_width: Count = 32
     """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
     block_mask: tuple[str, ...] = ()
@@ -110,9 +106,7 @@ class LocalConfig(PatternConfig, SoftmaxConfig):
             case "fixed":
                 return far_patterns.Fixed(self.window)
             case "global":
-                return far_patterns.GlobalWindow(
-                    sliding.left, sliding.right, self.num_global, self.global_segment
-                )
+                return far_patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
             case "axial":
                 return far_patterns.Axial(self.grid_width)
             case "neighbourhood":

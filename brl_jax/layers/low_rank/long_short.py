@@ -44,7 +44,7 @@ class LongShortAttention(StateLayer, config=LongShortConfig):
     def init_cache(self, batch: int, length: int) -> LongShortState:
         d, m = self.dimensions, self.mechanism
         return init_long_short_state(
-            batch, d.num_kv_heads, d.head_dim, length=length, rank=m.chunk_rank, window=m.window,
+            batch, d.num_kv_heads, d.head_dim, length=length, chunk_rank=m.chunk_rank, window=m.window,
             chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 

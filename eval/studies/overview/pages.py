@@ -22,7 +22,7 @@ class Figures(NamedTuple):
 
     Attributes:
       recall: percent of 8 records right at the length of training, mean of the seeds.
-      nats: held-out nats a byte; of an earlier version of the networks where there are no others: earlier_nats.
+      nats: held-out nats a byte; earlier_nats: by an earlier version of the networks, for the mechanisms without nats.
       cpu: thousands of tokens a second of one layer, forward and backward, on one core.
       gpu: milliseconds of the function, forward and backward, on an H200; h100: on an H100.
       sharded: whose rows can be divided over devices without gathering them.

@@ -1,4 +1,4 @@
-"""Tables of BRL-Attention (OpenReview Vpyg3fqXbl). Those of the Long Range Arena are in `lra.py`."""
+"""Tables of BRL-Attention (OpenReview Vpyg3fqXbl); `lra.py` has the Long Range Arena's."""
 
 from __future__ import annotations
 

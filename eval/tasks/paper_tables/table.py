@@ -19,8 +19,8 @@ class PaperTable:
       task: the task of its runs, a name in `train.tasks.every.TASKS`.
       measures: the titles of its columns, each with the measure of a run that belongs there
         (`eval.tasks.papers.measures`), "" where `eval.speed` measures it and not a run.
-      rows: by the paper's name, the preset that trains the row ("" where there is none) and the row's figures, None
-        where the paper has none.
+      rows: by the paper's name, the preset that trains the row ("" if no preset does) and the row's figures (None
+        if the paper lacks one).
     """
 
     source: str

@@ -24,7 +24,7 @@ from pallas_kernels.tpu.core.inputs import (
 )
 from pallas_kernels.tpu.core.score_bias import ScoreBias, described
 
-#: The compressed tokens are padded to a multiple of this number of rows, those of a bfloat16 register.
+#: The compressed tokens are padded to a multiple of this number of rows, which a bfloat16 register has.
 _ROWS = 16
 
 

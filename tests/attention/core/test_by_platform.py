@@ -70,7 +70,7 @@ def test_derivatives(wrap):
 
 
 def test_runs_without_jit():
-    """jax.disable_jit, with which people debug, leaves a primitive no other way than to be compiled."""
+    """A primitive is compiled even under jax.disable_jit, which people use to debug."""
     call = squares([])
     x = jnp.asarray([1.0, 2.0, -3.0])
     with jax.disable_jit():

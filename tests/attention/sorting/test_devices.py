@@ -56,7 +56,7 @@ def test_results_and_gradients_equal_one_devices(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reformer", "informer"])
 def test_parts_of_rows_are_exchanged_and_no_row_is_gathered(result, name):
-    """A device has 1,024 tokens of 4 heads of 8 features, as many numbers as one head of the whole row."""
+    """A device has 1,024 tokens of 4 heads of 8 features, which is the size of one head of the whole row."""
     found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"all-to-all"}
     assert max(elements for _, elements in found) <= 1024 * 4 * 8

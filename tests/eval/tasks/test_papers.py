@@ -40,7 +40,7 @@ def test_runs_stand_next_to_the_papers_figures(tmp_path):
         _run(tmp_path / NAME / str(seed), config, steps=7, loss=loss)
     _run(tmp_path / "another", preset, steps=5, loss=1.0)
     _run(tmp_path / "wikitext103-local-12", PRESETS["wikitext103-local"], steps=5, loss=1.0)
-    # A preset of its own, not a seed.
+    # Another preset, not the 64th seed.
     _run(tmp_path / "wikitext103-local-64", PRESETS["wikitext103-local-64"], steps=5, loss=1.0)
     (tmp_path / NAME / "0" / "lm_test.json").write_text('{"perplexity": 3.25, "split": "test"}')
     shown = papers.beside_runs(TABLE, tmp_path)

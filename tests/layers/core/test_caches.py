@@ -29,8 +29,8 @@ def test_tokens_stand_at_their_positions(traced):
 
 
 def test_tokens_that_do_not_exist_may_reach_over_the_end():
-    cache = write_tokens(jnp.zeros((1, 4, 1, 2)), numbered(0, 3), 2, jnp.int32(1))
-    np.testing.assert_array_equal(cache[0, :, 0, 0], [0, 0, 1, 0])
+    cache = write_tokens(jnp.zeros((1, 1, 4, 2)), jnp.swapaxes(numbered(0, 3), 1, 2), 2, jnp.int32(1))
+    np.testing.assert_array_equal(cache[0, 0, :, 0], [0, 0, 1, 0])
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

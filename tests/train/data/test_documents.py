@@ -171,7 +171,7 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
         np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
         if b.reset and a["segment_ids"].any():
             break
-    with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
+    with pytest.raises(UserError, match=r"has no test text, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))
     # A last document without tokens, which starts at the end, is ignored.
     summary = json.loads((folder / "train-00000.json").read_text())
