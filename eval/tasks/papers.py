@@ -89,23 +89,19 @@ def beside_runs(table: PaperTable, folder: Path) -> Table:
         ]
         for path in find_runs([task], folder)
     }
-    columns = [
-        name
-        for title, measure in table.measures.items()
-        for name in ((f"{title}, paper", "here") if measure else (title,))
-    ]
+    columns: list[str] = []
+    for title, measure in table.measures.items():
+        columns += [f"{title}, paper", "here"] if measure else [title]
     shown = Table("row", "preset", *columns, "step", "differs from the preset", title=table.source)
     for name, (preset, *figures) in table.rows.items():
         runs: list[Path | None] = [path for path, presets in named.items() if preset in presets]
         for path in runs or [None]:
             found = {} if path is None else measures(path)
-            cells = [
-                cell
-                for figure, measure in zip(figures, table.measures.values(), strict=True)
-                for cell in (figure, f"{found[measure]:.4g}" if measure in found else None)[
-                    : 2 if measure else 1
-                ]
-            ]
+            cells: list[Any] = []
+            for figure, measure in zip(figures, table.measures.values(), strict=True):
+                cells.append(figure)
+                if measure:
+                    cells.append(f"{found[measure]:.4g}" if measure in found else None)
             others = None
             if path is not None:
                 _, config = read_config([task], epath.Path(path) / "config.json")

@@ -54,24 +54,11 @@ class CopyConfig(RunConfig):
     model: Annotated[CopyModelConfig, Flat]
 
 
-def _brl(mechanism: BRLConfig) -> dict[str, Any]:
-    return {"mechanism": mechanism, "cross_window": mechanism.window}
-
-
-def _papers_brl(window: int, compressed: int) -> dict[str, Any]:
-    """Each token is read by the compressed tokens of one block, as in the language models of section A.2. A target has
-    no earlier outputs to read, so the memory is each layer's own."""
-    return _brl(
-        BRLConfig(
-            window=window,
-            num_compressed=compressed,
-            block_size=512,
-            history_size=512,
-            beta=0.5,
-            compress_scale="m1",
-            compress_positions="none",
-        )
+def _brl(window: int, compressed: int, block: int, history: int, **options: Any) -> dict[str, Any]:
+    mechanism = BRLConfig(
+        window=window, num_compressed=compressed, block_size=block, history_size=history, beta=0.5, **options
     )
+    return {"mechanism": mechanism, "cross_window": window}
 
 
 def _mixers(window: int, projected: int, length: int) -> dict[str, dict[str, Any]]:
@@ -118,20 +105,22 @@ def _figure5(mixers: dict[str, Any]) -> CopyConfig:
 
 
 def _paper_sizes() -> dict[str, dict[str, Any]]:
-    """The networks of figure 5 at its sizes, and the ones of table 8 that it leaves out."""
+    """The networks of figure 5 at its sizes, and the ones of table 8 that it leaves out.
+
+    In BRL each token is read by the compressed tokens of one block, as in the language models of section A.2. A target
+    has no earlier outputs to read, so the memory is each layer's own.
+    """
     others = _mixers(100, 128, 2048)
+    papers: dict[str, Any] = {"compress_scale": "m1", "compress_positions": "none"}
     return {
         **{name: mixers for name, mixers in others.items() if name not in ("local", "linformer")},
         **{f"linformer-{k}": _mixers(100, k, 2048)["linformer"] for k in (64, 128, 256)},
         **{f"local-{w}": _mixers(w, 128, 2048)["local"] for w in (50, 100)},
-        **{f"brl-{w}-{m}": _papers_brl(w, m) for w in (50, 100) for m in (10, 50, 100)},
+        **{f"brl-{w}-{m}": _brl(w, m, 512, 512, **papers) for w in (50, 100) for m in (10, 50, 100)},
     }
 
 
-_SMALL = {
-    "brl": _brl(BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, beta=0.5)),
-    **_mixers(8, 32, 64),
-}
+_SMALL = {"brl": _brl(8, 16, 16, 64), **_mixers(8, 32, 64)}
 
 PRESETS: dict[str, CopyConfig] = {
     **{f"copy-{name}": _small(mixers) for name, mixers in _SMALL.items()},

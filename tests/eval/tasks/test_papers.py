@@ -52,6 +52,14 @@ def test_runs_stand_next_to_the_papers_figures(tmp_path):
     ]
 
 
+def test_what_no_run_has_measured_has_no_column_for_runs(tmp_path):
+    _run(tmp_path / "wikitext103-full", PRESETS["wikitext103-full"], steps=7, loss=1.0)
+    shown = papers.beside_runs(TABLES["brl-table-7"], tmp_path)
+    assert str(shown).splitlines()[2].startswith("| row | preset | n = 128 | 256 | 512 |")
+    figures = ("4.24", "4.26", "4.4", "10.28", "29.19", "61.95", "92.27")
+    assert shown.rows[0] == ("full", "wikitext103-full", *figures, "7", "")
+
+
 def test_what_the_data_decide_is_no_difference():
     preset = GRAPH.presets["acm-gcn"]
     data = dataclasses.replace(preset.data, row_targets=726)
