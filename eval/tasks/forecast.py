@@ -39,7 +39,7 @@ from train.tasks.forecast import (
 )
 
 _BAND = (0.1, 0.9)
-# Windows that the picture shows of each run.
+# The most windows that the picture shows of each run.
 _SHOWN = 3
 
 
@@ -224,12 +224,14 @@ def markdown(results: Sequence[Result]) -> str:
 def draw(runs: Sequence[Measured]) -> Figure:
     """A row of panels for each run, one for each window, with the last column: the known rows, the true ones, the
     forecast and its band."""
-    figure, axs = panels(len(runs), _SHOWN, (5.2 * _SHOWN, 2.9 * len(runs) + 0.8))
+    # With so many, the places below differ.
+    shown = max(1, min(_SHOWN, *(len(example.made.origin) - 1 for _, example in runs)))
+    figure, axs = panels(len(runs), shown, (5.2 * shown, 2.9 * len(runs) + 0.8))
     styles = {name: {**style, "marker": None} for name, style in line_styles(["true", "forecast"]).items()}
     for row, (result, example) in zip(axs, runs):
         series, made = example.series, example.made
         # Spread over the split.
-        chosen = np.linspace(0, len(made.origin) - 1, _SHOWN + 2).astype(int)[1:-1]
+        chosen = np.linspace(0, len(made.origin) - 1, shown + 2).astype(int)[1:-1]
         for axes, at in zip(row, chosen):
             origin, horizon = int(made.origin[at]), result["horizon"]
             true, point, low, high = (

@@ -66,6 +66,13 @@ def test_a_run_leaves_what_it_should(runs):
     assert [config["model"][name] for name in ("vocab_size", "num_classes", "max_length")] == [15, 10, 16]
 
 
+def test_other_data_are_refused_before_they_are_read(runs, tmp_path):
+    with pytest.raises(
+        UserError, match=r"^--data_dir: the run in .* was started with None, got '.*nothing'; expected"
+    ):
+        run(runs / "run", f"{LOCAL} --data_dir {tmp_path}/nothing")
+
+
 @pytest.mark.slow
 def test_measuring(runs, capsys):
     eval.tasks.lra.main(["--workdir", str(runs / "run")])

@@ -18,7 +18,7 @@ from train.cli.summary import beginning, ending, parameters_in_words
 from train.data.dataset import forget_unstarted
 from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import read_values
+from train.engine.config_file import flatten, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
@@ -98,7 +98,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
 
 def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> None:
     check_shared(config.loop.workdir, task.to_json(config))
-    _check_task(task, config.loop.workdir)
+    _check_folder(task, config)
     mesh = task.open_mesh(config)
     if task.is_sized_by_data:
         data = _load(task, config)
@@ -170,21 +170,30 @@ def check_alike(stream: Stream, held_out: HeldOut) -> None:
         )
 
 
-def _check_task(task: Task[Any, Any], workdir: str) -> None:
-    """Refuses the folder of another task's run or of another program, before a tokenizer or anything else is written
-    into it.
+def _check_folder(task: Task[Any, Any], config: Any) -> None:
+    """Refuses the folder of another program, of another task's run or of a run on other data, before these are read and
+    a tokenizer or anything else is written into it.
     """
+    workdir = config.loop.workdir
     steps = _steps(workdir)
     if not _has_config(workdir):
         return
     try:
-        other = read_values(epath.Path(workdir) / "config.json")["task"]
+        values = read_values(epath.Path(workdir) / "config.json")
     except UserError:
         if steps:  # the checkpoints have what a damaged file has lost
             return
         raise
-    if other != task.name:
-        raise another_configuration(workdir, [f"task {other} -> {task.name}"])
+    if values["task"] != task.name:
+        raise another_configuration(workdir, [f"task {values['task']} -> {task.name}"])
+    started, asked = flatten(values), flatten(task.to_json(config))
+    for name in ("data", "data_dir"):
+        old, new = (each.get(f"data.{name}") for each in (started, asked))
+        if steps and f"data.{name}" in started and old != new:
+            raise UserError(
+                f"--{name}: the run in {workdir} was started with {old!r}, got {new!r}; expected the same, or another "
+                "--workdir"
+            )
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from eval.harness.output import Measured
 from eval.tasks import context, copy, forecast, recall, regression
 from eval.tasks.context import Boundaries
 from train.data.copying import BEGIN, END, SPECIAL
@@ -49,6 +50,19 @@ def test_errors_and_coverage_of_forecasts():
     high = np.array([[[9.0], [9.0]], [[3.0], [3.5]]])
     made = forecast.Forecasts(np.array([0, 1]), true, true, low, high)
     assert forecast.coverage(made, true) == 0.5  # on both ends of the band, and outside both
+
+
+@pytest.mark.parametrize(
+    ("windows", "shown"), [(1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1, 2]), (9, [2, 4, 6])]
+)
+def test_a_picture_shows_no_window_twice(windows, shown):
+    ones = np.ones(1)
+    series = SimpleNamespace(values=np.zeros((20, 1)), columns=("OT",), mean=ones, deviation=ones)
+    zeros = np.zeros((windows, 2, 1))
+    made = forecast.Forecasts(np.arange(windows) + 4, *[zeros] * 4)
+    result = {"horizon": 2, "lookback": 4, "model": "m", "data": "d"}
+    figure = forecast.draw([Measured(result, forecast.Example(series, zeros, made))])
+    assert [axes.get_title() for axes in figure.axes] == [f"m, d row {4 + place}" for place in shown]
 
 
 def test_when_recall_was_learned(monkeypatch):
