@@ -23,9 +23,10 @@ NAMES = (
     "kernelized",
     "flowformer",
     "full",
+    "mlr",
 )
-CAUSAL = ("sinkhorn", "reformer", "flowformer", "full")  # these calls are, unless asked otherwise
-OF_QUERIES = ("full", "linformer", "kernelized")  # these also take query lengths
+CAUSAL = ("sinkhorn", "reformer", "flowformer", "full", "mlr")  # these calls are, unless asked otherwise
+OF_QUERIES = ("full", "linformer", "kernelized", "mlr")  # these also take query lengths
 
 
 def call_of(name, query, key, value, lengths=None):

@@ -1,6 +1,7 @@
 """Every attention function against its float64 oracle: outputs, and gradients along random directions.
 
-The lengths are not multiples of any chunk or block. tests/laws compares layers with whole networks of the oracles."""
+The lengths are not multiples of any chunk or block. tests/attention/compressed has compression, and tests/laws compares
+layers with whole networks of the oracles."""
 
 import types
 
@@ -13,7 +14,7 @@ import brl_jax
 from brl_jax import RotaryBias
 from brl_jax.attention.low_rank.long_short import Norms
 from tests.attention.local.cases import PATTERNS, xla_attention
-from tests.oracles import compressed, dense, local, low_rank, recurrent, sorting, structured
+from tests.oracles import dense, local, low_rank, recurrent, sorting, structured
 from tests.oracles.attention import pairs
 from tests.oracles.parts import each_head
 from tests.support.attention import assert_close, check, expect, random_qkv
@@ -109,22 +110,6 @@ def compressing(sizes):
     return arrays
 
 
-def few_read_many(length):
-    keys = {"key": normal(B, length, N, H), "contrast_key": -normal(B, length, N, H)}
-    return {"query": normal(B, 3, N, H)} | keys | {"value": normal(B, length, N, 5)}
-
-
-def blocks_read_many(length):
-    keys = {
-        name: sign * normal(B, 34, N, H) for name, sign in (("key", 1), ("contrast_key", -1), ("value", 2))
-    }
-    return {"query": normal(B, 4, 3, N, H)} | keys
-
-
-def many_read_few(length):
-    return {"query": normal(B, length, N, H), "key": normal(B, 3, N, H), "value": normal(B, 3, N, 5)}
-
-
 def levels(heads):
     return [normal(2**level, 12 // 2**level, heads, 3 - level) for level in range(3)]
 
@@ -179,25 +164,6 @@ def with_rotary_bias(attend):
     return biased
 
 
-def compress(query, key, contrast_key, value, *, gamma, score="softmax"):
-    scale = 1 / (len(query) * np.sqrt(query.shape[-1]))
-    arrays = (x[None] for x in (query, key, contrast_key, value))
-    return compressed.compress(*arrays, gamma, scale, score)[0]
-
-
-def compress_blocks(query, *keys, block_size, history_size, **options):
-    starts = block_size * np.arange(len(query))
-    return np.stack(
-        [compress(q, *(x[s : s + history_size] for x in keys), **options) for q, s in zip(query, starts)]
-    )
-
-
-def propagate(query, key, value, *, strength, score):
-    arrays = (x[None] for x in (query, key, key, value))
-    out = compressed.compress(*arrays, np.zeros(N), 1 / np.sqrt(query.shape[-1]), score)[0]
-    return strength[:, None] * out
-
-
 def both(**options):
     """Causal and not."""
     return [options | {"is_causal": causal} for causal in (True, False)]
@@ -209,7 +175,6 @@ SAMPLES = np.random.default_rng(0).random(20).astype(np.float32)
 NORMS = Norms(normal(K, H), normal(K, H) + 1)
 PROJECTION = np.asarray(brl_jax.performer_projection(jax.random.key(0), 12, H))
 ROTATIONS = np.asarray(brl_jax.reformer_rotations(jax.random.key(0), H, num_rounds=3, num_buckets=4))
-SCORES = ("softmax", "relu2", "laplace")
 ORDERS = ("ascending", "descending", "interleaved", "max_exchange")
 BLOCK_SIZES = [
     brl_jax.BlockSizes(*sizes) for sizes in ((4, 2, 4, 5), (6, 2, 4, 4), (2, 2, 8, 4), (3, 3, 3, 2))
@@ -301,14 +266,10 @@ CASES = [
         ("native_sparse_attention", sorting.native_sparse, compressing(sizes), [{"sizes": sizes, "window": 3}])
         for sizes in BLOCK_SIZES
     ),
-    ("compress", compress, few_read_many, [{"gamma": normal(N), "score": score} for score in SCORES]),
-    ("compress_blocks", compress_blocks, blocks_read_many, [{"gamma": normal(N), "block_size": 7, "history_size": 13}]),
-    ("propagate", propagate, many_read_few, [{"strength": normal(N), "score": score} for score in SCORES]),
 ]  # fmt: skip
-# What the oracles do not have.
-OURS = {name: {"implementation": "xla"} for name in ("compress", "compress_blocks", "propagate")}
-RECURRENT = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
-OURS |= {name: {"chunk_size": 24} for name in RECURRENT}
+# The oracles have no chunks.
+OF_CHUNKS = ("linear_attention", "delta_rule", "kimi_delta_rule", "gated_delta_rule_2", "rwkv7_attention")
+OURS = {name: {"chunk_size": 24} for name in OF_CHUNKS}
 OF_RECURRENCES = [case for case in CASES if ".recurrent." in getattr(brl_jax, case[0]).__module__]
 # One of each kind in the fast part: a sum of outer products, triangular systems with decays, weights inside chunks.
 FAST_ON_GPU = ("linear_attention", "gated_delta_rule", "mixed_chunk_attention")

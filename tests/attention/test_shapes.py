@@ -1,4 +1,4 @@
-"""A runtime checker accepts every call of this file: the shapes and dtypes in attention's signatures are true.
+"""A runtime checker accepts every call of these files: the shapes and dtypes in attention's signatures are true.
 
 The checker must be chosen before brl_jax is imported, so this runs in another process."""
 
@@ -9,7 +9,10 @@ from tests.support.processes import python
 
 @pytest.mark.slow
 def test_annotations_are_true():
-    line = "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_oracles.py"
+    line = (
+        "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_oracles.py "
+        "tests/attention/compressed/test_compress.py tests/attention/compressed/test_blocks.py"
+    )
     done = python(*line.split(), BRL_JAX_CHECK_SHAPES="1")
     assert done.returncode == 0, done.stdout[-4000:]
 

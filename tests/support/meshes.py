@@ -37,16 +37,12 @@ def with_gradients(function: Callable[..., Any]) -> Any:
     return jax.jit(both)
 
 
-def on_mesh(function: Callable[..., Any], *operands: Any) -> list[np.ndarray]:
-    """The function's results and its operands' gradients, on the mesh."""
-    with jax.set_mesh(mesh()):
-        return [np.asarray(x) for x in jax.tree.leaves(with_gradients(function)(*operands))]
-
-
 def compared(function: Callable[..., Any], *operands: Any) -> list[list[np.ndarray]]:
     """The results and gradients on one device, and on the mesh."""
-    alone = [np.asarray(x) for x in jax.tree.leaves(with_gradients(function)(*operands))]
-    return [alone, on_mesh(function, *operands)]
+    alone = jax.tree.leaves(with_gradients(function)(*operands))
+    with jax.set_mesh(mesh()):
+        shared = jax.tree.leaves(with_gradients(function)(*operands))
+    return [[np.asarray(x) for x in found] for found in (alone, shared)]
 
 
 def after(function: Callable[..., Any], place: int, tokens: Any, *others: Any) -> list[np.ndarray]:

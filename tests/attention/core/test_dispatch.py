@@ -50,25 +50,6 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_forced_kernel_equals_xla(name):
-    """The interpreted kernel's outputs and gradients are XLA's."""
-    call, shapes = CALLS[name]
-    operands = arrays(*shapes)
-
-    def both(implementation):
-        def loss(*xs):
-            out = call(implementation, *xs)
-            return jnp.sum(out**2), out
-
-        grads, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(operands))), has_aux=True))(*operands)
-        return out, *grads
-
-    for a, b in zip(both("pallas_interpret"), both("xla")):
-        assert relative_error(a, b) < 1e-5
-
-
 @pytest.mark.parametrize("name", slow_unless(CALLS, ("propagate",)))
 def test_forced_kernel_under_transformations(name):
     """Gradients under vmap, scan and remat equal XLA's."""

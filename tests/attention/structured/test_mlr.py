@@ -17,11 +17,9 @@ from tests.oracles import attention as oracles
 from tests.oracles.structured import mlr_attention as oracle
 from tests.support.attention import (
     assert_close,
-    check_causal,
     largest_array,
     outputs_and_gradients,
     random_qkv,
-    with_padding,
 )
 
 # name: (ranks, block sizes) with heads of 8
@@ -98,16 +96,6 @@ def test_blocks_that_follow_the_input(is_causal):
     np.testing.assert_allclose(mlr_attention(*arrays[:3], block_ids=aligned, **options), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", slow_unless([1, 2, 7, 64, 65, 128, 200], (1, 65)))
-def test_ragged_lengths(length):
-    arrays = random_qkv(length, batch=1, heads=2, kv_heads=1)
-    ranks, sizes = (4, 2, 2), (None, 64, 16)
-    assert_close(
-        run(arrays, ranks=ranks, block_sizes=sizes, is_causal=True),
-        oracle(arrays, ranks, sizes, causal_pairs(length)),
-    )
-
-
 @pytest.mark.slow
 def test_many_tiles_and_steps(monkeypatch):
     """With such a small cache, every rectangle is cut into tiles that are processed one after the other."""
@@ -133,24 +121,6 @@ def test_every_pair_is_in_one_rectangle(is_causal):
             needed = expected.astype(bool)
             assert (seen[needed] == 1).all()
             assert seen.max() == 1
-
-
-@pytest.mark.slow
-def test_causal_bitwise():
-    attend = functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
-    check_causal(attend, random_qkv(150), (0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 149))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_lengths_and_poisoned_padding(is_causal):
-    """NaN in padding reaches neither outputs nor gradients, and a row without keys gives 0."""
-    arrays = random_qkv(140)
-    poisoned, lengths, visible = with_padding(arrays, [0, 101], [0, 101])
-    ranks, sizes = (4, 2, 2), (None, 64, 16)
-    got = run(poisoned, ranks=ranks, block_sizes=sizes, is_causal=is_causal, **lengths)
-    visible = visible & causal_pairs(140) if is_causal else visible
-    assert_close(got, oracle(arrays, ranks, sizes, visible))
-    assert not np.asarray(got[0])[0].any()
 
 
 # --- Cost ---
