@@ -26,11 +26,11 @@ on_kernel = functools.partial(outputs_and_gradients, full_attention, implementat
     ids=["float32", "bfloat16"],
 )
 def test_segments_and_lengths(dtype):
-    """Values are wider than the keys, and padding is NaN."""
-    query, key, *others = random_qkv(137, 145, dtype=dtype)
+    """Values are wider than the keys, padding is NaN, and a row has no keys."""
+    query, key, *others = random_qkv(137, 145, batch=3, dtype=dtype)
     arrays = [query, key, *(jnp.concatenate([x, 2 * x, x[..., :3]], -1) for x in others)]
-    query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (2, n))) for n in (137, 145))
-    poisoned, lengths, visible = with_padding(arrays, [137, 19], [140, 145])
+    query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (3, n))) for n in (137, 145))
+    poisoned, lengths, visible = with_padding(arrays, [137, 19, 30], [140, 145, 0])
     visible &= oracles.pairs(137, 145, oracles.everything, 8, 0, is_causal=True)
     visible &= query_ids[:, None, :, None] == key_ids[:, None, None, :]
     segments = (jnp.asarray(query_ids), jnp.asarray(key_ids))

@@ -19,7 +19,7 @@ from brl_jax.attention.compressed import sharded as compressed_sharded
 from brl_jax.attention.local import sharded
 from tests.marks import slow_unless
 from tests.support.collectives import collectives
-from tests.support.meshes import check_equal
+from tests.support.meshes import check_equal, with_gradients
 
 pytestmark = pytest.mark.xdist_group("devices")
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 28, 4, 2, 8
@@ -37,23 +37,16 @@ def normal(seed, *shape):
 
 def both(whole, sharded_call, arrays, specs, others=(), other_specs=(), check_vma=True):
     """Results and gradients of a function on whole sequences, and of its sharded form."""
-
-    def run(function):
-        def weighted(*arrays):
-            out = function(*arrays, *others)
-            return jnp.sum(out * normal(9, *out.shape)), out
-
-        out, grads = jax.jit(
-            lambda *arrays: jax.grad(weighted, tuple(range(len(arrays))), has_aux=True)(*arrays)[::-1]
-        )(*arrays)
-        return [np.asarray(x) for x in (out, *grads)]
-
-    out_spec = specs[0]
-    in_specs = (*specs, *other_specs)
-    mapped = jax.shard_map(
-        sharded_call, mesh=mesh(), in_specs=in_specs, out_specs=out_spec, check_vma=check_vma
-    )
-    return run(whole), run(mapped)
+    options = {
+        "mesh": mesh(),
+        "in_specs": (*specs, *other_specs),
+        "out_specs": specs[0],
+        "check_vma": check_vma,
+    }
+    return [
+        [np.asarray(x) for x in jax.tree.leaves(with_gradients(lambda *x, f=f: f(*x, *others))(*arrays))]
+        for f in (whole, jax.shard_map(sharded_call, **options))
+    ]
 
 
 def qkv():
