@@ -81,6 +81,7 @@ LM = {
     "--tokenizer byte": "--tokenizer: unknown tokenizer 'byte'.*did you mean 'bytes'",
     "--tokenizer char": "--tokenizer: .*did you mean 'chars'",
     "--tokenizer sentencepiece": "--tokenizer: unknown tokenizer 'sentencepiece', expected bytes, chars, ",
+    "--tokenizer /nowhere/tokenizer.json": "--tokenizer: there is no file /nowhere/tokenizer.json",
     "--tokenizer bpe": "--tokenizer: bpe:SIZE needs a whole number from 257 to 16777216, got 'bpe'",
     "--tokenizer bpe:256": "--tokenizer: .*from 257 to 16777216, got 'bpe:256'",
     "--tokenizer bpe:1000000000000": "--tokenizer: .*from 257 to 16777216, got 'bpe:1000000000000'",

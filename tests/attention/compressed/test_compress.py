@@ -34,9 +34,9 @@ def read_in_pieces(monkeypatch, piece):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("length", "piece"), [(1, 4096), (37, 4096), (37, 8), (64, 16)])
 def test_compress_oracle(monkeypatch, score, length, piece):
-    """Whole or in pieces, at ragged lengths: outputs and all gradients."""
+    """Whole or in pieces, at ragged lengths, with values wider than keys: outputs and all gradients."""
     read_in_pieces(monkeypatch, piece)
-    operands = arrays(0, (2, 5, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (3,))
+    operands = arrays(0, (2, 5, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (2, length, 3, 5), (3,))
 
     def function(q, k1, k2, v, gamma):
         return xla_compress(q, k1, k2, v, gamma=gamma, scale=0.7, score=score)
@@ -209,7 +209,7 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
 @pytest.mark.parametrize("length", [1, 13, 700])
 def test_propagate_oracle(score, length):
     """T queries on M keys equal compression with the roles exchanged and a single attention."""
-    q, k, v, strength = arrays(5, (2, length, 3, 4), (2, 5, 3, 4), (2, 5, 3, 4), (3,))
+    q, k, v, strength = arrays(5, (2, length, 3, 4), (2, 5, 3, 4), (2, 5, 3, 5), (3,))
 
     def function(q, k, v, strength):
         return xla_propagate(q, k, v, strength=strength, score=score)

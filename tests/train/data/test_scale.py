@@ -240,20 +240,6 @@ def test_a_sentencepiece_model_of_others(tmp_path):
     _check_tokenizer(str(tmp_path / "small.model"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("gpt2", "unknown tokenizer 'gpt2', expected .* or hf:NAME"),
-        ("/nowhere/tokenizer.json", "--tokenizer: there is no file /nowhere/tokenizer.json"),
-        ("{here}/bad.json", "--tokenizer .*bad.json: cannot be read: "),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_read_is_a_line(spec, message, tmp_path):
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match=message):
-        train_tokenizer(spec.format(here=tmp_path), lambda: ())
-
-
 SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
 
 
