@@ -1,7 +1,7 @@
 """Sequences with some tokens masked, differently in every batch, for masked language models (arXiv:1810.04805).
 
-In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
-stay as they are.
+In every row the network must predict a share of the tokens. Of these, 80% are replaced by the mask, 10% by a random
+token, and 10% stay as they are.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class ConvertibleConfig(RunConfig):
     model: Annotated[DecoderConfig, Flat]
     convert_from: Free[str] = ""
     """Folder of a trained decoder whose attention is replaced: a run of this command, or a folder in the layout of
-    transformers (docs/converting.md). A new run has its network, with the mechanisms that the options name, its
-    tokenizer and its weights, and needs the folder no more once it has begun."""
+    transformers (docs/converting.md). A new run takes its network, with the mechanisms that the options name, its
+    tokenizer and its weights from it, and does not need it again once it has begun."""
     match_steps: Natural = 0
     """Steps of training before the run in which each new mechanism learns the outputs of the one that it replaces, in
     WORKDIR/matching. Other parameters do not move."""

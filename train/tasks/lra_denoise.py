@@ -29,7 +29,7 @@ class DenoiseDataConfig(TaskDataConfig):
     """The examples, and how much of them is masked."""
 
     mask_share: Annotated[float, Range(above=0, below=1)] = 0.5
-    """Share of a sequence's tokens that the network is asked for."""
+    """Share of a sequence's tokens that the network must predict."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class MlmDataConfig(DataConfig):
     """The text of a run, how it becomes tokens, and how many of them are masked."""
 
     mask_share: Annotated[float, Range(above=0, below=1)] = 0.15
-    """Share of a row's tokens that the network is asked for."""
+    """Share of a row's tokens that the network must predict."""
     # Of a run that is older than the option; presets have "auto".
     pack: Pack = "never"
     """Whether the documents of a row are kept apart, so that none sees another: always, never, or (auto) where the
