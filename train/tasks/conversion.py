@@ -113,8 +113,8 @@ class ConvertibleConfig(RunConfig):
 
 
 def _as_trained(mechanism: Mechanism | None, trained: Sequence[Mechanism]) -> Mechanism | None:
-    """A mechanism with the options that decide what a trained network's parameters mean: for softmax attention the
-    fields of `SoftmaxConfig`, and for another mechanism that the network has too all fields, if none is set."""
+    """A mechanism with the trained network's options that give its parameters their meaning: for softmax attention the
+    fields of `SoftmaxConfig`, and for another mechanism that the network also has all fields, if none is set."""
     alike = next((each for each in trained if type(each) is type(mechanism)), None)
     if mechanism is None:
         return None

@@ -234,8 +234,8 @@ class MlmTask(TextTask[MlmConfig]):
     following = ("eval.mlm --workdir {run}",)
 
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
-        """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
-        whether rows are packed. A text that is not read is taken for one of many documents."""
+        """Sets the size of the vocabulary, which is the tokenizer's plus two special tokens, and whether rows are
+        packed, which depends on the mechanism and the text. A text that was not read counts as many documents."""
         size = vocabulary_of(config.data, data)
         # Of the rows' length here, so that it is the same network on the shorter rows of train.glue.
         model = config.model.for_training(config.loop.length)
