@@ -70,7 +70,7 @@ def test_other_data_are_refused_before_they_are_read(runs, tmp_path):
     with pytest.raises(
         UserError, match=r"^--data_dir: the run in .* was started with None, got '.*nothing'; expected"
     ):
-        run(runs / "run", f"{LOCAL} --data_dir {tmp_path}/nothing")
+        train.lra.main(["listops", "--workdir", str(runs / "run"), "--data_dir", f"{tmp_path}/nothing"])
 
 
 @pytest.mark.slow
