@@ -1,4 +1,4 @@
-"""A runtime checker accepts every call of these files: the shapes and dtypes in attention's signatures are true.
+"""A runtime checker accepts every call of these tests: the shapes and dtypes in attention's signatures are true.
 
 The checker must be chosen before brl_jax is imported, so this runs in another process."""
 
@@ -11,7 +11,9 @@ from tests.support.processes import python
 def test_annotations_are_true():
     line = (
         "-m pytest -q -n 0 -p no:cacheprovider tests/attention/test_oracles.py "
-        "tests/attention/compressed/test_compress.py tests/attention/compressed/test_blocks.py"
+        "tests/attention/compressed/test_compress.py::test_compress_oracle "
+        "tests/attention/compressed/test_compress.py::test_propagate_oracle "
+        "tests/attention/compressed/test_blocks.py::test_each_block_reads_what_precedes_it"
     )
     done = python(*line.split(), BRL_JAX_CHECK_SHAPES="1")
     assert done.returncode == 0, done.stdout[-4000:]
