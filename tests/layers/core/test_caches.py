@@ -21,8 +21,13 @@ def test_tokens_stand_at_their_positions(traced):
     append = jax.jit(append) if traced else append
     cache = KeyValueCache.empty((1, 8, 1, 2), (1, 8, 1, 2), jnp.float32)
     cache = append(cache, numbered(0, 3), -numbered(0, 3))
-    cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int32(2))
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+    ):  # a scan carries the cache, so types must stay
+        cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int64(2))
     assert int(cache.length) == 5
+    assert cache.length.dtype == jnp.int32
     expected = np.where(np.arange(8) < 5, 1.0 + np.arange(8), 0.0)
     np.testing.assert_array_equal(cache.key[0, :, 0, 0], expected)
     np.testing.assert_array_equal(cache.value[0, :, 0, 1], -expected)
