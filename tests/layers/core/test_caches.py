@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.state import KeyValueCache, slide, window_segments, write_tokens
+from brl_jax.layers import MECHANISMS, Dimensions
 
 
 def numbered(start, length):
@@ -31,6 +32,16 @@ def test_tokens_stand_at_their_positions(traced):
     expected = np.where(np.arange(8) < 5, 1.0 + np.arange(8), 0.0)
     np.testing.assert_array_equal(cache.key[0, :, 0, 0], expected)
     np.testing.assert_array_equal(cache.value[0, :, 0, 1], -expected)
+
+
+def test_first_caches_can_be_donated():
+    """A caller who gives each cache up gives up the first one too, so it must not hold one array twice."""
+    dimensions = Dimensions(16, 2, 1, 8, 16, is_causal=True)
+    for name, kind in MECHANISMS.items():
+        mechanism = kind(hidden=0) if name == "tlinformer" else kind()
+        if mechanism.decodes:
+            cache = mechanism.layer(dimensions).init_cache(1, 8)
+            jax.block_until_ready(jax.jit(lambda cache: cache, donate_argnums=0)(cache))
 
 
 def test_tokens_that_do_not_exist_may_reach_over_the_end():
