@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the checkout that this file is in, on Colab, with JAX for the machine's device. CUDA 12 is what Colab's driver
-# serves. Not the extra notebooks: its ipykernel would replace the one that Colab runs.
+# supports. Not the extra notebooks: its ipykernel would replace the one that Colab runs.
 set -e
 jax=jax
 if nvidia-smi > /dev/null 2>&1; then

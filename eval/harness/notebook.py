@@ -88,7 +88,7 @@ class Curves:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def report(self, label: str, steps: int) -> _Report:
-        """What draws a run of this label, of so many steps (a `train.engine.metrics.RunReport`)."""
+        """Returns a `train.engine.metrics.RunReport` that draws a run with this label and number of steps."""
         self._steps = max(self._steps, steps)
         return _Report(self, label, steps)
 
@@ -111,7 +111,7 @@ class Curves:
             self.draw()
 
     def draw(self) -> None:
-        """Draws all that is known."""
+        """Draws every point so far."""
         self._picture.show(png(self.figure()))
         self._drawn = time.monotonic()
 
@@ -165,8 +165,8 @@ class _Report:
 
 
 def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str) -> Run:
-    """Trains a configuration in a folder of this label under `curves.folder` and reads its best checkpoint; the picture
-    is all that it shows."""
+    """Trains a configuration in a folder with this label under `curves.folder`, and returns the run at its best
+    checkpoint. Of its output, only the picture is shown."""
     workdir = str(curves.folder / label.replace("/", "-"))
     loop = dataclasses.replace(config.loop, workdir=workdir, tensorboard=False)
     config = dataclasses.replace(config, loop=loop)

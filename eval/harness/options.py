@@ -15,7 +15,7 @@ O = TypeVar("O")  # noqa: E741
 def command(
     options: O, name: str, about: str
 ) -> Callable[[Callable[[O], None]], Callable[[Sequence[str]], None]]:
-    """Makes a function of options the main function of `python -m NAME`, which --help says is about this."""
+    """Turns a function of options into the main function of `python -m NAME`; `about` is its line in --help."""
 
     def decorate(run: Callable[[O], None]) -> Callable[[Sequence[str]], None]:
         return lambda argv: run(parse_options(options, argv, prog=f"python -m {name}", about=about))

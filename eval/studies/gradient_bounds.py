@@ -92,7 +92,7 @@ def kinds_of(mechanism: Mechanism, dimensions: Dimensions) -> list[Kind]:
 
 
 class LayerGradients(NamedTuple):
-    """The scores of one layer and the loss's gradients by them.
+    """The scores of one layer, and the gradients of the loss with respect to them.
 
     Attributes:
       weights: (B, N, T, T), p_ij; for NormAttention the scores.

@@ -1,7 +1,7 @@
 """Where a language model's context pays: python -m eval.context --workdir DIR [DIR ...] [--picture FILE.png].
 
 The held-out text is read twice, with the memory carried from row to row and with an empty memory at the start of each
-row. The losses of the single targets are averaged over all of them, by the position in the block, and by the distance
+row. The losses of the targets are averaged over all of them, by the position in the block, and by the distance
 from the token that predicts a target to the target's last occurrence before it: within reach of the layers' windows, in
 the history that BRL's compressed tokens of one layer read, beyond, or new. Several runs are measured by the same
 boundaries: the shortest reach, the longest history and the shortest block among them, unless options set them.

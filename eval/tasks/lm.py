@@ -1,8 +1,9 @@
 """Measures a trained language model on held-out text: python -m eval.lm --workdir DIR.
 
-The model reads the whole text and carries its memory along. The last line of stdout is one JSON object: perplexity (per
-token), bits_per_byte (of the original text, so that tokenizers are comparable), loss (nats per token), tokens, step,
-split. Without --data and --checkpoint it is kept in the run's folder, as lm_valid.json or lm_test.json.
+The model reads the whole text and carries its memory along. Prints perplexity (per token), bits_per_byte (of the
+original text, so that tokenizers are comparable), loss (nats per token), tokens, step and split: as one JSON object,
+or on a terminal, without --json True, as two readable lines. Without --data and --checkpoint they are also kept in the
+run's folder, as lm_valid.json or lm_test.json.
 """
 
 from __future__ import annotations

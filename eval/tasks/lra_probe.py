@@ -2,7 +2,7 @@
 
 RUN is of train.lra: a classifier, denoise-TASK or trace-pathfinder. Ridge regression on the first training examples
 fits one linear function for each class to the mean of the encoder's outputs over a sequence; the largest one is the
-answer. The last line of stdout is one JSON object with the accuracy on the test split, its standard error and chance.
+answer. Prints the accuracy on the test split, its standard error and chance.
 """
 
 from __future__ import annotations

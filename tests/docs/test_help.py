@@ -1,6 +1,7 @@
 """help() of every public attention function begins with a screen of summary, shapes and example."""
 
 import ast
+import functools
 import inspect
 import itertools
 import pydoc
@@ -56,6 +57,10 @@ def _is_attention(function):
 FUNCTIONS = {
     name: getattr(brl_jax, name) for name in brl_jax.__all__ if _is_attention(getattr(brl_jax, name))
 }
+
+
+def _arguments(name):
+    return inspect.signature(FUNCTIONS[name]).parameters
 
 
 def _example(function):
@@ -118,6 +123,16 @@ def test_examples_use_the_names_of_their_arguments():
         names = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Name)]
         made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
         assert {node.id for node in names} <= made | set(_scope(name, before)), name
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "implementation" in _arguments(name)])
+def test_the_help_says_where_xla_is_the_only_implementation(name):
+    before, _, example = _example(FUNCTIONS[name])
+    scope = _scope(name, before) | {name: functools.partial(FUNCTIONS[name], implementation="another")}
+    with pytest.raises(ValueError, match="implementation must be") as refused:
+        jax.eval_shape(functools.partial(exec, example, scope))
+    only = "must be None or 'xla', got" in str(refused.value)
+    assert ('implementation: None or "xla"' in inspect.getdoc(FUNCTIONS[name])) == only
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
         ("--steps N", f"training steps ({config.loop.steps})"),
         ("--batch N", f"rows of a step ({config.loop.batch})"),
         ("--learning_rate X", f"the highest learning rate ({config.optimizer.learning_rate:g})"),
-        ("--workdir DIR", "the run's folder (runs/PRESET); the same again resumes"),
+        ("--workdir DIR", "the run's folder (runs/PRESET); the same command resumes"),
     ]
     other = next((preset for preset in presets if preset != default), default)
     needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]

@@ -1,4 +1,4 @@
-"""Configurations of runs, and the command line that sets them: docs/house.md, "The way of an option".
+"""Configurations of runs, and the command line that sets them: docs/house.md, "The path of an option".
 
 `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other options.
 """

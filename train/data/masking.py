@@ -1,7 +1,7 @@
 """Sequences with some tokens masked, differently in every batch, for masked language models (arXiv:1810.04805).
 
-In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
-stay as they are.
+In every row the network must predict a share of the tokens. Of these, 80% are replaced by the mask, 10% by a random
+token, and 10% stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASKED, _RANDOM = 0.8, 0.9
 
 
 def num_asked(length: int, share: float) -> int:
-    """How many tokens of a row are asked for, at least one."""
+    """How many tokens of a row the network must predict, at least one."""
     return max(1, round(share * length))
 
 
@@ -39,9 +39,9 @@ def mask_tokens(
 
     Args:
       tokens: the text. exists: 1 where a token exists, which is in front, and 0 in padding.
-      share: of the tokens of a row that are asked for. vocab_size: random tokens are below it. mask: the token of the
-        mask. seed: of the whole batch. rows: the numbers of these rows in the batch: a row is masked alike whichever
-        process has it.
+      share: of the tokens of a row that the network must predict. vocab_size: random tokens are below it.
+      mask: the token of the mask. seed: of the whole batch.
+      rows: the numbers of these rows in the batch; a row's masks do not depend on the process that has it.
 
     Returns:
       "tokens" (R, T) int32, "places" (R, P) int32 in ascending order, "targets" (R, P) int32, the tokens that stood

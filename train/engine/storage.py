@@ -120,7 +120,7 @@ def beside(path: P) -> P:
 
 @contextlib.contextmanager
 def writing(*paths: P) -> Iterator[list[P]]:
-    """Temporary names of local files, which get their own at the end, in this order. After an error none is left."""
+    """Gives temporary names to local files, and renames them at the end, in this order. An error removes them."""
     asides = [beside(path) for path in paths]
     try:
         yield asides

@@ -62,8 +62,8 @@ class ConvertibleConfig(RunConfig):
     model: Annotated[DecoderConfig, Flat]
     convert_from: Free[str] = ""
     """Folder of a trained decoder whose attention is replaced: a run of this command, or a folder in the layout of
-    transformers (docs/converting.md). A new run has its network, with the mechanisms that the options name, its
-    tokenizer and its weights, and needs the folder no more once it has begun."""
+    transformers (docs/converting.md). A new run takes its network, with the mechanisms that the options name, its
+    tokenizer and its weights from it, and does not need it again once it has begun."""
     match_steps: Natural = 0
     """Steps of training before the run in which each new mechanism learns the outputs of the one that it replaces, in
     WORKDIR/matching. Other parameters do not move."""
@@ -113,8 +113,8 @@ class ConvertibleConfig(RunConfig):
 
 
 def _as_trained(mechanism: Mechanism | None, trained: Sequence[Mechanism]) -> Mechanism | None:
-    """A mechanism with the options that decide what a trained network's parameters mean: for softmax attention the
-    fields of `SoftmaxConfig`, and for another mechanism that the network has too all fields, if none is set."""
+    """A mechanism with the trained network's options that give its parameters their meaning: for softmax attention the
+    fields of `SoftmaxConfig`, and for another mechanism that the network also has all fields, if none is set."""
     alike = next((each for each in trained if type(each) is type(mechanism)), None)
     if mechanism is None:
         return None

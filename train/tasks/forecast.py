@@ -207,7 +207,7 @@ class ForecastTask(_SeriesTask[ForecastConfig]):
     network = Regressor
 
     def sized(self, config: ForecastConfig, data: Series | None = None) -> ForecastConfig:
-        """The table decides the columns, the windows the length."""
+        """Sets the number of columns from the table, and the length from the windows."""
         if data is None and config.data.features == "multivariate":
             data = load_series(config.data)
         columns = 1 if data is None else len(data.columns)
@@ -242,7 +242,8 @@ class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
     network = EncoderDecoder
 
     def sized(self, config: TokenForecastConfig, data: Series | None = None) -> TokenForecastConfig:
-        """The bins and the first token are the vocabulary; what follows the length follows that of its own sequence."""
+        """Sets the vocabulary, the bins and the first token. What follows the length is fixed at the lookback in the
+        encoder, and at the horizon in the decoder."""
         encoder = config.model.encoder.mechanism.for_training(config.data.lookback)
         model = config.model.for_training(config.data.horizon)
         encoder_mechanism = None if encoder == model.mechanism else encoder

@@ -87,7 +87,7 @@ def keeps_documents(config: LmConfig) -> bool:
     return config.data.data.startswith("jsonl:") and all(each.packs for each in config.model.mechanisms)
 
 
-# The fewest batches of a pass over held-out text with the rows of a training batch.
+# A pass over held-out text has fewer rows than a training batch if it would have fewer batches than this.
 _BATCHES = 4
 
 
@@ -154,8 +154,8 @@ class LmTask(TextTask[LmConfig]):
     network = DecoderLM
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
-        """The tokenizer decides the size of the vocabulary unless the weights do, and the length of the rows what
-        follows it."""
+        """Sets the size of the vocabulary from the tokenizer, unless the weights have it, and fixes what follows the
+        length at the rows'."""
         size = vocabulary_of(config.data, data)
         if config.pretrained is not None:
             if size > config.model.vocab_size:
@@ -239,7 +239,7 @@ class LmTask(TextTask[LmConfig]):
         return ("eval.lm", *workdir), ("eval.generate", *workdir, "--prompt", prompt)
 
     def _prompts(self, config: LmConfig, data: LmData) -> Iterator[str]:
-        """Texts to continue; a vocabulary of words may not have the first ones."""
+        """Texts to continue, the best first; a vocabulary of words may lack its words."""
         yield from (config.sample_prompt, "def " if config.data.data == "stdlib" else "The ")
         assert data.prompt is not None
         yield from (data.tokenizer.decode(data.prompt[:end]) for end in range(1, len(data.prompt) + 1))

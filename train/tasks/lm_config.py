@@ -81,8 +81,8 @@ class LmConfig(ConvertibleConfig):
     data: Annotated[DataConfig, Flat]
     model: Annotated[LmModelConfig, Flat]
     from_hf: Free[str] = ""
-    """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run has its network, its tokenizer
-    and its weights, and needs the folder no more once it has begun."""
+    """Folder of a decoder in the layout of transformers (docs/huggingface.md). A new run takes its network, its
+    tokenizer and its weights from it, and does not need it again once it has begun."""
     pretrained: Decided[Mapping[str, Any] | None] = None
     """What `eval.export` writes back of that folder, fields of `PretrainedConfig`."""
     sample_prompt: Free[str] = ""

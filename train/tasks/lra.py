@@ -59,7 +59,7 @@ class LraTask(ArenaTask[LraConfig]):
     following = ("eval.lra --workdir {run}", "eval.lra --table {run}")
 
     def sized(self, config: LraConfig, data: LraData | None = None) -> LraConfig:
-        """The arena's task decides the tokens and the classes; a run that this one starts from may have a mask more."""
+        """Sets the tokens and classes of the arena's task. A run that this one starts from may have a mask as well."""
         sizes = LRA_TASKS[config.data.task]
         model = for_rows(
             config.data, config.model, vocab_size=sizes.vocab_size, num_classes=sizes.num_classes
@@ -105,7 +105,7 @@ class LraTask(ArenaTask[LraConfig]):
         """The parameters with the encoder of the run that this one starts from, and its head for the same task."""
         task, found = self._pretrained(config)
         read = pretrained_weights(task, found, config.pretrained, config.checkpoint)
-        # A token in front, of "cls" pooling, only a classifier has; a head only means the same for the same task.
+        # Only a classifier has the token in front of a row ("cls" pooling), and a head is for its own task alone.
         own = params["encoder"]
         shared = {name: replaced(own[name], read["encoder"][name]) for name in own if name in read["encoder"]}
         params = {**params, "encoder": {**own, **shared}}

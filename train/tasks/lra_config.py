@@ -79,8 +79,8 @@ class LraConfig(RunConfig):
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
     fit_head: Natural = 0
-    """Training examples that the head starts from, as the linear map fitted to what it reads for them: the pooled
-    outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
+    """Number of training examples to fit the head to before training, as a linear map from the pooled outputs of the
+    encoder, pretrained (arXiv:2202.10054) or random; 0: the head starts at random."""
 
     def without_effect(self) -> dict[str, str]:
         unused = {} if self.pretrained else {"checkpoint": "without pretrained"}

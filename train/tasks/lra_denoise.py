@@ -29,7 +29,7 @@ class DenoiseDataConfig(TaskDataConfig):
     """The examples, and how much of them is masked."""
 
     mask_share: Annotated[float, Range(above=0, below=1)] = 0.5
-    """Share of a sequence's tokens that the network is asked for."""
+    """Share of a sequence's tokens that the network must predict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LraDenoiseTask(ArenaTask[DenoiseConfig]):
     network = MaskedLM
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
-        """The arena's task decides the tokens; the mask is one more."""
+        """Sets the tokens, those of the arena's task and the mask."""
         sizes = LRA_TASKS[config.data.task]
         model = for_rows(
             config.data, config.model, vocab_size=sizes.vocab_size + 1, num_classes=sizes.num_classes

@@ -86,7 +86,7 @@ class LraTraceTask(ArenaTask[TraceConfig]):
     network = TokenClassifier
 
     def sized(self, config: TraceConfig, data: LraData | None = None) -> TraceConfig:
-        """The arena's task decides the tokens; a lit pixel is of one of two classes."""
+        """Sets the tokens of the arena's task, and the two classes of a lit pixel."""
         vocab_size = LRA_TASKS[config.data.task].vocab_size
         model = for_rows(config.data, config.model, vocab_size=vocab_size, num_classes=2)
         return dataclasses.replace(config, model=model)

@@ -48,7 +48,7 @@ class MlmDataConfig(DataConfig):
     """The text of a run, how it becomes tokens, and how many of them are masked."""
 
     mask_share: Annotated[float, Range(above=0, below=1)] = 0.15
-    """Share of a row's tokens that the network is asked for."""
+    """Share of a row's tokens that the network must predict."""
     # Of a run that is older than the option; presets have "auto".
     pack: Pack = "never"
     """Whether the documents of a row are kept apart, so that none sees another: always, never, or (auto) where the
@@ -234,8 +234,8 @@ class MlmTask(TextTask[MlmConfig]):
     following = ("eval.mlm --workdir {run}",)
 
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
-        """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
-        whether rows are packed. A text that is not read is taken for one of many documents."""
+        """Sets the size of the vocabulary, which is the tokenizer's plus two special tokens, and whether rows are
+        packed, which depends on the mechanism and the text. A text that was not read counts as many documents."""
         size = vocabulary_of(config.data, data)
         # Of the rows' length here, so that it is the same network on the shorter rows of train.glue.
         model = config.model.for_training(config.loop.length)

@@ -162,7 +162,7 @@ class RecallTask(DrawnTask[RecallConfig]):
     following = ("eval.recall --workdir {run}", "eval.recall --table {run} --picture {run}/recall.png")
 
     def sized(self, config: RecallConfig, data: None = None) -> RecallConfig:
-        """The rows decide the vocabulary, and what follows their length."""
+        """Sets the vocabulary from the rows, and fixes what follows the length at theirs."""
         length, _ = max(config.data.cases)
         model = dataclasses.replace(config.model.for_training(length), vocab_size=config.data.vocabulary)
         if config.convert_from and config.model.vocab_size != config.data.vocabulary:

@@ -174,7 +174,7 @@ class RegressionTask(DrawnTask[RegressionConfig]):
     held_out_rows = HeldOutPrompts
 
     def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
-        """The prompts decide the inputs and the length."""
+        """Sets the inputs and the length from the prompts."""
         sizes = {"num_inputs": config.data.input_dim + 1, "max_length": 2 * config.data.pairs}
         return config.changed(model=sizes)
 

@@ -37,7 +37,8 @@ class RunConfig(Checked):
         return dataclasses.replace(self, **found)
 
     def resolved(self) -> Self:
-        """The configuration with the parts that a file decides. Raises UserError if it cannot be read."""
+        """The configuration with the fields that a file sets, such as a pretrained run's. Raises UserError if the file
+        cannot be read."""
         return self
 
     def without_effect(self) -> dict[str, str]:

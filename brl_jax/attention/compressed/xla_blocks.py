@@ -25,7 +25,7 @@ _LOGITS = 2**18
 
 
 class Operands(NamedTuple):
-    """The arrays of a call of `compress_blocks`, with 4 axes of the bias and full shape of the lengths."""
+    """The arrays of a call of `compress_blocks`, with a bias of 4 axes and lengths of full shape."""
 
     query: Float[Array, "B C M N H"]
     keys: tuple[Float[Array, "B S N H"], ...]
@@ -106,7 +106,7 @@ class BlocksForm(NamedTuple):
         return _pad(x, self.steps * self.options.group - self.blocks, self.options)
 
     def _unpadded(self, total: Array, length: int) -> Array:
-        """Undoes what `_pad` did to the keys, for their gradient: `length` keys."""
+        """Undoes `_pad` for the gradient of the keys, which then has `length` keys."""
         total = total[:, :length]
         return _pad_blocks(total, length - total.shape[1])
 

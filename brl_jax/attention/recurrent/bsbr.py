@@ -136,10 +136,11 @@ def bsbr_attention(
         None keeps F_c.
       strength: factor of the retrieved part, (N,) or (). F_c is a sum over C tokens, so 1 / C makes it a mean.
       scale: scale of the scores; 1 / sqrt(H) by default.
-      is_causal, key_value_seq_lengths, implementation: as for `linear_attention`.
+      is_causal, key_value_seq_lengths: as for `linear_attention`.
       state: from `init_bsbr_state` or an earlier call; causal only.
       return_state: also return the state after these tokens; needs a state, which limits the number of tokens.
       chunk_size: C, which changes the result; chunks are counted from the first token of the sequence.
+      implementation: None or "xla".
 
     Returns:
       (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.

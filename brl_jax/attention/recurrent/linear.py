@@ -142,16 +142,16 @@ def linear_attention(
       state: the state before these tokens, from `init_linear_state` or an earlier call; causal only.
       return_state: also return the state after these tokens.
       chunk_size: tokens in a chunk; changes time and memory, not the result.
-      implementation: None picks by platform at lowering time. "xla" works everywhere. For causal attention,
-        "pallas" is a TPU kernel that multiplies in the query's dtype, and "pallas_interpret" interprets it on any
-        platform.
+      implementation: None picks by platform when the call is lowered; "xla" works everywhere. For causal attention,
+        "pallas" is a TPU kernel that multiplies in the query's dtype, "triton" a GPU kernel, and "pallas_interpret"
+        and "triton_interpret" interpret them.
 
     Returns:
       (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.
 
     Raises:
       ValueError: an argument does not fit, named in the message.
-      NotImplementedError: implementation="pallas", and the kernel does not support the call or the platform.
+      NotImplementedError: the named kernel does not support the call or the platform.
     """
     (total, weight), state = linear_sums(
         query, key, value, name="linear_attention", feature_map=feature_map, normalize=normalize, is_causal=is_causal,

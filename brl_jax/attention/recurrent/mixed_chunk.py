@@ -104,9 +104,10 @@ def mixed_chunk_attention(
       value: (B, T, K, V), for both parts.
       bias: b, a `PositionBias` that depends on relative positions.
       is_causal: as above.
-      key_value_seq_lengths, implementation: as for `linear_attention`.
+      key_value_seq_lengths: as for `linear_attention`.
       state, return_state: as for `linear_attention`, with a `MixedChunkState` for the same chunk_size.
       chunk_size: C, which changes the result; chunks are counted from the first token of the sequence.
+      implementation: None or "xla".
 
     Returns:
       (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.

@@ -131,8 +131,9 @@ def performer_attention(
         projection.
       projection: W, (F, H), from `performer_projection`.
       num_features: F, the number of features to draw; round(H ln H) by default.
-      is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
+      is_causal, key_value_seq_lengths, segment_ids, chunk_size: as for `linear_attention`.
       state, return_state: as for `linear_attention`, with a `PerformerState`.
+      implementation: None or "xla".
 
     Returns:
       (B, T, N, V) in the query's dtype, computed in float32; with return_state, also the new state.

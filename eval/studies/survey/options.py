@@ -44,7 +44,7 @@ class SurveyOptions(Checked):
     """What to train and where."""
 
     folder: str = "runs/survey"
-    """Folder of the survey: a run each in TASK/MECHANISM/SEED, their data, and the times."""
+    """Folder of the survey: its runs, in TASK/MECHANISM/SEED, their data, and the times."""
     tasks: tuple[SurveyTask, ...] = tuple(SIZES)
     """Tasks of the Long Range Arena, at the size of their bare presets."""
     mechanisms: tuple[str, ...] = network_names()

@@ -36,7 +36,7 @@ class GraphDataConfig(Checked):
     (train.jsonl, test.jsonl), or an .npz file with "features" and "labels", or with images as "x_train", "y_train",
     "x_test" and "y_test"."""
     features: Count = 512
-    """Numbers that describe a node, at most; of longer features, the principal directions."""
+    """Largest number of features of a node; longer ones are projected to their principal directions."""
     split_seed: Seed = 0
     """Seed of the choice of the validation nodes, and of the test nodes where the files don't name them."""
     metapath_length: Count = 2
@@ -46,7 +46,7 @@ class GraphDataConfig(Checked):
     """Token lists: nodes drawn at the end of each metapath of one or two links, a token each. Networks that read edges:
     the edges drawn for each node of a subgraph, in HAN for each node and metapath; 0: all edges of the graph."""
     clusters: Natural = 0
-    """Token lists: tokens that are the centres of that many clusters of nodes."""
+    """Token lists: number of additional tokens, the centres of that many clusters of nodes."""
     nearest: Natural = 0
     """Files without links: a node is linked to this many nearest nodes."""
     row_targets: Natural = 0

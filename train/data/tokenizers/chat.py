@@ -56,7 +56,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = to_json
-        # Without `strftime_now`, templates write a date of theirs, and not today's.
+        # Without `strftime_now`, templates write a fixed date instead of today's.
         environment.globals |= {"raise_exception": refuse, **tokens}
         try:
             self._template = environment.from_string(source)

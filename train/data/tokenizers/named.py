@@ -54,9 +54,9 @@ def _train_bpe(spec: str, size: int, pieces: Iterable[bytes]) -> PretrainedToken
     in GPT-2, so that every text can be encoded and decoding restores it exactly.
 
     "bpe-uncased" has pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case, its accents and
-    the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of a sentence and
-    inside it, in running text and in text whose marks stand between blanks. The pieces are byte pairs and not
-    WordPiece's because the library's trainer of those gives another vocabulary each time, and has no token for a
+    the kinds of its blanks, and each punctuation mark is a word. A word therefore has the same form at the start of a
+    sentence and inside it, whether or not there are blanks around the marks. The pieces are byte pairs and not
+    WordPieces, because the library's trainer of WordPieces makes another vocabulary each time, and has no token for a
     character that it has not seen.
     """
     import tokenizers

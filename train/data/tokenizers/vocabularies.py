@@ -20,7 +20,7 @@ UNKNOWN_CHARACTER = "\ufffd"
 
 
 def _frequent(texts: Iterable[Iterable[str]], marks: list[str], min_count: int) -> list[str]:
-    """The marks, and what the texts have at least so often, the most frequent first."""
+    """The marks, and then what the texts have at least `min_count` times, the most frequent first."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
