@@ -91,7 +91,7 @@ class BRLCarrier(_PastOwner):
             return None
         if isinstance(cache, BRLMemory):
             return cache.append(y)
-        count = y.shape[1] if count is None else count
+        count = jnp.int32(y.shape[1] if count is None else count)
         past = None if cache.past is None else cache.past.advance(cache.length, y, count)
         return BRLCarrierCache(cache.length + count, past)
 

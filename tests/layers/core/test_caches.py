@@ -44,6 +44,19 @@ def test_first_caches_can_be_donated():
             jax.block_until_ready(jax.jit(lambda cache: cache, donate_argnums=0)(cache))
 
 
+@pytest.mark.parametrize("name", ["full", "local", "synthesizer", "linear"])
+def test_a_count_of_64_bits_leaves_a_layers_cache_as_it_was(name):
+    layer = MECHANISMS[name]().layer(Dimensions(16, 2, 1, 8, 16, is_causal=True))
+
+    def step(x, cache, count):
+        return layer.init_with_output(jax.random.key(0), x, cache=cache, count=count)[0][2]
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        cache, x = layer.init_cache(1, 8), jnp.zeros((1, 2, 16), jnp.float32)
+        found = jax.eval_shape(step, x, cache, jnp.int64(1))
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, cache)
+
+
 def test_tokens_that_do_not_exist_may_reach_over_the_end():
     cache = write_tokens(jnp.zeros((1, 1, 4, 2)), jnp.swapaxes(numbered(0, 3), 1, 2), 2, jnp.int32(1))
     np.testing.assert_array_equal(cache[0, 0, :, 0], [0, 0, 1, 0])
