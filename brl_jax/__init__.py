@@ -2,7 +2,7 @@
 
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
   full_attention, local_attention, compress, compress_blocks and propagate, with their patterns and biases;
-  diag_attention (and its step for generation), linformer_attention, hopfield_attention;
+  diag_attention, linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention, flowformer_attention, delta_rule,
   gated_delta_rule, kimi_delta_rule, gated_delta_rule_2 and rwkv7_attention, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;

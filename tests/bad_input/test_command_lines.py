@@ -22,6 +22,7 @@ TINY = {"--num_layers": "1", "--d_model": "16", "--num_heads": "2", "--steps": "
 
 LM = {
     "smal": r"PRESET: got 'smal'; did you mean small\? expected one of stdlib, small, ",
+    "lra-text-full": r"PRESET: lra-text-full is a preset of train\.lra$",
     "wikitext-brl": "did you mean wikitext103-brl",
     "small extra": r"unexpected argument 'extra'; usage: .*train.lm \[PRESET\] --NAME VALUE",
     "--stepps 3": r"unknown option --stepps: did you mean --steps\?",

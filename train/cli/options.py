@@ -70,7 +70,7 @@ def parse(
     _check_version(argv)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
     if name not in presets:
-        raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
+        raise UserError(f"PRESET: {_of_another_command(name) or _unknown(name, presets, _PRESETS_SHOWN)}")
     if {"-h", "--help"} & set(argv):
         print(as_started(screen(presets, default_preset, name, prog=prog, about=about)))
         raise SystemExit(0)
@@ -270,6 +270,14 @@ def _replace(part: Any, field: str, value: Any, **others: Any) -> Any:
         return dataclasses.replace(part, **{field: value, **others})
     except ValueError as error:
         raise UserError(f"--{field}: {error}") from error
+
+
+def _of_another_command(preset: str) -> str | None:
+    """What to say of a preset that another command has."""
+    from train.tasks.every import TASKS  # takes a second, which only this error needs
+
+    owner = next((task.name.partition("_")[0] for task in TASKS.values() if preset in task.presets), None)
+    return owner and f"{preset} is a preset of train.{owner}"
 
 
 def _unknown(name: str, known: Mapping[str, Any], num_shown: int) -> str:
