@@ -258,7 +258,8 @@ def _is_array_hint(hint: Any) -> bool:
 
 def _array_kind(hint: Any) -> str | None:
     """What an annotation of floats or bools asks for; None for others: lists of ints may stand for arrays."""
-    kind = {Float: "a floating-point array", Bool: "a bool array"}.get(getattr(hint, "dtype", None))
+    kinds: dict[Any, str] = {Float: "a floating-point array", Bool: "a bool array"}
+    kind = kinds.get(getattr(hint, "dtype", None))
     letters = [] if kind is None else hint.dim_str.split()
     if kind is None or letters == ["..."]:
         return kind
