@@ -163,9 +163,10 @@ class _Batch(NamedTuple):
         owners: list[Request | None] = [None] * slots
         while True:
             for slot in (i for i, owner in enumerate(owners) if owner is None):
-                number, request = next(numbered, (0, None))
-                if request is None:
+                following = next(numbered, None)
+                if following is None:
                     break
+                number, request = following
                 request = _checked(number, request, self.vocabulary, self.length)
                 prompt = np.asarray(request.prompt, np.int32)[None]
                 cache = self.model.init_cache(1, self.length)

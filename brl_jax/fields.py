@@ -23,13 +23,14 @@ import difflib
 import functools
 import inspect
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Bool, Float, PRNGKeyArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -183,6 +184,8 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         value = _offending(value, hint)
         if _is_array(value):
             got = f"{value.dtype} of shape {value.shape}"
+        elif all(map(_array_kind, _members(hint))):
+            got = type(value).__name__
         else:
             text = repr(value)
             got = text + _hint(value, hint) if len(text) <= 200 and "\n" not in text else type(value).__name__
@@ -236,14 +239,31 @@ def is_checked(hint: Any) -> bool:
     if origin is Annotated:
         return is_checked(arguments[0])
     if origin in (types.UnionType, typing.Union):
-        kinds = [kind for kind in arguments if kind is not type(None) and not _is_array_hint(kind)]
-        return _is_key(hint) or (bool(kinds) and all(map(is_checked, kinds)))
+        kinds = _members(hint)
+        each = [is_checked(kind) for kind in kinds]
+        return _is_key(hint) or (any(each) and all(map(operator.or_, each, map(_is_array_hint, kinds))))
     is_plain = hint in (bool, int, float, str) or hasattr(hint, "_fields")
-    return is_plain or origin in (Literal, Mapping, Sequence, tuple)
+    return is_plain or origin in (Literal, Mapping, Sequence, tuple) or _array_kind(hint) is not None
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types in a union, or the type itself, without None."""
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
 
 
 def _is_array_hint(hint: Any) -> bool:
     return hasattr(hint, "array_type")  # jaxtyping's annotations
+
+
+def _array_kind(hint: Any) -> str | None:
+    """What an annotation of floats or bools asks for; None for others: lists of ints may stand for arrays."""
+    kinds: dict[Any, str] = {Float: "a floating-point array", Bool: "a bool array"}
+    kind = kinds.get(getattr(hint, "dtype", None))
+    letters = [] if kind is None else hint.dim_str.split()
+    if kind is None or letters == ["..."]:
+        return kind
+    return f"{kind} of shape ({', '.join(letters)}{',' * (len(letters) == 1)})"
 
 
 def _is_array(value: Any) -> bool:
@@ -271,7 +291,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if _is_key(hint):
         return _key_complaint(value, hint)
     if origin in (types.UnionType, typing.Union):
-        complaints = [complaint_about(value, kind, within) for kind in arguments if kind is not type(None)]
+        complaints = [complaint_about(value, kind, within) for kind in _members(hint)]
         if (value is None and type(None) in arguments) or None in complaints:
             return None
         if alike := [kind for kind in arguments if _has_type(value, kind)]:
@@ -283,7 +303,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
         )
         return None if fits else f"{'one of ' * (len(arguments) > 1)}{', '.join(map(repr, arguments))}"
     if _is_array_hint(hint):
-        return None if _is_array(value) else "an array"
+        return None if _is_array(value) else _array_kind(hint) or "an array"
     if hint is bool:
         return None if isinstance(value, bool | np.bool_) else "True or False"
     if hint in (int, float):

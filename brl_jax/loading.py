@@ -156,6 +156,7 @@ def save_export(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
+      OSError: a file cannot be written.
       ValueError: `load_export` does not support the run's network.
     """
     _network(config)

@@ -150,6 +150,7 @@ def test_requests_are_read_as_slots_become_free():
         ({"requests": [Request([1], 1), Request([], 1)]}, r"requests\[1\].prompt must be integers .* not empty"),
         ({"requests": [Request([11], 1)]}, r"requests\[0\].prompt must hold tokens from 0 to 10, got \[11\]"),
         ({"requests": [[1, 2]]}, r"requests\[0\] must be a Request, got list"),
+        ({"requests": [None], "length": 4}, r"requests\[0\] must be a Request, got NoneType"),
         ({"requests": [Request([[1, 2]], 1)]}, r"requests\[0\].prompt must be .* got shape \(1, 2\)"),
         ({"numbers": [5, 6]}, "numbers must be one for each request"),
         ({"numbers": []}, "numbers must be one for each request"),

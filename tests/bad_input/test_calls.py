@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Bool, Float, PRNGKeyArray
 
 import brl_jax as brl
 from brl_jax import models
@@ -288,6 +288,8 @@ CALLS = [
     (lambda: compress_blocks(bias=array(N, 5, 4)), r"bias must have shape .* = \(4, 5, 3\), got \(4, 5, 4\)"),
     (lambda: compress_blocks(bias=array(5, 3), implementation="pallas_interpret"), "bias must have shape"),
     (lambda: compress(bias=array(N, 5, T)), "bias must"),
+    (lambda: compress(bias=[[[[0.0]]]]), "bias must be a PositionBias or an array, got list"),
+    (lambda: compress_blocks(bias=[[[0.0]]]), r"bias must have shape .* = \(4, 5, 3\), got list"),
     (lambda: compress(c=None), "gamma and contrast_key"),
     (lambda: compress(gamma=None), "gamma and contrast_key"),
     (lambda: compress(gamma=jnp.ones((3,))), "gamma must have shape"),
@@ -342,6 +344,7 @@ CALLS = [
      "key_projection must have key's dtype float32, got bfloat16"),
     (lambda: ours("nystromformer", value_kernel=array(4, 2)),
      r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)"),
+    (lambda: ours("kernelized", scale=-1.0), "scale must be at least 0, got -1.0"),
     (lambda: ours("skyformer", samples=None), "rng .* or samples must be given, and not both, got neither"),
     (lambda: ours("skyformer", rng=KEY), "rng .* or samples must be given, and not both, got both"),
     (lambda: ours("skyformer", samples=HALVES), r"samples must have shape \(num_samples,\), not empty, got"),
@@ -360,7 +363,7 @@ CALLS = [
     (lambda: ours("reformer", v=GROUPED), "the heads of query must be a multiple of the heads of value, got 4 and 3"),
     (lambda: ours("reformer", v=V[:1]), "value must have query's batch size 2, got 1"),
     (lambda: ours("reformer", rotations=array(2, 7, 2)), r"rotations must have shape \(rounds, 8, directions\), got"),
-    (lambda: ours("sliceformer", v=[[1.0]]), "value must be an array, got list"),
+    (lambda: ours("sliceformer", v=[[1.0]]), r"value must be a floating-point array of shape \(B, T, N, V\), got list"),
     (lambda: ours("sliceformer", v=V[0]), "value must have shape"),
     (lambda: ours("sliceformer", v=V[:, :0]), "value must not be empty"),
     (lambda: ours("sliceformer", v=INTS), "value must be float32, bfloat16 or float16, got int32"),
@@ -383,6 +386,7 @@ CALLS = [
     (lambda: mlr(block_sizes=None, block_ids=np.zeros((B, T, 3), np.int32)),
      r"block_ids must have shape \(2, 12, 2\), .* got \(2, 12, 3\)"),
     (lambda: mlr(block_ids=np.zeros((B, T, 2), np.int32)), "block_ids must have .* neither block_sizes nor sharded"),
+    (lambda: mlr(block_sizes=None, block_ids=np.zeros((B, T, 2))), "block_ids must be ints, got float"),
     (lambda: mlr(scale=(1.0, 2.0)), "scale must be a number, or one for each of the 3 ranks"),
     (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)), "block_sizes must"),
     (lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3), "ranks must"),
@@ -390,6 +394,10 @@ CALLS = [
     (lambda: bilinear_mlr(key_weights=[WEIGHTS[0], array(2, 4, N, 3)]), "key_weights must have query_weights' levels"),
     (lambda: bilinear_mlr(query_weights=[WIDE], key_weights=[WIDE]),
      "weights of level 0 must have shape .* width 8"),
+    (lambda: bilinear_mlr(key_norm_scales=[array(2)]), "norm_scales must be one for each of the 2 levels, got 1"),
+    (lambda: bilinear_mlr(key_norm_scales=[array(2), array(1)]),
+     r"norm_scales of level 1 must have shape \(4,\), got \(1,\)"),
+    (lambda: bilinear_btt(norm_scale=array(1)), r"norm_scale must have shape \(8,\), got \(1,\)"),
     (lambda: bilinear_btt(right=array(3, 3, N, 3, 1)), r"right must have shape .* c \* e = 8"),
     (lambda: bilinear_btt(left=array(N, 4, 4, 2, 1)), "left must have shape"),
     (lambda: feature_attention(Q, K, V, implementation="pallas"), "implementation must be None or 'xla'"),
@@ -506,12 +514,14 @@ def kinds(hint):
 
 
 def unfit(hint):
-    """Values that an annotation does not allow; none for classes, and for arrays alone."""
+    """Values that an annotation does not allow; none for classes, and for arrays of ints alone."""
     found = kinds(hint)
     if hint in (PRNGKeyArray, PRNGKeyArray | None):
         return KEYS + [None] * (type(None) not in found)
     plain = [kind for kind in found if kind in UNFIT or typing.get_origin(kind) is typing.Literal]
-    if len(plain) + (type(None) in found) < len(found):  # an array or a tuple is allowed as well
+    if all(kind is type(None) or getattr(kind, "dtype", None) in (Float, Bool) for kind in found):
+        values = [[[1.0]], 0.5]
+    elif len(plain) + (type(None) in found) < len(found):  # an array or a tuple is allowed as well
         values = [] if not plain or str in plain else ["?", True]
         values += [math.nan] * (float in plain)
     else:
@@ -681,6 +691,13 @@ def stack(mechanisms, dimensions=DIMENSIONS):
 CALLS += [
     # What annotations say, and values that are known.
     (lambda: long_short(norms=(1, 2)), "norms must be of type Norms, got"),
+    *(
+        (
+            lambda window=window: stateful("long_short", init("long_short"), window=window),
+            f"window must be 3, as in the state, got {window}",
+        )
+        for window in (2, 5)
+    ),
     (lambda: rotary(theta=-1.0), "theta must be"),
     (lambda: rotary(right=array(N + 1, H)), "left and right of RotaryBias must have one shape"),
     (lambda: local(bias=brl.ALiBi([0.5] * N)), "slopes"),

@@ -17,6 +17,7 @@ from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
 from tests.support.parameters import drawn
+from tests.support.texts import full_disk
 
 FullConfig, LocalConfig = MECHANISMS["full"], MECHANISMS["local"]
 SMALL = {
@@ -272,7 +273,9 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
         huggingface.save(tmp_path / "a", config, params)
     with pytest.raises(ValueError, match=r"params lack stack/final_norm/scale"):
         huggingface.save(tmp_path / "b", config, params | {"stack": {}})
-    assert not (tmp_path / "b").exists()
+    with full_disk(1000), pytest.raises(OSError, match=r"No space left on device|File too large"):
+        huggingface.save(tmp_path / "b", config, params)
+    assert not list(tmp_path.glob("*b*"))
     values = json.loads((tmp_path / "a" / "config.json").read_text())
     for change, message in (
         ({"num_hidden_layers": 2}, "the weights lack model.layers.1.self_attn.q_proj.weight"),

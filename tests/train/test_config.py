@@ -235,7 +235,9 @@ def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
         return _resumed([LM], words, prog="p", about="a")
 
     assert resumed("--workdir", folder).loop.seed == 3
-    assert resumed("--workdir", folder, "--steps", "7") is None  # it failed before its first checkpoint
+    # Without a checkpoint it was killed, or it failed because of an option that this command corrects.
+    assert resumed("--workdir", folder, "--steps", "7", "--mesh.fsdp", "1").loop.seed == 3
+    assert resumed("--workdir", folder, "--steps", "7", "--batch", "4") is None
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     for words in (
         ("--workdir", folder, "--steps", "7", "--mechanism", "brl"),

@@ -76,6 +76,15 @@ def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
 
 
+def test_an_interrupt_while_the_process_ends_prints_nothing():
+    program = (
+        "import atexit, signal; from train.cli.command import start; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "atexit.register(signal.raise_signal, signal.SIGINT); start(lambda argv: None, 'name')"
+    )
+    result = python("-c", program)
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.skipif(
     not Path("/proc/self/maps").exists(), reason="Linux alone lists what a process has loaded"
 )

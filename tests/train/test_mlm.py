@@ -14,7 +14,7 @@ from tests.support.command_lines import TINY_MLM, config_of, last_wins
 from tests.support.parameters import drawn
 from tests.support.texts import write_splits
 from train.data.masking import mask_tokens, num_asked
-from train.tasks.mlm import MLM, PRESETS, mlm_objective
+from train.tasks.mlm import MLM, mlm_objective
 
 MODEL = MaskedLM(
     EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
@@ -129,15 +129,6 @@ def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_
     ):
         config, batch, _ = _batch(text, tmp_path / (more.replace(" ", "") or "one"), more)
         assert (config.data.pack, "segment_ids" in batch.arrays) == (pack, pack == "always")
-
-
-def test_a_run_from_before_packing_goes_on_without_it():
-    assert {config.data.pack for config in PRESETS.values()} == {"auto"}
-    config = _config("stdlib", "--pack never")
-    old = MLM.to_json(config)
-    del old["data"]["pack"]
-    assert MLM.differences(old, config) == []
-    assert MLM.differences(old, _config("stdlib", "--pack always")) == ["pack never -> always"]
 
 
 def run(workdir, more=""):

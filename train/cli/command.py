@@ -38,7 +38,11 @@ _OFF = ("xla_gpu_enable_triton_gemm", "xla_gpu_enable_dynamic_slice_fusion")
 
 def start(main: Callable[[Sequence[str]], None], name: str) -> None:
     """How `python -m train.NAME` and `python -m eval.NAME` start: runs a command and exits."""
-    sys.exit(command(main, name))
+    status = command(main, name)
+    # While the process ends, Python would print a traceback for a Ctrl-C. Background jobs may ignore it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(status)
 
 
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:

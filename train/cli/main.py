@@ -18,7 +18,7 @@ from train.cli.summary import beginning, ending, parameters_in_words
 from train.data.dataset import forget_unstarted
 from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
-from train.engine.config_file import flatten, read_values
+from train.engine.config_file import flatten, option_name, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
@@ -45,7 +45,8 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
 
 def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str, about: str) -> Any:
     """The configuration of the run in the folder that argv names, with the options of argv. None if there is no run, or
-    argv names a preset or another start, or asks for help.
+    argv names a preset or another start, asks for help, or changes what a resumed run may not and the run has no
+    checkpoint.
 
     Raises:
       UserError: an option is wrong, or argv is the folder alone and its run cannot be read.
@@ -58,16 +59,17 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
     if not workdir:
         return None
     check_client("--workdir", workdir)
-    is_alone = options == {"workdir"}
-    # A command that failed before its first checkpoint may have had the wrong options.
-    if not _has_config(workdir) or not (is_alone or _steps(workdir)):
+    if not _has_config(workdir):
         return None
     try:
-        _, config = read_config(tasks, epath.Path(workdir) / "config.json")
+        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
     except UserError:
-        if is_alone:
+        if options == {"workdir"}:
             raise
         return None
+    free = {option_name(path) for path in task.free_fields()}
+    if not _steps(workdir) and any(option.partition(".")[0] not in free for option in options):
+        return None  # the command that failed before its first checkpoint may have had the wrong options
     # config.json has the number and the address of the process that wrote it.
     return parse_onto(dataclasses.replace(config, hosts=HostsConfig()), argv, prog=prog, about=about)
 

@@ -49,8 +49,7 @@ class MlmDataConfig(DataConfig):
 
     mask_share: Annotated[float, Range(above=0, below=1)] = 0.15
     """Share of a row's tokens that the network must predict."""
-    # Of a run that is older than the option; presets have "auto".
-    pack: Pack = "never"
+    pack: Pack = "auto"
     """Whether the documents of a row are kept apart, so that none sees another: always, never, or (auto) where the
     mechanism can and the text has more than one (docs/packing.md)."""
 
@@ -97,7 +96,7 @@ def _small(mechanism: Mechanism) -> MlmConfig:
         loop=LmLoopConfig(
             steps=1000, batch=32, length=128, eval_every=250, checkpoint_every=250, eval_tokens=65_536
         ),
-        data=MlmDataConfig(tokenizer="bpe:2048", pack="auto"),
+        data=MlmDataConfig(tokenizer="bpe:2048"),
         model=MlmModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=256, mechanism=mechanism),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
     )
@@ -121,7 +120,6 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
             data="hf:Salesforce/wikitext:wikitext-103-raw-v1",
             tokenizer="hf:FacebookAI/roberta-base",
             documents="wikitext",
-            pack="auto",
         ),
         model=dataclasses.replace(model, dropout=0.1),
         optimizer=OptimizerConfig(

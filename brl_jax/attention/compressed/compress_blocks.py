@@ -101,8 +101,10 @@ def compress_blocks(
     if bias is not None:
         full = (query.shape[3], query.shape[2], history_size)
         require(
-            bias.ndim == 3 and all(size in (1, most) for size, most in zip(bias.shape, full)),
-            f"bias must have shape (N, M, history_size) = {full}, got {bias.shape}",
+            getattr(bias, "ndim", None) == 3
+            and all(size in (1, most) for size, most in zip(bias.shape, full)),
+            f"bias must have shape (N, M, history_size) = {full}, got "
+            f"{getattr(bias, 'shape', type(bias).__name__)}",
         )
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
     static = {"block_size": block_size, "history_size": history_size, "scale": scale, "score": score}

@@ -50,6 +50,7 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
 
 def check_bias_shape(bias: Any, shape: tuple[int, ...], axes: str) -> None:
     """Raises ValueError unless a bias has 4 axes, each of full size or 1; `axes` names them in the message."""
+    require(hasattr(bias, "ndim"), f"bias must be a PositionBias or an array, got {type(bias).__name__}")
     require(bias.ndim == 4, f"bias must have 4 axes {axes}, got shape {bias.shape}")
     fits = all(size in (1, full) for size, full in zip(bias.shape, shape))
     require(fits, f"bias must broadcast to {axes} = {shape}, got shape {bias.shape}")
@@ -134,9 +135,9 @@ def check_sinks(sinks: Any, heads: int) -> Array | None:
     if sinks is None:
         return None
     require(
-        hasattr(sinks, "dtype") and sinks.shape == (heads,) and jnp.issubdtype(sinks.dtype, jnp.floating),
-        f"sinks must be a floating-point array of shape ({heads},), one logit per query head, got "
-        + (f"{sinks.dtype} of shape {sinks.shape}" if hasattr(sinks, "dtype") else repr(sinks)),
+        sinks.shape == (heads,) and jnp.issubdtype(sinks.dtype, jnp.floating),
+        f"sinks must be a floating-point array of shape ({heads},), one logit per query head, got {sinks.dtype} of "
+        f"shape {sinks.shape}",
     )
     return jnp.asarray(sinks).astype(jnp.float32)
 
@@ -165,10 +166,7 @@ def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"
     """The mask, with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
     if mask is None:
         return None
-    require(
-        hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
-        f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
-    )
+    require(mask.dtype == jnp.bool_, f"mask must be a bool array, got {mask.dtype}")
     return _of_pairs("mask", mask, query, key)
 
 

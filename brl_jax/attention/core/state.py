@@ -63,7 +63,7 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(
             write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count),
             write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count),
-            start + (length if count is None else count),
+            jnp.asarray(start + (length if count is None else count), jnp.int32),
         )
 
 

@@ -11,7 +11,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.by_platform import branches
-from brl_jax.attention.core.checks import check_dtypes, check_lengths, check_qkv, check_scale, zero_padding
+from brl_jax.attention.core.checks import (
+    check_dtypes,
+    check_lengths,
+    check_qkv,
+    check_scale,
+    require,
+    zero_padding,
+)
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
@@ -42,7 +49,7 @@ def kernelized_attention(
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
-      scale: multiplies the squared distances; 1 / sqrt(H) by default.
+      scale: multiplies the squared distances, at least 0; 1 / sqrt(H) by default.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; later queries and keys are padding. Padded rows give 0.
       implementation: None or "xla".
 
@@ -56,6 +63,7 @@ def kernelized_attention(
     check_dtypes(query, key, value)
     check_implementation(implementation, None, "xla")
     scale = check_scale(scale, query.shape[3])
+    require(scale >= 0, f"scale must be at least 0, got {scale}")
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     # Padding needs no mask: its weights are finite and its values 0.

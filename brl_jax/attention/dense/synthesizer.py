@@ -109,12 +109,8 @@ def synthesizer_attention(
 
 def _check(value: Any, rows: Any, columns: Any, column_bias: Any) -> None:
     named = {"value": value, "rows": rows, "columns": columns, "column_bias": column_bias}
-    given = {name: array for name, array in named.items() if array is not None or name != "column_bias"}
+    given = {name: array for name, array in named.items() if array is not None}
     for name, array in given.items():
-        require(
-            hasattr(array, "shape") and hasattr(array, "dtype"),
-            f"{name} must be an array, got {type(array).__name__}",
-        )
         require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
     check_qkv(value, value, value, ("value",) * 3)
     require(

@@ -288,9 +288,10 @@ def _check_state(state: Any, key: Array, projection: Array, window: int, chunk_s
             old.shape == expected and old.dtype == new.dtype,
             f"state.{name} must be {new.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
         )
-    # A state for fewer tokens than the window keeps fewer.
-    reach = state.window.key.shape[1]
-    require(reach < window, f"window must be at least {reach + 1}, as in the state, got {window}")
+    # A state for fewer tokens than the window keeps all of them.
+    reach, chunks = (x.key.shape[1] for x in (state.window, state.projected))
+    whole = reach < window and reach // chunk_size * projection.shape[3] == chunks
+    require(reach == window - 1 or whole, f"window must be {reach + 1}, as in the state, got {window}")
 
 
 def _in_one_softmax(

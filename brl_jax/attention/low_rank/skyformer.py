@@ -25,7 +25,7 @@ def skyformer_samples(rng: PRNGKeyArray, num_samples: Count) -> Float[Array, " R
     Raises:
       ValueError: num_samples is below 1.
     """
-    return jax.random.uniform(rng, (num_samples,))
+    return jax.random.uniform(rng, (num_samples,), jnp.float32)
 
 
 @attention_function
@@ -68,7 +68,7 @@ def skyformer_attention(
       num_samples: R, the number of places to draw; 128 by default.
       iterations: steps of the inverse.
       ridge: added to the diagonal, at least 0.
-      scale: multiplies the squared distances; 1 / sqrt(H) by default.
+      scale: multiplies the squared distances, at least 0; 1 / sqrt(H) by default.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is
         never sampled, and gives 0.
       implementation: None or "xla".

@@ -180,13 +180,10 @@ def check_log_decay(log_decay: Any, key_shape: tuple[int, ...], num_features: in
       ValueError: the shape is different, or the dtype is not floating point.
     """
     shapes = (key_shape[2:3], key_shape[:3], (*key_shape[:3], num_features))
-    expected = (
-        f"log_decay must be floating point of shape {', '.join(map(str, shapes[:2]))} or {shapes[2]}, got "
-    )
-    require(hasattr(log_decay, "dtype"), expected + type(log_decay).__name__)
     require(
         jnp.issubdtype(log_decay.dtype, jnp.floating) and log_decay.shape in shapes,
-        f"{expected}{log_decay.dtype} of shape {log_decay.shape}",
+        f"log_decay must be floating point of shape {', '.join(map(str, shapes[:2]))} or {shapes[2]}, got "
+        f"{log_decay.dtype} of shape {log_decay.shape}",
     )
     return jnp.broadcast_to(log_decay, key_shape[:3]) if log_decay.ndim == 1 else log_decay
 

@@ -330,11 +330,9 @@ def _attend(
             shape, axes = key.shape[:3], "batch, length, key heads"
         elif gate == "write":
             shape, axes = value.shape, "batch, length, key heads, value features"
-        expected = f"{gate} must be floating point of shape {shape} ({axes}), got "
-        require(hasattr(x, "dtype"), expected + type(x).__name__)
         require(
             x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
-            f"{expected}{x.dtype} of shape {x.shape}",
+            f"{gate} must be floating point of shape {shape} ({axes}), got {x.dtype} of shape {x.shape}",
         )
     state = check_state(state, init_delta_state, key.shape[0], *key.shape[2:], value.shape[3])
     # JAX's caches keep the functions below: they must not close over `query`.

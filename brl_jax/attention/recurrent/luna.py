@@ -111,10 +111,9 @@ def luna_attention(
     )  # fmt: skip
     batch, length, _, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
-    shape: tuple[int, ...] = getattr(packed, "shape", ())
     require(
-        len(shape) == 3 and shape[0] > 0 and shape[1:] == (kv_heads, head_dim),
-        f"packed must have shape (M, {kv_heads}, {head_dim}), not empty, got {shape}",
+        packed.ndim == 3 and packed.shape[0] > 0 and packed.shape[1:] == (kv_heads, head_dim),
+        f"packed must have shape (M, {kv_heads}, {head_dim}), not empty, got {packed.shape}",
     )
     scale = check_scale(scale, head_dim)
     many = packed.shape[0]

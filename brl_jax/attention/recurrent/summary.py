@@ -34,7 +34,7 @@ class Summary(NamedTuple):
 
     def then(self, later: Summary) -> Summary:
         """Returns the summary of these tokens and of those that follow them. Associative."""
-        transition = None if self.transition is None else later._act(self.transition)
+        transition = later.transition if self.transition is None else later._act(self.transition)
         return Summary(transition, later.apply(self.added))
 
     def _act(self, x: Float[Array, "B K F V"]) -> Float[Array, "B K F V"]:

@@ -249,7 +249,8 @@ def sampled_fractions(
     """Sample `number` of the query at each position, as a fraction in [0, 1) of the keys that it sees."""
 
     def draw(position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, position), number))
+        key = jax.random.fold_in(jax.random.fold_in(rng, position), number)
+        return jax.random.uniform(key, dtype=jnp.float32)
 
     return jax.vmap(draw)(positions)
 

@@ -148,7 +148,7 @@ def reformer_attention(
       query: (B, T, N, H), float32, bfloat16 or float16.
       value: (B, T, K, V) of the same tokens and dtype; K divides N.
       rotations: from `reformer_rotations`, the same for all heads. Hashes have no gradient.
-      chunk_size: tokens in a chunk.
+      chunk_size: tokens in a chunk; the same in all calls that share a state.
       scale: scale of the scores; 1 / sqrt(H) by default.
       is_causal: as above.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is

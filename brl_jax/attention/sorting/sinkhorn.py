@@ -224,17 +224,11 @@ def balanced(
     return jnp.exp(lax.scan(divide, logits, None, length=iterations)[0])
 
 
-def _check_logits(sort_logits: Any, shape: tuple[int, ...]) -> None:
+def _check_logits(sort_logits: Array, shape: tuple[int, ...]) -> None:
     require(
-        hasattr(sort_logits, "shape")
-        and sort_logits.shape == shape
-        and jnp.issubdtype(sort_logits.dtype, jnp.floating),
-        f"sort_logits must be a floating-point array of shape {shape}, got "
-        + (
-            f"{sort_logits.dtype} of shape {sort_logits.shape}"
-            if hasattr(sort_logits, "shape")
-            else repr(sort_logits)
-        ),
+        sort_logits.shape == shape and jnp.issubdtype(sort_logits.dtype, jnp.floating),
+        f"sort_logits must be a floating-point array of shape {shape}, got {sort_logits.dtype} of shape "
+        f"{sort_logits.shape}",
     )
 
 

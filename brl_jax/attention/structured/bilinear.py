@@ -99,6 +99,10 @@ def bilinear_mlr_features(
     """The F = sum_l r_l p_l features of all levels, concatenated; `epsilon` is added to the LayerNorms' variance."""
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     require(len(weights) > 0, "weights must have at least one level, got none")
+    require(
+        norm_scales is None or len(norm_scales) == len(weights),
+        f"norm_scales must be one for each of the {len(weights)} levels, got {len(norm_scales or ())}",
+    )
     batch, length, width = x.shape
     levels = []
     for level, weight in enumerate(weights):
@@ -114,7 +118,8 @@ def bilinear_mlr_features(
         )
         y = y.reshape(batch, length, heads, blocks * rank)
         if normalize:
-            y = _layer_norm(y, None if norm_scales is None else norm_scales[level], epsilon)
+            scale = None if norm_scales is None else norm_scales[level]
+            y = _layer_norm(y, scale, epsilon, f"norm_scales of level {level}")
         levels.append(y.astype(x.dtype))
     return jnp.concatenate(levels, -1)
 
@@ -225,7 +230,7 @@ def bilinear_btt_keys(
     y = jnp.einsum(
         "bsnpct,npact->bsnap", inner, left.astype(x.dtype), preferred_element_type=jnp.float32
     ).reshape(batch, length, heads, width)
-    return (_layer_norm(y, norm_scale, epsilon) if normalize else y).astype(x.dtype)
+    return (_layer_norm(y, norm_scale, epsilon, "norm_scale") if normalize else y).astype(x.dtype)
 
 
 @declared
@@ -262,8 +267,12 @@ def _has_factors(width: int) -> bool:
     return a > 1 and b <= _LARGEST_RATIO * a
 
 
-def _layer_norm(x: Array, scale: Array | None, epsilon: float) -> Array:
-    """LayerNorm over the last axis without bias, with float32 statistics."""
+def _layer_norm(x: Array, scale: Array | None, epsilon: float, name: str) -> Array:
+    """LayerNorm over the last axis without bias, with float32 statistics; `name` is the scale's, for messages."""
+    require(
+        scale is None or scale.shape == x.shape[-1:],
+        f"{name} must have shape {x.shape[-1:]}, got {None if scale is None else scale.shape}",
+    )
     wide = x.astype(accumulation_dtype(x.dtype))
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)

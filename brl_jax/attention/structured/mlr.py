@@ -135,10 +135,13 @@ def mlr_attention(
     key, value = zero_padding(key, lengths), zero_padding(value, lengths)
     query = query * feature_scales(ranks, scale, query.dtype)
     if block_ids is not None:
-        expected = (batch, length, len(ranks) - 1)
+        block_ids, expected = jnp.asarray(block_ids), (batch, length, len(ranks) - 1)
         require(
             block_sizes is None and sequence_axis(length) is None and block_ids.shape == expected,
             f"block_ids must have shape {expected}, with neither block_sizes nor sharded rows, got {block_ids.shape}",
+        )
+        require(
+            jnp.issubdtype(block_ids.dtype, jnp.integer), f"block_ids must be ints, got {block_ids.dtype}"
         )
         return zero_padding(_by_ids(ranks, query, key, value, block_ids, lengths, is_causal), query_lengths)
     if block_sizes is None:

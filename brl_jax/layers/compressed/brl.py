@@ -41,8 +41,8 @@ class BRLConfig(PatternConfig):
     """Compressed tokens of a block [m], at most 256; 0 leaves only local attention. Recall needs about two for each
     fact that a history holds (docs/recall.md)."""
     compressed_dim: Count | None = None
-    """Their width [d_ct]; None for the model's. Tokens half as wide recall as much with three quarters of the
-    operations, but learn it in more steps (docs/recall.md)."""
+    """Their width [d_ct]; None for the model's. Tokens half as wide recall nearly as much with three quarters of
+    the operations, but learn it in more steps (docs/recall.md)."""
     block_size: Count | None = None
     """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. Shorter
     blocks cost more and recall no more. In a longer one, tokens of the block beyond the window are not seen at all."""

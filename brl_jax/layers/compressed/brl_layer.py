@@ -91,7 +91,7 @@ class BRLCarrier(_PastOwner):
             return None
         if isinstance(cache, BRLMemory):
             return cache.append(y)
-        count = y.shape[1] if count is None else count
+        count = jnp.int32(y.shape[1] if count is None else count)
         past = None if cache.past is None else cache.past.advance(cache.length, y, count)
         return BRLCarrierCache(cache.length + count, past)
 
@@ -108,8 +108,9 @@ class BRLAttention(_PastOwner, MechanismLayer):
     def init_cache(self, batch: int, length: int) -> BRLCache:
         mechanism, d = self.mechanism, self.dimensions
         window = mechanism.local.layer(d, parent=None).init_cache(batch, length)
-        offered = jnp.zeros((batch, mechanism.num_compressed, d.num_heads, d.d_model // d.num_heads), d.dtype)
-        return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), self.init_past(batch))
+        shape = (batch, mechanism.num_compressed, d.num_heads, d.d_model // d.num_heads)
+        key, value = (jnp.zeros(shape, d.dtype) for _ in range(2))
+        return BRLCache(window, key, value, jnp.zeros((), jnp.int32), self.init_past(batch))
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, BRLCarry, Any]:
         mechanism, d = self.mechanism, self.dimensions

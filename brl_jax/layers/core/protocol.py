@@ -404,5 +404,7 @@ class MechanismLayer(CacheOwner):
         positions = token_positions(x.shape[1], start) if positions is None else positions
         # Each device computes the angles of its own tokens.
         positions = constrain(positions, ("batch" if positions.shape[0] > 1 else None, "length"))
+        if count is not None:
+            count = jnp.asarray(count, jnp.int32)  # 64 bits would widen the cache's length
         call = LayerCall(carry, cache, start, positions, lengths, segment_ids, count, deterministic)
         return self.mix_with_carry(x, call)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.softmax import MASKED
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.fields import Range
 from brl_jax.layers.core.attention_layer import Attention, SoftmaxConfig, SoftmaxLayer
@@ -43,7 +44,8 @@ class FullAttention(SoftmaxLayer, config=FullConfig):
             # Dropout comes after the softmax, which divides by the sum over all keys.
             kept, of_kept = attention.function(*arrays, mask=keep, return_residual=True, **options)
             _, of_all = attention.function(*arrays, return_residual=True, **options)
-            share = jnp.exp(of_kept - of_all)[..., None] / (1.0 - rate)
+            # A row without keys has -inf in both, whose difference is NaN.
+            share = jnp.exp(of_kept - jnp.maximum(of_all, MASKED))[..., None] / (1.0 - rate)
             return (kept * share).astype(value.dtype)
 
         return attention._replace(function=dropped)

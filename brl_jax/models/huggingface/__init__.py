@@ -169,6 +169,7 @@ def save(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
+      OSError: a file cannot be written.
       ValueError: no supported architecture computes this network, or the parameters do not fit the configuration.
 
     If no supported architecture scales its embeddings as this network does, the table is written twice, once scaled.

@@ -144,15 +144,21 @@ def write_folder(
 
     Raises:
       FileExistsError: the folder exists and is not empty.
+      OSError: a file cannot be written.
     """
     save_file = safetensors_numpy().save_file
+    from safetensors import SafetensorError
+
     target = Path(path).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty; give the name of a new folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        save_file(dict(tensors), partial / WEIGHTS, metadata=dict(metadata))
+        try:
+            save_file(dict(tensors), partial / WEIGHTS, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         for name, values in {CONFIG: config, **more}.items():
             (partial / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         source = None if tokenizer is None else Path(tokenizer)

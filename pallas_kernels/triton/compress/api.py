@@ -163,7 +163,8 @@ def compress_blocks(
     Args:
       query: (B, C, M, N, H).
       key, contrast_key, value: (B, S, N, H), S at least history_size + (C - 1) * block_size.
-      history_lengths: (B, C) ints, how many of a block's keys exist, counted from the end.
+      history_lengths: (B, C) ints, how many of a block's keys exist, counted from the end; more than history_size
+        means all.
       gamma, scale, score, known: as in `compress`.
 
     Returns:
@@ -173,6 +174,8 @@ def compress_blocks(
       NotImplementedError: `compress_unsupported` gives a reason.
     """
     every = history_lengths is None
+    if history_lengths is not None:
+        history_lengths = jnp.minimum(history_lengths.astype(jnp.int32), history_size)
     call = _CompressCall(float(scale), score, contrast_key is not None, every, history_size, block_size)
     return _in_blocks(query, key, contrast_key, value, gamma, history_lengths, known, call)
 

@@ -121,6 +121,15 @@ def test_summaries_join_and_give_the_state_after_any_state(name):
     )
 
 
+def test_tokens_without_decay_before_tokens_with_decay():
+    _, key, value, arrays = drawn("linear, decay of a token")
+    rule = functions("linear, unnormalized")
+    first, later = rule.summarize(key, value), rule.summarize(key, value, **arrays)
+    start = jax.tree.map(lambda x: draw(*x.shape, seed=5), rule.init(B, K, H))
+    both, expected = first.then(later).apply(start), later.apply(first.apply(start))
+    np.testing.assert_allclose(both.key_value, expected.key_value, rtol=1e-5)
+
+
 def test_bad_input():
     _, key, value, arrays = drawn("kda")
     with pytest.raises(

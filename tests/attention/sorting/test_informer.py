@@ -48,6 +48,8 @@ def test_samples_are_uniform_and_of_the_position_alone():
     assert drawn.max() < 1
     assert abs(drawn.mean() - 0.5) < 0.03
     np.testing.assert_array_equal(draw(KEY, jnp.arange(2000) + 7, 3)[:-7], drawn[7:])
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(draw(KEY, jnp.arange(2000), 3), drawn)
     for other in (draw(KEY, jnp.arange(2000), 4), draw(jax.random.key(1), jnp.arange(2000), 3)):
         assert (np.asarray(other) != drawn).mean() > 0.99
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.state import KeyValueCache, slide, window_segments, write_tokens
+from brl_jax.layers import MECHANISMS, Dimensions
 
 
 def numbered(start, length):
@@ -21,11 +22,39 @@ def test_tokens_stand_at_their_positions(traced):
     append = jax.jit(append) if traced else append
     cache = KeyValueCache.empty((1, 8, 1, 2), (1, 8, 1, 2), jnp.float32)
     cache = append(cache, numbered(0, 3), -numbered(0, 3))
-    cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int32(2))
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+    ):  # a scan carries the cache, so types must stay
+        cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int64(2))
     assert int(cache.length) == 5
+    assert cache.length.dtype == jnp.int32
     expected = np.where(np.arange(8) < 5, 1.0 + np.arange(8), 0.0)
     np.testing.assert_array_equal(cache.key[0, :, 0, 0], expected)
     np.testing.assert_array_equal(cache.value[0, :, 0, 1], -expected)
+
+
+def test_first_caches_can_be_donated():
+    """A caller who gives each cache up gives up the first one too, so it must not hold one array twice."""
+    dimensions = Dimensions(16, 2, 1, 8, 16, is_causal=True)
+    for name, kind in MECHANISMS.items():
+        mechanism = kind(hidden=0) if name == "tlinformer" else kind()
+        if mechanism.decodes:
+            cache = mechanism.layer(dimensions).init_cache(1, 8)
+            jax.block_until_ready(jax.jit(lambda cache: cache, donate_argnums=0)(cache))
+
+
+@pytest.mark.parametrize("name", ["full", "local", "synthesizer", "linear"])
+def test_a_count_of_64_bits_leaves_a_layers_cache_as_it_was(name):
+    layer = MECHANISMS[name]().layer(Dimensions(16, 2, 1, 8, 16, is_causal=True))
+
+    def step(x, cache, count):
+        return layer.init_with_output(jax.random.key(0), x, cache=cache, count=count)[0][2]
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        cache, x = layer.init_cache(1, 8), jnp.zeros((1, 2, 16), jnp.float32)
+        found = jax.eval_shape(step, x, cache, jnp.int64(1))
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, cache)
 
 
 def test_tokens_that_do_not_exist_may_reach_over_the_end():

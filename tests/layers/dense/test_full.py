@@ -19,10 +19,10 @@ RATE = 0.25
 def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
     d = dimensions(is_causal, rope_theta=None)
     layer = FullConfig(dropout=RATE).layer(d)
-    x = jax.random.normal(jax.random.key(0), (2, 9, d.d_model))
+    x = jax.random.normal(jax.random.key(0), (3, 9, d.d_model))
     positions = jnp.arange(9)[None]
-    lengths = None if is_causal else jnp.asarray([9, 4])
-    keep = np.asarray(jax.random.bernoulli(jax.random.key(3), 1 - RATE, (2, d.num_heads, 9, 9)))
+    lengths = None if is_causal else jnp.asarray([9, 4, 0])
+    keep = np.asarray(jax.random.bernoulli(jax.random.key(3), 1 - RATE, (3, d.num_heads, 9, 9)))
     monkeypatch.setattr(jax.random, "bernoulli", lambda key, p, shape: jnp.asarray(keep).reshape(shape))
     call = {"carry": None, "cache": None, "positions": positions, "lengths": lengths}
     variables = nn.unbox(jax.jit(lambda key: layer.init(key, x, **call))(jax.random.key(1)))
@@ -42,7 +42,7 @@ def test_dropout_applies_to_the_softmax_over_all_keys(is_causal, monkeypatch):
         else np.arange(9) < np.asarray(lengths)[:, None, None, None]
     )
     weights = np.where(seen, np.exp(scores), 0)
-    weights /= weights.sum(-1, keepdims=True)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-9)  # an empty row sees nothing
     for kept, deterministic in ((keep / (1 - RATE), False), (1.0, True)):
         expected = np.einsum("bnth,nhd->btd", (weights * kept) @ v, w["out"])
         assert relative_error(run(x, deterministic), expected) < 1e-5
