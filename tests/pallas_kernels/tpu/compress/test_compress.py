@@ -77,13 +77,16 @@ PLAIN = {
     # Tokens beyond a length may be NaN; an empty history gives 0.
     "lengths": with_lengths,
     "lengths, laplace": lambda: with_lengths(score="laplace"),
+    "large logits": lambda: check((1, 256, 1, 128), 9, scale=1.0, spread=1.0, block=128, splits=2),
     "default scale": lambda: check((2, 140, 2, 64), 7, scale=None, spread=1.0),
     "odd head_dim": lambda: check((1, 40, 1, 72), 7, scale=None, spread=1.0),
     "three tokens": lambda: check((1, 3, 1, 256), 7, scale=None, spread=1.0),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_unless(PLAIN, (*SCORES, "bfloat16", "one attention", "lengths")))
+@pytest.mark.parametrize(
+    "name", slow_unless(PLAIN, (*SCORES, "bfloat16", "one attention", "lengths", "large logits"))
+)
 def test_plain(name):
     PLAIN[name]()
 
