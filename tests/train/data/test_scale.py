@@ -240,6 +240,12 @@ def test_a_sentencepiece_model_of_others(tmp_path):
     _check_tokenizer(str(tmp_path / "small.model"), tmp_path)
 
 
+def test_a_damaged_tokenizer_is_a_line(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--tokenizer .*bad.json: cannot be read: "):
+        train_tokenizer(f"{tmp_path}/bad.json", lambda: ())
+
+
 SHARD = {"tokens": 3, "bytes": 3, "digest": "x", "extra": [], "starts": [0]}
 
 
