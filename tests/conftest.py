@@ -69,7 +69,7 @@ def pytest_configure(config):
         gpu.prepare(config)
     if config.option.cases is None:  # workers get the value of the process that starts them
         whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-        config.option.cases = 0.6 if whole and not gpu.is_native(config) else 0
+        config.option.cases = 0.5 if whole and not gpu.is_native(config) else 0
 
 
 def pytest_itemcollected(item):

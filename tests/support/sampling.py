@@ -1,6 +1,6 @@
 """Runs some cases of each test, different ones every week: a quick check that covers everything over time.
 
-A run of the whole suite takes `--cases 0.6`, one case of about six in ten test functions; `--cases 1` takes one case
+A run of the whole suite takes `--cases 0.5`, one case of about half of the test functions; `--cases 1` takes one case
 of each, `--cases N` N, and `--cases 0` all. Runs that name files or use -k take all cases. The week selects them, so
 that a failure can be repeated, and its mend is checked by the same cases; `--cases-of WEEK` selects as in another week.
 Tests that share a group (such as the laws of one mechanism, which share its compiled networks) select the same ones if
