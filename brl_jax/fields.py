@@ -257,7 +257,8 @@ def _is_array_hint(hint: Any) -> bool:
 
 
 def _array_kind(hint: Any) -> str | None:
-    """What an annotation of floats or bools asks for; None for others: lists of ints may stand for arrays."""
+    """What an annotation of floats or bools asks for. None for other annotations, because functions accept lists
+    of ints."""
     kinds: dict[Any, str] = {Float: "a floating-point array", Bool: "a bool array"}
     kind = kinds.get(getattr(hint, "dtype", None))
     letters = [] if kind is None else hint.dim_str.split()

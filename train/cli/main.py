@@ -44,9 +44,10 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
 
 
 def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str, about: str) -> Any:
-    """The configuration of the run in the folder that argv names, with the options of argv. None if there is no run, or
-    argv names a preset or another start, asks for help, or changes what a resumed run may not and the run has no
-    checkpoint.
+    """The configuration of the run in the folder that argv names, with the options of argv.
+
+    None starts a new run: the folder is empty, argv names a preset or another start or asks for help, or the run has no
+    checkpoint and argv changes an option that a resumed run must keep.
 
     Raises:
       UserError: an option is wrong, or argv is the folder alone and its run cannot be read.

@@ -152,8 +152,8 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
     following = ("eval.copy --workdir {run}", "eval.copy --table {run} --picture {run}/copy.png")
 
     def sized(self, config: CopyConfig, data: TextPairs | None = None) -> CopyConfig:
-        """Sets the size of the vocabulary, which is that of the symbols or the tokenizer plus two special tokens, and
-        fixes what follows the length at the longest text."""
+        """Sets the size of the vocabulary to the number of symbols, or of the tokenizer's tokens, plus two special
+        tokens, and fixes what follows the length at the longest text."""
         if not config.data.data_dir:
             size = config.data.vocabulary
         else:

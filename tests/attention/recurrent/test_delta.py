@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import brl_jax
-from pallas_kernels import triton
 from tests.support.attention import close, random_qkv
 
 
@@ -34,20 +33,3 @@ def test_kernels_refuse_gates_by_feature_and_a_second_key(implementation):
         NotImplementedError, match="removal_key must be the key under which the value is written"
     ):
         brl_jax.rwkv7_attention(query, key, value, removal_key=key, learning_rate=key, **options)
-
-
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        (brl_jax.ALiBi(brl_jax.alibi_slopes(2)), "bias must be None or a RotaryBias, got ALiBi"),
-        (brl_jax.RotaryBias(jnp.ones((2, 4)), jnp.ones((2, 4))), "as many key heads as query heads, got 1 and 2"),
-    ],
-)  # fmt: skip
-def test_what_the_kernel_of_gau_does_not_support(bias, message, monkeypatch):
-    for name in ("squared_relu_unsupported", "check_interpretation"):
-        monkeypatch.setattr(triton, name, lambda *arguments: None)
-    query, key = jnp.ones((1, 9, 2, 6)), jnp.ones((1, 9, 1, 6))
-    with pytest.raises(
-        NotImplementedError, match=f"gau_attention with implementation='triton_interpret': .*{message}"
-    ):
-        brl_jax.gau_attention(query, key, key, bias=bias, implementation="triton_interpret")

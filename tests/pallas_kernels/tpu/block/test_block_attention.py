@@ -11,6 +11,7 @@ from pallas_kernels.tpu import Granules, block_attention
 from pallas_kernels.tpu.block import plan
 from tests.oracles import kernels as oracle
 from tests.pallas_kernels.tpu.inputs import SLOPES, arrays, bias_by_distance, table
+from tests.support.attention import pulled
 
 
 def causal(queries, keys):
@@ -138,6 +139,30 @@ def test_lists_in_pieces(monkeypatch):
     monkeypatch.setattr(plan, "MAX_PAIRS", 2)
     with pytest.raises(ValueError, match="a block of queries pairs with 3 others, but scalar memory holds 2"):
         check(rows, (600, 600), (2, 1, 64))
+
+
+def test_segments_lengths_and_poison():
+    q, k, v, g = arrays(3, jnp.float32, *[(2, 256, 1, 64)] * 4)
+    segments = jnp.asarray(np.arange(256) // 70 + np.zeros((2, 1)), jnp.int32)
+    query_lengths, key_lengths = jnp.asarray([256, 130], jnp.int32), jnp.asarray([200, 0], jnp.int32)
+    at = np.arange(256)
+    seen = np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :]
+    seen &= (at < np.asarray(query_lengths)[:, None])[:, :, None]
+    seen &= (at < np.asarray(key_lengths)[:, None])[:, None, :]
+    want = oracle.attention(q, k, v, seen, 0.125, g)
+    k, v = (jnp.where((at >= np.asarray(key_lengths)[:, None])[:, :, None, None], jnp.nan, x) for x in (k, v))
+    f = functools.partial(
+        block_attention,
+        key_blocks=[[0, 1], [0, 1]],
+        block_q=128,
+        block_k=128,
+        query_segment_ids=segments,
+        key_segment_ids=segments,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        interpret=True,
+    )
+    oracle.check(pulled(f, g, q, k, v), (want[0], *want[2:])[:4], 1e-5)
 
 
 BIASED = {
