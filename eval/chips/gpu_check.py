@@ -3,7 +3,7 @@
 Run this first on a new GPU; four minutes are enough. It prints each line when it is ready, the most important first;
 `--json` keeps them, and what each kernel of a timed call took.
 Processes, one for each core but two, compile at the same time; while one of them times a program, the others are
-stopped. It needs `pip install -e '.[gpu,train]'`, no data and no test package. `--interpret True` runs the same checks
+stopped. It needs `pip install -e '.[gpu,train]'`, no data and no test package. `--interpret` runs the same checks
 in Triton's interpreter, without a GPU, at small sizes.
 
 The exit status is 1 if a result or a gradient is wrong or a program fails, and 2 if the kernels cannot run here.

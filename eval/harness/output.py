@@ -49,7 +49,7 @@ def readable(result: Mapping[str, Any]) -> tuple[str, str]:
         elif value is not None:
             facts.append(f"{name} {_number(value)}")
     if longer:
-        facts.append(f"with --json True also {', '.join(longer)}")
+        facts.append(f"with --json also {', '.join(longer)}")
     return ", ".join(measures), ", ".join(facts)
 
 

@@ -1,7 +1,7 @@
 """How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
 Reads the relative standard deviation of the gradients' norms (TransNormer, arXiv:2210.10340, table 2) that training
-with `--log_gradient_std True` wrote. In a short run the first steps decide this number, because their gradients are
+with `--log_gradient_std` wrote. In a short run the first steps decide this number, because their gradients are
 several times as large as all later ones: --after N counts the steps after N.
 """
 
@@ -45,7 +45,7 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     """The steps of a run and the values logged at each."""
     lines = [line for line in read_metrics(workdir) if "grad_rsd" in line]
     if not lines:
-        raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std True")
+        raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std")
     return {name: [line[name] for line in lines] for name in ("step", "grad_norm", *_TITLES)}
 
 

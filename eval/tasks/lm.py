@@ -2,7 +2,7 @@
 
 The model reads the whole text and carries its memory along. Prints perplexity (per token), bits_per_byte (of the
 original text, so that tokenizers are comparable), loss (nats per token), tokens, step and split: as one JSON object,
-or on a terminal, without --json True, as two readable lines. Without --data and --checkpoint they are also kept in the
+or on a terminal, without --json, as two readable lines. Without --data and --checkpoint they are also kept in the
 run's folder, as lm_valid.json or lm_test.json.
 """
 

@@ -1,4 +1,4 @@
-"""The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost True].
+"""The papers' tables next to runs: python -m eval.papers TABLE [--runs DIR] [--cost].
 
 Each row has the paper's figures, the preset that trains it, and the measures of every run under DIR whose folder, or a
 folder above it, has the preset's name, or the name and a seed, PRESET-0. The last column lists the settings in which

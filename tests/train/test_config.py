@@ -94,7 +94,7 @@ def test_a_late_mechanism():
 def test_a_schedule():
     config = _parse(
         "--num_layers 6 --mechanism local --late_mechanism full --schedule alternate --early_layers 2 "
-        "--swap_mechanisms True --ffn swiglu"
+        "--swap_mechanisms --ffn swiglu"
     )
     assert [type(m) for m in config.model.mechanisms] == [FullConfig, FullConfig, LocalConfig] * 2
     assert config.model.ffn == "swiglu"

@@ -239,7 +239,7 @@ def test_fine_tuning_as_a_user_runs_it(tmp_path, capsys):
     train.mlm.main(f"--workdir {mlm} {TINY_MLM} --steps 4 --eval_every 4 --checkpoint_every 4".split())
     run(tmp_path / "runs/whole", mlm, tmp_path)
     assert_starts_from(mlm, tmp_path / "runs/whole")
-    run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch True")
+    run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch")
     scratch, whole = (metrics_lines(tmp_path / "runs" / name)[0]["loss"] for name in ("scratch", "whole"))
     assert scratch != whole
     capsys.readouterr()

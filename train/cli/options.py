@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import os
 import re
 import types
@@ -106,6 +107,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     _check_version(argv)
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
+    argv = _switched_on(argv, default)
     _check_repeated(argv, set(options) - _repeatable(default))
     if {"-h", "--help", "--help-all"} & set(argv):
         _join_lines(default)
@@ -174,6 +176,18 @@ def _join_lines(part: Any) -> None:
         value = getattr(part, field.name)
         if dataclasses.is_dataclass(value):
             _join_lines(value)
+
+
+def _switched_on(argv: Sequence[str], default: Any) -> list[str]:
+    """The command line with True after each switch without a value: `--tune` becomes `--tune True`."""
+    switches = {
+        option_name(path) for path, value in flatten(to_json(default)).items() if isinstance(value, bool)
+    }
+    words: list[str] = []
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
+        bare = word.startswith("--") and "=" not in word and following.startswith("-")
+        words += [word, "True"] if bare and _name_of(word) in switches else [word]
+    return words
 
 
 def _check_effects(config: Any, argv: Sequence[str]) -> None:

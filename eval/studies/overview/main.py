@@ -2,7 +2,7 @@
 
 What a mechanism can do comes from `brl_jax.MECHANISMS`, and its figures from the pages that they were published on, so
 that no number is kept twice. What launches kernels on a TPU and an NVIDIA GPU is in docs/data/kernels.json;
---lower True finds it out again (the extra gpu; minutes).
+--lower finds it out again (the extra gpu; minutes).
 """
 
 from __future__ import annotations

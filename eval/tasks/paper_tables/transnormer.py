@@ -34,7 +34,7 @@ TABLES = {
         },
     ),
     "transnormer-2": PaperTable(
-        f"{_PAPER}, table 2, with --log_gradient_std True",
+        f"{_PAPER}, table 2, with --log_gradient_std",
         "mlm",
         {"relative standard deviation of the gradients": "grad_rsd"},
         {

@@ -28,7 +28,7 @@ def test_two_lines_on_a_terminal_and_json_elsewhere(monkeypatch, capsys):
     emit(RESULT)
     first, second = capsys.readouterr().out.splitlines()
     assert first == "perplexity 12.35, tokens 26,624, naive.mae 0.5, naive.mse 0.25"
-    assert second == "step 20, split valid, workdir runs/stdlib, with --json True also curve"
+    assert second == "step 20, split valid, workdir runs/stdlib, with --json also curve"
     assert (first, second) == readable(RESULT)
     cases = [{"length": 64, "pairs": 4, "rows": 9, "accuracy": 0.25, "chance": 0.1}] * 2
     assert readable({"cases": cases})[0] == "; ".join(["length 64 pairs 4: accuracy 0.25"] * 2)

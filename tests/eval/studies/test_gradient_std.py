@@ -33,7 +33,7 @@ def test_command(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"--after: .*logged ends at step 3, got 3"):
         main(["--workdir", logged, "--after", "3"])
-    with pytest.raises(UserError, match="plain was trained without --log_gradient_std True"):
+    with pytest.raises(UserError, match="plain was trained without --log_gradient_std"):
         main(["--workdir", _run(tmp_path / "plain", [{"step": 1, "grad_norm": 1.0}])])
     with (tmp_path / "logged" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "grad_r')  # cut off by a crash
