@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -202,11 +203,11 @@ class Checkpoints:
         for name in self._half_written():
             self._log(f"checkpoint {self.folder / name} is half-written and not used")
         for step in reversed(steps):
-            meta = self._on_all(step, skipped, lambda step=step: read_meta(self.folder, step))
+            meta = self._on_all(step, skipped, functools.partial(read_meta, self.folder, step))
             if meta is None:
                 continue
             check(meta)
-            items = self._on_all(step, skipped, lambda step=step: read_arrays(self.folder, step, abstract))
+            items = self._on_all(step, skipped, functools.partial(read_arrays, self.folder, step, abstract))
             if items is None:
                 continue
             for damaged in skipped:
@@ -224,7 +225,8 @@ class Checkpoints:
         value, problem = self._try(step, read)
         problems = [found for found in gather(problem) if found is not None]
         if problems:
-            self._skip(step, *max(problems), skipped)
+            unreachable, words = max(problems)
+            self._skip(step, unreachable, words, skipped)
             return None
         return value
 
