@@ -29,6 +29,8 @@ LM = {
     "--steps 0": "--steps must be at least 1, got 0",
     "--steps 1e3": "--steps: expected an integer, got '1e3'$",
     "--steps": "--steps: expected a value$",
+    "--tensorboard yes": "--tensorboard: expected True or False, got 'yes'$",
+    "--tensorboard False --full_eval 1 --steps 0": "--full_eval: expected True or False, got '1'$",
     "--learning_rate fast": "--learning_rate: expected a number, got 'fast'$",
     "--mup_base_width wide": "--mup_base_width: got 'wide'; expected --mup_base_width None|INT$",
     "--seed 99999999999999999999": f"--seed must be at most {2**63 - 1}, got 99999999999999999999",
@@ -280,6 +282,7 @@ OTHERS = {
     "eval.graph_maps --nodes 3": "nodes must be",
     "eval.graph_maps --workdir": "workdir must",
     "eval.tlinformer_operations --lengths 1000 2000": "--lengths must be two or more multiples of window=256",
+    "eval.papers --cost lra-listops": "--cost: expected True or False, got 'lra-listops'$",
     "eval.papers table-9": "TABLE: expected one of brl-3, ",
     "eval.regularizer --length 1": "length must be at least 2, or 0 for all, got 1",
 }
