@@ -20,7 +20,15 @@ from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import flatten, option_name, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
-from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
+from train.engine.hosts import (
+    HostsConfig,
+    check_shared,
+    ending_together,
+    gather,
+    is_lead,
+    join,
+    lead_first,
+)
 from train.engine.loop import another_configuration, train
 from train.engine.metrics import RunReport, announce, log
 from train.engine.storage import check_client, check_writable, user_cache
@@ -105,7 +113,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     announce(f"{task.name}: starting in {config.loop.workdir}")
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
-    with alone_in(config.loop.workdir):
+    with ending_together(config.loop.workdir), alone_in(config.loop.workdir):
         before = None if _steps(config.loop.workdir) else task.before(config)
         if before is not None:
             _run_task(*before, report)
@@ -208,7 +216,7 @@ def _check_folder(task: Task[Any, Any], config: Any) -> None:
 
 def _load(task: Task[Any, Any], config: Any) -> Any:
     """The data of a run. The first process makes what is missing, and the others wait for it."""
-    with lead_first("data"):
+    with lead_first():
         if is_lead():
             forget_unstarted(config.loop.workdir)
         return task.load(config, ("train", "valid"))
