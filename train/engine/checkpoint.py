@@ -281,7 +281,8 @@ class Checkpoints:
                 explain(step)
                 message = f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})"
                 if step == steps[-1]:
-                    raise UserError(message) from error
+                    others = ", ".join(str(each) for each in self.steps() if each not in steps)
+                    raise UserError(f"{message}; there are also {others}" if others else message) from error
                 self._log(f"{message}; trying the one before it")
         raise AssertionError("unreachable: there is at least one checkpoint")
 
