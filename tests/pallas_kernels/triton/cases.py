@@ -337,11 +337,12 @@ def mapped_gradient():
     shapes = (*3 * [(1, length, 1, 16)], (1, 1, 16, 16), (1, length, 1))
     query, key, value, state, beta = (random(i, *shape, dtype="float32") for i, shape in enumerate(shapes))
 
-    def run(query, key, value, state, beta):
-        return triton.recurrence(triton.Operands(query, key / 4, value, state, beta=jax.nn.sigmoid(beta)))[0]
+    def last_state(query, key, value, state, beta):
+        operands = triton.Operands(query, key / 4, value, state, beta=jax.nn.sigmoid(beta))
+        return triton.recurrence(operands).key_value
 
     with mock.patch.object(recurrent_api, "MULTIPROCESSORS", 2):
-        out, pull = jax.vjp(run, query, key, value, state, beta)
+        out, pull = jax.vjp(last_state, query, key, value, state, beta)
         d_out = random(5, 2, *out.shape, dtype="float32")
         want = [jnp.stack(each) for each in zip(*map(pull, d_out))]
         close(("d_query", "d_key", "d_value", "d_state", "d_beta"), jax.vmap(pull)(d_out), want, "float32")
