@@ -32,5 +32,6 @@ def squared_relu_forward(
         p = elementwise_weights(tl.where(seen, s, 0.0), 1)
         acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
     # The result may have more than 2^31 numbers.
-    at = b.to(tl.int64) * (T * N * V) + offsets(0, rows, h, e, T, N, V)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside(rows, T, e, V))
+    row = out + b.to(tl.int64) * (T * N * V)
+    at = offsets(0, rows, h, e, T, N, V)
+    tl.store(row + at, acc.to(out.dtype.element_ty), mask=inside(rows, T, e, V))
