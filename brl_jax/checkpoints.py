@@ -76,12 +76,15 @@ def read_meta(folder: Any, step: int) -> dict[str, Any]:
 
 def read_arrays(folder: Any, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Some items of a checkpoint, like these pytrees of ShapeDtypeStructs with shardings. Raises whatever Orbax and the
-    storage raise."""
+    storage raise. Each process reads its own parts without waiting for the others, which may have failed."""
+    import jax
     import orbax.checkpoint as ocp
 
     silence_abandoned_tasks()
     args = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
         items = checkpointer.restore(absolute(folder) / str(step), args=ocp.args.Composite(**args))
     return {name: items[name] for name in like}
 

@@ -83,7 +83,7 @@ TIMED: tuple[tuple[str, dict, tuple[str, ...]], ...] = (
     ("selected", _GROUPED, ("default",)),
     ("local", {"heads": 16, "head_dim": 64}, ("default", "triton")),
     ("local", {"n": 65536}, ("default", "triton")),
-    ("local", {"head_dim": 256, "heads": 4}, ("default",)),
+    ("local", {"head_dim": 256, "heads": 4}, ("default", "cudnn")),
     ("compress", {"n": 131072, "few": 64, "heads": 16, "head_dim": 64}, ("default",)),
     ("propagate", {"n": 131072, "few": 64, "heads": 16, "head_dim": 64}, ("default",)),
     ("norm", {}, ("default",)),

@@ -387,6 +387,8 @@ def test_yarn_without_an_original_length_takes_the_longest():
         (NEXT | {"mlp_only_layers": 3}, "mlp_only_layers"),
         (NEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
         (NEXT | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"is_causal": False}, "is_causal"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (OLMO_HYBRID | {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval"),
         ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, "no_rope_layers"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
@@ -561,6 +563,36 @@ def test_other_forms_of_one_configuration():
     # A published form of no positions.
     published = {name: value for name, value in OLMO_HYBRID.items() if name != "rope_parameters"}
     assert meaning(read_config(published | {"rope_theta": None})) == meaning(read_config(OLMO_HYBRID))
+
+
+@pytest.mark.parametrize(
+    ("values", "rotary", "same"),
+    [
+        # rope_scaling replaces rope_parameters, whose own base is then not read.
+        (LLAMA, {"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": SCALINGS["linear"]},
+         {"rope_scaling": SCALINGS["linear"]}),
+        (NEXT, {"rope_scaling": {"partial_rotary_factor": 0.25, **SCALINGS["linear"]}},
+         {"partial_rotary_factor": 0.25, "rope_scaling": SCALINGS["linear"]}),
+        (NEXT, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+         {"partial_rotary_factor": 0.25}),
+        # Without names of kinds, as in other architectures, these parameters are not read.
+        ({"model_type": "gemma3_text", **GEMMA}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, {}),
+    ],
+)  # fmt: skip
+def test_rotary_fields_count_as_in_transformers(values, rotary, same):
+    assert meaning(read_config(values | rotary)) == meaning(read_config(values | same))
+    library = pytest.importorskip("transformers")
+
+    def theirs(fields):
+        fields = json.loads(json.dumps(values | fields))
+        found = library.AutoConfig.for_model(fields.pop("model_type"), **fields).rope_parameters
+        return (
+            found
+            if "full_attention" not in found
+            else [found[f"{kind}_attention"] for kind in ("full", "sliding")]
+        )
+
+    assert theirs(rotary) == theirs(same)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,18 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     _equal(_restore(folder).state, _state(9))
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_another_process_cannot_read_is_skipped_by_all(tmp_path, monkeypatch, times):
+    """Each process reads its own parts of the arrays; otherwise they would go on from different steps. The other one
+    does not see the newest checkpoint's folder yet, and cannot read its metadata, or its arrays."""
+    _write(tmp_path / "checkpoints", [5, 9])
+    others = iter([[5]] + [None] * (times - 1) + [[False, "cut"]] + [None] * 2)
+    monkeypatch.setattr("train.engine.checkpoint.gather", lambda own: [own, next(others)])
+    said = []
+    assert _restore(tmp_path / "checkpoints", said).step == 5
+    assert "9 is damaged or half-written (cut)" in said[0]
+
+
 def test_a_step_that_is_damaged_again_leaves_the_first_copy_alone(tmp_path):
     folder = tmp_path / "checkpoints"
     _write(folder, [5])
@@ -212,12 +224,12 @@ def _read_params(folder, which="5"):
 
 
 def test_params_alone(tmp_path):
-    _write(tmp_path, [5])
+    _write(tmp_path, [4, 5])
     step, params = _read_params(tmp_path)
     assert step == 5
     _equal(params, _state(5).params)
     _truncate(tmp_path / "5")
-    with pytest.raises(UserError, match="5 is damaged"):
+    with pytest.raises(UserError, match=r"5 is damaged \(.*\); there are also 4$"):
         _read_params(tmp_path)
 
 

@@ -94,8 +94,9 @@ def test_a_late_mechanism():
 def test_a_schedule():
     config = _parse(
         "--num_layers 6 --mechanism local --late_mechanism full --schedule alternate --early_layers 2 "
-        "--swap_mechanisms --ffn swiglu"
+        "--swap_mechanisms --late_mechanism.qk_norm --ffn swiglu"
     )
+    assert config.model.late_mechanism.qk_norm
     assert [type(m) for m in config.model.mechanisms] == [FullConfig, FullConfig, LocalConfig] * 2
     assert config.model.ffn == "swiglu"
     assert from_json(LmConfig, json.loads(json.dumps(to_json(config))), "f") == config
@@ -266,6 +267,14 @@ def test_a_command_goes_on_with_the_run_in_its_folder(tmp_path):
     assert resumed("--workdir", folder, "--steps", "7") is None
     with pytest.raises(UserError, match="is not JSON"):
         resumed("--workdir", folder)
+    # A checkpoint has it too.
+    (tmp_path / "checkpoints" / "1" / "meta").mkdir()
+    meta = json.dumps({"config": LM.to_json(started), "score": None})
+    (tmp_path / "checkpoints" / "1" / "meta" / "metadata").write_text(meta)
+    for _ in range(2):
+        assert resumed("--workdir", folder).loop.seed == 3
+        assert resumed("--workdir", folder, "--steps", "7").loop.steps == 7
+        (tmp_path / "config.json").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("name", ["full", "local", "global-window", "alternate"])

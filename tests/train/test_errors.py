@@ -24,7 +24,7 @@ def main(argv):
     def callback(phase, info):  # as JAX's, whose exceptions Python ignores
         if not sent:
             sent.append(phase)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.{signum})
 
     gc.callbacks.append(callback)
     gc.collect()
@@ -33,6 +33,8 @@ def main(argv):
         time.sleep(0.01)
 
 signal.signal(signal.SIGINT, signal.{handler})
+if "{signum}" == "SIGTERM":  # as `eval.speed` does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 hook = sys.unraisablehook
 status = command(main, "name")
 assert sys.unraisablehook is hook
@@ -69,9 +71,11 @@ def test_a_kernel_of_another_platform(capsys):
 
 
 # `train/__init__.py` sets SIG_DFL during the imports.
-@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_DFL"])
-def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
-    program = _INTERRUPTED.replace("{handler}", handler)
+@pytest.mark.parametrize(
+    ("handler", "signum"), [("default_int_handler", "SIGINT"), ("SIG_DFL", "SIGINT"), ("SIG_IGN", "SIGTERM")]
+)
+def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler, signum):
+    program = _INTERRUPTED.replace("{handler}", handler).replace("{signum}", signum)
     result = python("-c", program)
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
 

@@ -114,6 +114,16 @@ def test_processes_that_do_not_belong_together_end(more, same_folder, message, t
     assert {path.name for path in tmp_path.iterdir()} <= {"train.txt", "valid.txt", "compiled"}
 
 
+@pytest.mark.slow
+def test_an_error_of_the_first_process_ends_all_with_it(tmp_path):
+    """It reads the data before the others do, which wait for it."""
+    processes = _start_two(tmp_path / "run", f"text:{tmp_path}/none/*.txt")
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    for error in errors:
+        assert error.splitlines()[-1].startswith("train.lm: --data: no file matches ")
+
+
 # The main thread waits in C, as in a collective operation, so Python's signal handlers cannot run. Background jobs of a
 # shell, possibly this test suite, inherit an ignored SIGINT.
 _STUCK = """

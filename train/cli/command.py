@@ -105,7 +105,7 @@ def _no_devices() -> str | None:
 
 @contextlib.contextmanager
 def _heeding_interrupts() -> Iterator[None]:
-    """Repeats a Ctrl-C that arrived where Python ignores exceptions.
+    """Repeats a Ctrl-C, or a signal that is treated as one, that arrived where Python ignores exceptions.
 
     JAX's hook in the garbage collector is such a place. Imports and traces call it so often that it catches a large
     part of all interrupts."""
@@ -119,7 +119,10 @@ def _heeding_interrupts() -> Iterator[None]:
 
     def interrupt_again() -> None:
         time.sleep(0.01)
-        _thread.interrupt_main()
+        for signum in (signal.SIGINT, signal.SIGTERM):  # a background job ignores SIGINT
+            if signal.getsignal(signum) is signal.default_int_handler:
+                _thread.interrupt_main(signum)
+                break
 
     # A hook that brl_jax.checkpoints set before this one must stay: abandoned tasks end after the command.
     hook.silences_abandoned_tasks = getattr(before, "silences_abandoned_tasks", False)  # type: ignore[attr-defined]

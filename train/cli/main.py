@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import shlex
@@ -21,12 +20,20 @@ from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import flatten, option_name, read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
-from train.engine.hosts import HostsConfig, check_shared, gather, is_lead, join, lead_first
+from train.engine.hosts import (
+    HostsConfig,
+    check_shared,
+    ending_together,
+    gather,
+    is_lead,
+    join,
+    lead_first,
+)
 from train.engine.loop import another_configuration, train
 from train.engine.metrics import RunReport, announce, log
-from train.engine.storage import as_os_errors, check_client, check_writable, user_cache
+from train.engine.storage import check_client, check_writable, user_cache
 from train.engine.throughput import in_words
-from train.tasks.task import Task, read_config
+from train.tasks.task import Task, task_and_config
 
 # Options that a command answers instead of training, and those of a run's start, which name its network.
 _NOT_RESUMED = {"help", "help_all", "presets", "version", "from_hf", "convert_from"}
@@ -50,7 +57,7 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
     checkpoint and argv changes an option that a resumed run must keep.
 
     Raises:
-      UserError: an option is wrong, or argv is the folder alone and its run cannot be read.
+      UserError: an option is wrong, or argv is the folder alone and nothing says what its run was started with.
     """
     options = set(given_options(argv))
     if "workdir" not in options or not argv[0].startswith("--") or "-h" in argv or options & _NOT_RESUMED:
@@ -60,10 +67,11 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
     if not workdir:
         return None
     check_client("--workdir", workdir)
-    if not _has_config(workdir):
-        return None
     try:
-        task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+        values = _started(workdir)
+        if values is None:
+            return None
+        task, config = task_and_config(tasks, values, f"{workdir}/config.json")
     except UserError:
         if options == {"workdir"}:
             raise
@@ -75,10 +83,23 @@ def _resumed(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, prog: str,
     return parse_onto(dataclasses.replace(config, hosts=HostsConfig()), argv, prog=prog, about=about)
 
 
-def _has_config(workdir: str) -> bool:
-    with contextlib.suppress(OSError), as_os_errors():
-        return (epath.Path(workdir) / "config.json").exists()
-    return False
+def _started(workdir: str) -> dict[str, Any] | None:
+    """What the run in a folder was started with: its config.json or, if that is missing or damaged, what its newest
+    checkpoint says. None if there is neither.
+
+    Raises:
+      UserError: config.json is damaged and no checkpoint can be read.
+    """
+    checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
+    try:
+        return read_values(epath.Path(workdir) / "config.json")
+    except UserError as error:
+        for meta in map(checkpoints.meta, reversed(checkpoints.steps())):
+            if meta is not None:
+                return dict(meta["config"])
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
 
 
 def _steps(workdir: str) -> list[int]:
@@ -92,7 +113,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     announce(f"{task.name}: starting in {config.loop.workdir}")
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
-    with alone_in(config.loop.workdir):
+    with ending_together(config.loop.workdir), alone_in(config.loop.workdir):
         before = None if _steps(config.loop.workdir) else task.before(config)
         if before is not None:
             _run_task(*before, report)
@@ -178,21 +199,15 @@ def _check_folder(task: Task[Any, Any], config: Any) -> None:
     a tokenizer or anything else is written into it.
     """
     workdir = config.loop.workdir
-    steps = _steps(workdir)
-    if not _has_config(workdir):
+    values = _started(workdir)
+    if values is None:
         return
-    try:
-        values = read_values(epath.Path(workdir) / "config.json")
-    except UserError:
-        if steps:  # the checkpoints have what a damaged file has lost
-            return
-        raise
     if values["task"] != task.name:
         raise another_configuration(workdir, [f"task {values['task']} -> {task.name}"])
     started, asked = flatten(values), flatten(task.to_json(config))
     for name in ("data", "data_dir"):
         old, new = (each.get(f"data.{name}") for each in (started, asked))
-        if steps and f"data.{name}" in started and old != new:
+        if f"data.{name}" in started and old != new and _steps(workdir):
             raise UserError(
                 f"--{name}: the run in {workdir} was started with {old!r}, got {new!r}; expected the same, or another "
                 "--workdir"
@@ -201,7 +216,7 @@ def _check_folder(task: Task[Any, Any], config: Any) -> None:
 
 def _load(task: Task[Any, Any], config: Any) -> Any:
     """The data of a run. The first process makes what is missing, and the others wait for it."""
-    with lead_first("data"):
+    with lead_first():
         if is_lead():
             forget_unstarted(config.loop.workdir)
         return task.load(config, ("train", "valid"))

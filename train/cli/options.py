@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import itertools
 import os
 import re
 import types
@@ -107,7 +106,6 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     _check_version(argv)
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
-    argv = _switched_on(argv, default)
     _check_repeated(argv, set(options) - _repeatable(default))
     if {"-h", "--help", "--help-all"} & set(argv):
         _join_lines(default)
@@ -163,6 +161,29 @@ def _none(
     )
 
 
+@_REGISTRY.primitive_rule
+def _switch(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """Reads a switch, whose value may be left out: `--tune` is `--tune True`."""
+    if kind.type is not bool:
+        return None
+    values = {(): True, ("True",): True, ("False",): False}
+
+    def read(words: list[str]) -> bool:
+        if tuple(words) not in values:
+            raise ValueError(f"expected True or False, got {' '.join(words)!r}")
+        return values[tuple(words)]
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[True|False]",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 def _join_lines(part: Any) -> None:
     """Gives tyro the text of each option as one line, which it wraps; of docstrings it keeps the line breaks, because
     the lines are indented."""
@@ -176,18 +197,6 @@ def _join_lines(part: Any) -> None:
         value = getattr(part, field.name)
         if dataclasses.is_dataclass(value):
             _join_lines(value)
-
-
-def _switched_on(argv: Sequence[str], default: Any) -> list[str]:
-    """The command line with True after each switch without a value: `--tune` becomes `--tune True`."""
-    switches = {
-        option_name(path) for path, value in flatten(to_json(default)).items() if isinstance(value, bool)
-    }
-    words: list[str] = []
-    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
-        bare = word.startswith("--") and "=" not in word and following.startswith("-")
-        words += [word, "True"] if bare and _name_of(word) in switches else [word]
-    return words
 
 
 def _check_effects(config: Any, argv: Sequence[str]) -> None:

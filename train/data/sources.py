@@ -207,11 +207,12 @@ def _open(spec: str, holdout: float, template: Callable[[], ChatTemplate | None]
     if kind in ("tokens", "mix"):
         raise UserError(f"--data: expected a text to tokenise, got {spec!r}")
     if kind not in openers:
-        near = difflib.get_close_matches(kind.lower(), ["stdlib", *openers], n=1)
+        near = [f"text:{spec}"] if os.path.isfile(spec) else []
+        near += difflib.get_close_matches(kind.lower(), ["stdlib", *openers], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"--data: unknown text {spec!r}, expected {_EXPECTED}{hint}")
     if not rest:
-        raise UserError(f"--data: {spec!r} names nothing after the colon, expected {_EXPECTED}")
+        raise UserError(f"--data: {spec!r} names no text, expected {_EXPECTED}")
     return openers[kind](rest, holdout)
 
 

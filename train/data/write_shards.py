@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import shlex
 import time
@@ -28,6 +26,7 @@ from train.data.splits import SPLITS, Source
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer
 from train.data.tokenizers.pieces import Part, text_pieces
+from train.data.worker_pool import worker_pool
 from train.engine.errors import UserError
 from train.engine.fields import Decided
 from train.engine.folder import leaving_no_empty
@@ -69,7 +68,12 @@ def write_shards(options: TokenizeOptions) -> None:
     asked = {name: getattr(options, name) for name in names} | {"fingerprint": source.fingerprint}
     _check_same(folder, asked)
     with leaving_no_empty(folder), naming_file(source):
-        _write(options, folder, source, asked)
+        try:
+            _write(options, folder, source, asked)
+        finally:
+            for split in SPLITS:  # what a worker that was ended has begun
+                for path in folder.glob(f".{split}-*"):
+                    path.unlink()
 
 
 def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[str, Any]) -> None:
@@ -82,10 +86,7 @@ def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[s
     write_whole(epath.Path(folder / _STARTED), json.dumps(asked, indent=1) + "\n")
     splits: dict[str, list[str]] = {}
     began = time.monotonic()
-    # "spawn": a process that is copied while libraries run threads may hang.
-    with concurrent.futures.ProcessPoolExecutor(
-        options.workers, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
+    with worker_pool(options.workers) as submit:
         for split in (split for split in SPLITS if split in source.splits):
             text = source.splits[split]
             parts = (
@@ -98,7 +99,7 @@ def _write(options: TokenizeOptions, folder: Path, source: Source, asked: dict[s
                 name = f"{split}-{number:05}"
                 splits[split].append(name)
                 if not (folder / f"{name}.json").exists():
-                    running.append(pool.submit(write, name, part))
+                    running.append(submit(write, name, part))
                     if len(running) > options.workers:  # so that the text does not pile up in memory
                         running.popleft().result()
             while running:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -36,6 +37,8 @@ from train.engine.errors import RunError, UserError, is_memory_shortage, one_lin
 from train.engine.hosts import gather, is_lead
 from train.engine.step import TrainState
 from train.engine.storage import as_os_errors, is_remote, move, write_whole
+
+T = TypeVar("T")
 
 _DAMAGED = "damaged_checkpoints"
 _REMOVAL_SECONDS = 5.0
@@ -196,26 +199,16 @@ class Checkpoints:
         """
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
-        steps = self.steps()
+        steps, *_ = gather(self.steps())  # a network file system may list them late elsewhere
         for name in self._half_written():
             self._log(f"checkpoint {self.folder / name} is half-written and not used")
         for step in reversed(steps):
-            meta, problem = self._try_meta(step)
-            # Compared first, because the processes read the arrays together.
-            problems = [found for found in gather(problem) if found is not None]
-            if problems:
-                unreachable, words = max(problems)
-                self._skip(step, unreachable, words, skipped)
+            meta = self._on_all(step, skipped, functools.partial(read_meta, self.folder, step))
+            if meta is None:
                 continue
-            assert meta is not None
             check(meta)
-            try:
-                items = read_arrays(self.folder, step, abstract)
-            except Exception as error:
-                if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-                    raise  # another process is gone; the checkpoint may be intact
-                self._check_memory(step, error)
-                self._skip(step, _is_unreachable(error), one_line(error), skipped)
+            items = self._on_all(step, skipped, functools.partial(read_arrays, self.folder, step, abstract))
+            if items is None:
                 continue
             for damaged in skipped:
                 self._set_aside(damaged)
@@ -227,18 +220,28 @@ class Checkpoints:
             )
         return None
 
-    def _try_meta(self, step: int) -> tuple[dict[str, Any] | None, list[Any] | None]:
-        """A checkpoint's `meta`, or why it cannot be read: whether the storage doesn't answer, and the reason."""
+    def _on_all(self, step: int, skipped: list[int], read: Callable[[], T]) -> T | None:
+        """What `read` returns. If it fails on any process, all of them skip the checkpoint, and get None."""
+        value, problem = self._try(step, read)
+        problems = [found for found in gather(problem) if found is not None]
+        if problems:
+            unreachable, words = max(problems)
+            self._skip(step, unreachable, words, skipped)
+            return None
+        return value
+
+    def _try(self, step: int, read: Callable[[], T]) -> tuple[T | None, list[Any] | None]:
+        """What `read` returns, or why it cannot: whether the storage doesn't answer, and the reason."""
         try:
             with as_os_errors():
-                return read_meta(self.folder, step), None
-        except (OSError, ValueError) as error:
+                return read(), None
+        except Exception as error:  # whatever the storage raises
             self._check_memory(step, error)
             return None, [_is_unreachable(error), one_line(error)]
 
     def meta(self, step: int) -> dict[str, Any] | None:
         """The `meta` of one checkpoint, or None if it is damaged."""
-        return self._try_meta(step)[0]
+        return self._try(step, lambda: read_meta(self.folder, step))[0]
 
     def read_params(
         self,
@@ -278,7 +281,8 @@ class Checkpoints:
                 explain(step)
                 message = f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})"
                 if step == steps[-1]:
-                    raise UserError(message) from error
+                    others = ", ".join(str(each) for each in self.steps() if each not in steps)
+                    raise UserError(f"{message}; there are also {others}" if others else message) from error
                 self._log(f"{message}; trying the one before it")
         raise AssertionError("unreachable: there is at least one checkpoint")
 

@@ -163,14 +163,24 @@ def gather(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def lead_first(name: str) -> Iterator[None]:
-    """Lets the first process finish the body before the others start it, so that they find what it made."""
-    many = jax.process_count() > 1
-    if many and not is_lead():
-        multihost_utils.sync_global_devices(name)
+def lead_first() -> Iterator[None]:
+    """Lets the first process finish the body before the others start it, so that they find what it made.
+
+    Raises:
+      UserError: the first process did in the body; raised by all processes.
+    """
+    if is_lead():
+        try:
+            yield
+        except UserError as error:
+            gather(str(error))
+            raise
+        gather(None)
+        return
+    problem, *_ = gather(None)
+    if problem is not None:
+        raise UserError(problem)
     yield
-    if many and is_lead():
-        multihost_utils.sync_global_devices(name)
 
 
 def preempted(step: int) -> bool:

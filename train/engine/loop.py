@@ -85,12 +85,7 @@ def train(
       Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
-    with (
-        contextlib.closing(stream),
-        jax.set_mesh(mesh),
-        ending_together(loop.workdir),
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.closing(stream), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(
             epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log
         )

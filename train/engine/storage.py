@@ -136,7 +136,11 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
     file is complete as soon as it appears."""
     content = content.encode() if isinstance(content, str) else content
     with contextlib.nullcontext([path]) if is_remote(path) else writing(path) as [aside]:
-        aside.write_bytes(content)
+        try:
+            aside.write_bytes(content)
+        except OSError as error:
+            error.filename = os.fspath(path)  # a full disk names no file
+            raise
 
 
 def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:

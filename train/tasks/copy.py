@@ -177,7 +177,8 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
     def describe_data(self, config: CopyConfig, data: TextPairs | None) -> str:
         if data is None:
             lengths = ", ".join(map(str, config.data.length))
-            return f"{config.data.order} of up to {lengths} symbols of {config.data.vocabulary}, drawn while training"
+            symbols = f"up to {lengths} symbols out of {config.data.vocabulary}"
+            return f"{config.data.order} of {symbols}, drawn while training"
         counts = ", ".join(f"{len(examples):,} pairs {split}" for split, examples in data.examples.items())
         return f"{config.data.data_dir} as {data.tokenizer.description}, {counts}"
 

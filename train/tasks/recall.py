@@ -188,8 +188,13 @@ class RecallTask(DrawnTask[RecallConfig]):
         return shapes({"tokens": (rows, length), "places": answers, "targets": answers}, {"weights": answers})
 
     def describe_data(self, config: RecallConfig, data: None) -> str:
-        cases = ", ".join(f"{length} tokens with {pairs} records" for length, pairs in config.data.cases)
-        return f"{config.data.kind}, drawn while training: {cases}"
+        records: dict[int, list[str]] = {}
+        for length, pairs in dict.fromkeys(config.data.cases):
+            records.setdefault(length, []).append(str(pairs))
+        rows = "; ".join(
+            f"{length} tokens with {', '.join(pairs)} records" for length, pairs in records.items()
+        )
+        return f"{config.data.kind}, drawn while training: rows of {rows}"
 
     def measure(
         self, config: RecallConfig, model: DecoderLM, params: Any, data: None, split: str

@@ -274,15 +274,19 @@ def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:
     """The task and the configuration of a run, from its config.json."""
-    values = read_values(path)
-    name = values.pop("task")
-    values.pop("network", None)
+    return task_and_config(tasks, read_values(path), os.fspath(path))
+
+
+def task_and_config(
+    tasks: Sequence[Task[Any, Any]], values: Mapping[str, Any], source: str
+) -> tuple[Task[Any, Any], Any]:
+    """The task and the configuration that config.json has; `source` names it in errors."""
+    name = values["task"]
     known = {task.name: task for task in tasks}
     if name not in known:
-        raise UserError(
-            f"--workdir: {os.fspath(path)} is of the task {name!r}; expected {' or '.join(known)}"
-        )
-    return known[name], from_json(known[name].config_class, values, os.fspath(path))
+        raise UserError(f"--workdir: {source} is of the task {name!r}; expected {' or '.join(known)}")
+    fields = {key: value for key, value in values.items() if key not in ("task", "network")}
+    return known[name], from_json(known[name].config_class, fields, source)
 
 
 def find_runs(tasks: Sequence[Task[Any, Any]], folder: Path) -> list[Path]:

@@ -123,7 +123,7 @@ _OLMO_OPTIONS: dict[str, Any] = {"qk_norm": "merged", "post_norm": True}
 _QWEN_HYBRID = {
     "head_dim": 256,
     "attention_bias": False,
-    "partial_rotary_factor": None,
+    "partial_rotary_factor": 0.25,
     "layer_types": None,
     "full_attention_interval": 4,
     "linear_num_key_heads": 16,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.fields import Count, Fraction, Natural, NonNegative, Positive
@@ -52,11 +52,12 @@ FIELDS: Mapping[str, Any] = MappingProxyType({
     "num_attention_heads": Count, "num_key_value_heads": Count | None, "head_dim": Count | None,
     "max_position_embeddings": Count | None, "hidden_act": str | None, "hidden_activation": str | None,
     "rms_norm_eps": NonNegative, "tie_word_embeddings": bool | None, "attention_bias": bool | None,
-    "mlp_bias": bool | None, "use_bidirectional_attention": bool | None, "query_pre_attn_scalar": Positive,
+    "mlp_bias": bool | None, "is_causal": Literal[True], "use_bidirectional_attention": Literal[False] | None,
+    "query_pre_attn_scalar": Positive,
     "attn_logit_softcapping": Positive | None, "final_logit_softcapping": Positive | None,
     "sliding_window": Count | None, "use_sliding_window": bool | None, "max_window_layers": Natural,
     "sliding_window_pattern": Count, "full_attention_interval": Count, "layer_types": Sequence[str] | None,
-    "partial_rotary_factor": Fraction | None, "num_experts": Natural | None, "decoder_sparse_step": Count,
+    "partial_rotary_factor": Fraction, "num_experts": Natural | None, "decoder_sparse_step": Count,
     "mlp_only_layers": Sequence[int] | None, "no_rope_layers": Sequence[Natural] | None,
     "no_rope_layer_interval": Count, "linear_allow_neg_eigval": bool, **dict.fromkeys(LINEAR_SIZES, Count),
     **ROPE_FIELDS,
@@ -69,7 +70,7 @@ _IGNORED = frozenset([
     "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
     "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "hidden_activation", "hidden_act", "id2label", "initializer_range", "is_decoder",
+    "hidden_activation", "hidden_act", "id2label", "initializer_range", "is_causal", "is_decoder",
     "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_position_embeddings",
     "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
@@ -116,8 +117,6 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
             )
     field = {name: values.get(name, default) for name, default in architecture.defaults.items()}
     heads, width = values["num_attention_heads"], values["hidden_size"]
-    if field.get("use_bidirectional_attention"):
-        raise ValueError("config.json: use_bidirectional_attention must be false, got true")
     bias = bool(field.get("attention_bias"))
     if "num_experts" in field:
         _check_dense(values["num_hidden_layers"], field)
@@ -133,7 +132,7 @@ def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -
     if "query_pre_attn_scalar" in field:
         shared["scale"] = float(field["query_pre_attn_scalar"]) ** -0.5
     if "partial_rotary_factor" in field:
-        size = rotary_dim(values, field["head_dim"] or width // heads)
+        size = rotary_dim(values, architecture, field["head_dim"] or width // heads)
         shared["rotary_dim"] = size
     rotations = {kind: layer_rotation(values, architecture, kind) for kind in ("full", "sliding")}
     theta = rotations["sliding" if "sliding" in kinds and "full" not in kinds else "full"][0]

@@ -65,20 +65,13 @@ def layer_rotation(
     Raises:
       ValueError: the scaling has no equivalent here.
     """
-    parameters = values.get("rope_parameters") or {}
+    parameters = _parameters(values, architecture, kind)
     if architecture.rope_optional and parameters.get("rope_theta", values.get("rope_theta", 0)) is None:
         return None, RopeScaling()
     check_fields(_SCALING_FIELDS, parameters)
-    by_layer = parameters.get(f"{kind}_attention")
-    if isinstance(by_layer, Mapping) or "full_attention" in parameters:
-        parameters = by_layer or {}
-    old_scaling = values.get("rope_scaling") or {}
     theta = values.get("rope_theta", architecture.rope_theta)
     if architecture.rope_by_layer and kind == "sliding":
-        old_scaling = {}
         theta = values.get("rope_local_base_freq", architecture.defaults.get("rope_local_base_freq", theta))
-    parameters = {**parameters, **old_scaling}
-    check_fields(_SCALING_FIELDS, parameters)
     if "partial_rotary_factor" in architecture.defaults:
         # See `rotary_dim`. Text has the same position on each of the axes that mrope tells apart.
         for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
@@ -88,17 +81,26 @@ def layer_rotation(
     )
 
 
-def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
+def _parameters(values: Mapping[str, Any], architecture: Architecture, kind: str) -> dict[str, Any]:
+    """Returns the rotary fields of a kind of layers. As in transformers, rope_scaling replaces rope_parameters, or is
+    added to those of full attention if each kind has its own."""
+    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if not architecture.rope_by_layer:
+        return dict(old or new)
+    check_fields(_SCALING_FIELDS, new)
+    return {**(new.get(f"{kind}_attention") or {}), **(old if kind == "full" else {})}
+
+
+def rotary_dim(values: Mapping[str, Any], architecture: Architecture, head_dim: int) -> int:
     """Returns how many features of a head are rotated, in an architecture that rotates some of them (default: a
     quarter).
 
     Raises:
       ValueError: the number of features is odd or out of range.
     """
-    parameters = values.get("rope_parameters") or {}
-    own = parameters.get("partial_rotary_factor")
-    factor = values.get("partial_rotary_factor", own)
-    factor = 0.25 if factor is None else factor
+    factor = _parameters(values, architecture, "full").get("partial_rotary_factor")
+    if factor is None:
+        factor = values.get("partial_rotary_factor", architecture.defaults["partial_rotary_factor"])
     size = int(head_dim * factor)
     if size < 2 or size % 2 or size > head_dim:
         raise ValueError(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from tests.support.processes import started
 from tests.support.texts import corpus_of, rows_of_json, write_splits
 from train.cli.command import command
-from train.data import hf_stream
+from train.data import hf_stream, write_shards
 from train.data.dataset import DataConfig, load, training_batches
 from train.data.mixture import SEGMENT_STEPS, Mixture, joined, parse_mixture
 from train.data.shards import open_shards
@@ -64,6 +65,23 @@ def test_shards_are_the_tokens_of_the_text(text, tmp_path, capsys):
     np.testing.assert_array_equal(_take(again, 20), expected[10:])
 
 
+def _interrupted(parts, *about, **options):
+    yield next(parts)[0]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_command_that_is_killed():
+    code = (
+        "import os, time; from train.data.worker_pool import worker_pool\n"
+        "with worker_pool(1) as submit: print(submit(os.getpid).result(), flush=True); time.sleep(600)"
+    )
+    process = started("-c", code)
+    process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=120)  # returns once the worker, which has the same stdout, has ended
+
+
 @pytest.mark.slow
 def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys):
     """Only missing shards are written again; a different text or tokenizer is refused."""
@@ -81,6 +99,13 @@ def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys
     changed = [name for name in kept if (folder / name).stat().st_mtime_ns != kept[name]]
     assert changed == ["train-00001.array_record"]
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    for path in (folder / "tokens.json", *folder.glob("train-*")):
+        path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(write_shards, "tracked", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _tokenized(text, folder, "--tokenizer", "bpe:300")
+    assert not [path.name for path in folder.iterdir() if "train-" in path.name]  # nor the queued one
     line = ["tokenize", "--data", text, "--out", str(folder), "--record", "7"]
     monkeypatch.setattr(sys, "argv", line)
     assert command(tokenize, "train.tokenize") == 2

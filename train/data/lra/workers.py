@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 from train.data.splits import SPLITS
+from train.data.worker_pool import worker_pool
 from train.engine.metrics import tracked
 
 T = TypeVar("T")
@@ -45,17 +43,7 @@ def _run(make: Callable[[int, int], T], sizes: Sequence[int], processes: int, ti
     if processes <= 1:
         yield from tracked(zip(map(make, itertools.count(), sizes), sizes), sum(sizes), title)
         return
-    others = set(multiprocessing.active_children())
-    # Not forked: this process may have threads (JAX's, the input's), which a fork would not copy.
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        # Workers inherit this: a terminal sends Ctrl-C to all processes, and this one ends them without a traceback.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        made = collections.deque(pool.submit(make, number, size) for number, size in enumerate(sizes))
-        signal.signal(signal.SIGINT, before)
+    with worker_pool(processes) as submit:
+        made = collections.deque(submit(make, number, size) for number, size in enumerate(sizes))
         chunks = (made.popleft().result() for _ in sizes)
-        try:
-            yield from tracked(zip(chunks, sizes), sum(sizes), title)
-        except BaseException:  # the pool would wait for all chunks
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
-            raise
+        yield from tracked(zip(chunks, sizes), sum(sizes), title)
