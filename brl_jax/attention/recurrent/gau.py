@@ -183,8 +183,8 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
                     f"a bias needs as many key heads as query heads, got {key.shape[2]} and {query.shape[2]}"
                 )
             width += bias.left.shape[-1]
-        wide = (jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key))
-        return kernels.triton.squared_relu_unsupported(*wide, value)
+        rows, columns = (jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key))
+        return kernels.triton.squared_relu_unsupported(rows, columns, value)
 
     def run(query, key, value, bias, positions, segments, key_segments):
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
