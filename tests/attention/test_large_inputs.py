@@ -1,4 +1,5 @@
-"""Inputs so large that float32 rounds their scores by more than exp tolerates, and weights beyond float16's range."""
+"""Inputs so large that float32 rounds their scores by more than exp tolerates, weights beyond float16's range, and
+weights whose square float32 rounds to 0."""
 
 import jax
 import jax.numpy as jnp
@@ -85,3 +86,20 @@ def test_weights_beyond_float16(name):
     value = jnp.full((1, 2, 1, 4), 1e-4, jnp.float16)
     exact = call(*(x.astype(jnp.float32) for x in (rows, rows, value)))
     np.testing.assert_allclose(call(rows, rows, value), exact, rtol=2e-3)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_weights_whose_square_is_zero(is_causal):
+    """Outputs do not depend on the size of features that the sum of the weights divides."""
+
+    @jax.jit
+    def pulled(query, key):
+        options = {"feature_map": "relu", "is_causal": is_causal}
+        out, pull = jax.vjp(lambda *qk: bj.linear_attention(*qk, VALUE, **options), query, key)
+        return out, *pull(VALUE)
+
+    small = np.float32(1e-11)
+    expected = pulled(QUERY, KEY)
+    found = pulled(small * QUERY, small * KEY)
+    for x, y in zip((found[0], small * found[1], small * found[2]), expected):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

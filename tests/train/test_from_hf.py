@@ -122,19 +122,23 @@ def test_a_run_goes_on_from_a_checkpoint(folder, text, tmp_path, more):
         ("--lora_rank 2 --optimizer muon", "--optimizer must be 'adamw' with lora_rank, got 'muon'"),
         ("--lora_alpha 2", "--lora_alpha has no effect with lora_rank 0"),
         ("--from_hf {new}", "--from_hf: path must be a folder on this machine"),
-        ("--from_hf {empty}", "--from_hf: No such file or directory: '{empty}/config.json'"),
+        ("--from_hf {empty}", "--from_hf: no config.json in {empty}"),
+        ("--from_hf {cut}", "--from_hf: {cut}/model.safetensors is damaged: "),
+        ("--from_hf {torn}", "--from_hf: {torn}/config.json is not JSON: "),
         ("--from_hf {mute}", "--from_hf: {mute} has no tokenizer.json and no tokenizer.model"),
         ("--from_hf {small}", "--from_hf: the tokenizer has 287 tokens, and the network's embedding has 100"),
         ("--from_hf {moe}", "config.json: model_type must be one of"),
     ],
 )
 def test_bad_input_is_a_line_and_status_2(folder, text, tmp_path, monkeypatch, capsys, more, expected):
-    places = {name: tmp_path / name for name in ("new", "empty", "mute", "small", "moe")}
-    for name in ("mute", "moe"):
+    places = {name: tmp_path / name for name in ("new", "empty", "mute", "small", "moe", "cut", "torn")}
+    for name in ("mute", "moe", "cut", "torn"):
         shutil.copytree(folder, places[name])
     places["empty"].mkdir()
     (places["mute"] / "tokenizer.json").unlink()
     (places["moe"] / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    (places["cut"] / "model.safetensors").write_bytes(b"damaged")
+    (places["torn"] / "config.json").write_text("{")
     write_model(places["small"], folder, vocab_size=100)
     line = words(text, tmp_path / "run", "--from_hf", str(folder), *more.format(**places).split())
     status, err = command("train.lm", line, monkeypatch, capsys)

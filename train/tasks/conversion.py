@@ -38,7 +38,7 @@ from brl_jax.sharding import parameter_shardings
 from train.engine.batch import Arrays, HeldOut
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import read_values
-from train.engine.errors import UserError, one_line
+from train.engine.errors import UserError
 from train.engine.fields import Flat, Free
 from train.engine.metrics import log
 from train.engine.step import Objective, means, random_streams
@@ -131,7 +131,8 @@ def naming(option: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{option}: {one_line(error)}") from error
+        # Its own words name the file; those of its cause, which `one_line` takes, do not.
+        raise UserError(f"{option}: {' '.join(str(error).split())}") from error
 
 
 class Teacher(NamedTuple):

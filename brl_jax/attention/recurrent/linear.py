@@ -161,9 +161,22 @@ def linear_attention(
     )  # fmt: skip
     out = total
     if weight is not None:
-        out = total / jnp.where(weight == 0, jnp.ones((), weight.dtype), weight)
+        out = _ratio(total, jnp.where(weight == 0, jnp.ones((), weight.dtype), weight))
     out = out.astype(query.dtype)
     return (out, state) if return_state else out
+
+
+@jax.custom_jvp
+def _ratio(total: Float[Array, "B T N V"], weight: Float[Array, "B T N 1"]) -> Float[Array, "B T N V"]:
+    """total / weight. JAX's own derivative squares 1 / weight, which overflows for weights below 1e-19."""
+    return total / weight
+
+
+@_ratio.defjvp
+def _ratio_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    ratio, weight = _ratio(*primals), primals[1]
+    # XLA would join the factors 1 / weight of (tangents[0] - ratio * tangents[1]) / weight in the backward pass.
+    return ratio, tangents[0] / weight - tangents[1] / weight * ratio
 
 
 def linear_sums(
