@@ -25,6 +25,10 @@ _WORDS = {
 }
 
 
+# What a line is called whose place the caller names.
+_LINE = "the line"
+
+
 def check_regular(path: Any) -> None:
     """Raises ValueError if a local path is a device, a pipe or another thing that reading might wait for."""
     if "://" not in os.fspath(path) and Path(path).exists() and not Path(path).is_file():
@@ -44,7 +48,7 @@ def read_json(path: Any, schema: Any = Any) -> Any:
     return parse_json(path.read_bytes(), schema, os.fspath(path))
 
 
-def parse_json(text: str | bytes, schema: Any = Any, name: str = "the line") -> Any:
+def parse_json(text: str | bytes, schema: Any = Any, name: str = _LINE) -> Any:
     """The values in a JSON text, whose numbers are finite; `name` is what errors call it.
 
     Raises:
@@ -72,8 +76,8 @@ def check_json(value: Any, schema: Any, name: str) -> None:
         check_json(value, dict, name)
         for field, kind in schema.items():
             if field not in value:
-                raise ValueError(f"{name}: {field} is missing")
-            check_json(value[field], kind, f"{name}: {field}")
+                raise ValueError(f"{_inside(name, field)} is missing")
+            check_json(value[field], kind, _inside(name, field))
     elif origin in (types.UnionType, typing.Union):
         for kind in arguments:
             try:
@@ -89,10 +93,14 @@ def check_json(value: Any, schema: Any, name: str) -> None:
     elif origin is dict:
         check_json(value, dict, name)
         for key, item in value.items():
-            check_json(item, arguments[1], f"{name}: {key}")
+            check_json(item, arguments[1], _inside(name, key))
     elif schema is not Any and not _fits(value, schema):
         raise ValueError(f"{name} must be {_word(schema)}, got {_shown(value)}")
     return None
+
+
+def _inside(name: str, field: str) -> str:
+    return field if name == _LINE else f"{name}: {field}"
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -28,6 +28,7 @@ from train.cli.summary import num_parameters
 from train.data.tokenizers.published import PretrainedTokenizer
 from train.engine.errors import UserError, reason
 from train.engine.metrics import log
+from train.engine.storage import write_whole
 from train.tasks.every import TASKS
 
 
@@ -97,7 +98,7 @@ def _copy_tokenizer(workdir: str, folder: str) -> str:
     for name in TOKENIZER_FILES:
         source = epath.Path(workdir) / name
         if source.exists():
-            (Path(folder) / name).write_bytes(source.read_bytes())
+            write_whole(epath.Path(folder) / name, source.read_bytes())
     if (Path(folder) / "tokenizer.json").exists():
         path = Path(folder) / "tokenizer_config.json"
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **read_json(path)}

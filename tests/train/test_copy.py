@@ -108,8 +108,8 @@ def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_pa
     [
         ('{"source": "a", "target": " "}', r'expected a text "target", got an empty one'),
         ('{"source": "", "target": "b"}', r'expected a text "source", got an empty one'),
-        ('{"source": "a"}', "the line: target is missing"),
-        ('{"source": 3, "target": "b"}', "the line: source must be a string, got 3"),
+        ('{"source": "a"}', "target is missing"),
+        ('{"source": 3, "target": "b"}', "source must be a string, got 3"),
         ('["a", "b"]', "the line must be an object"),
         ("a\tb", "the line is not JSON"),
         pytest.param("[" * 100_000, "the line is not JSON", id="nested"),

@@ -174,7 +174,7 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
     """The Triton kernel for operands (query, key, value, bias, positions, segments, key_segments)."""
 
     def unsupported(query, key, value, bias: PositionBias | None, *_) -> str | None:
-        features = query
+        width = query.shape[3]
         if bias is not None:
             if not isinstance(bias, RotaryBias):
                 return f"bias must be None or a RotaryBias, got {type(bias).__name__}"
@@ -182,13 +182,13 @@ def _gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
                 return (
                     f"a bias needs as many key heads as query heads, got {key.shape[2]} and {query.shape[2]}"
                 )
-            width = query.shape[3] + bias.left.shape[-1]
-            features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
-        return kernels.triton.squared_relu_unsupported(features)
+            width += bias.left.shape[-1]
+        rows, columns = (jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key))
+        return kernels.triton.squared_relu_unsupported(rows, columns, value)
 
     def run(query, key, value, bias, positions, segments, key_segments):
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
-        # float16 would lose small scores; the kernel computes float32 in TF32.
+        # float16 would lose small scores.
         dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
         rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
         out = kernels.triton.squared_relu_attention(

@@ -9,9 +9,9 @@ from pallas_kernels.triton.core.functions import elementwise_slopes, elementwise
 
 def compress_gradient(
     q, k1, k2, v, lengths, d_out, log_sums, deltas, gamma, d_query, d_k1, d_k2, d_v,
-    M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
-    SEGMENT: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SEGMENT: tl.constexpr,
+    SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes d_query (SPLITS, B, N, M, H), in parts, and d_k1, d_k2 and d_v (B, S, N, H).
 

@@ -112,9 +112,14 @@ def array_unsupported(query: Any, value: Any, *, most_head_dim: int) -> str | No
         return f"head_dim must be at most {most_head_dim}, got {query.shape[-1]}"
     if value.shape[-1] != query.shape[-1]:
         return f"value must have query's head_dim {query.shape[-1]}, got {value.shape[-1]}"
-    largest = max(math.prod(array.shape[1:]) for array in (query, value))
-    if largest >= _ADDRESSABLE:
-        return f"a row of query and of value must have fewer than 2^31 numbers, got {largest}"
+    return row_unsupported(query=query.shape, value=value.shape)
+
+
+def row_unsupported(**shapes: tuple[int, ...]) -> str | None:
+    """Returns why kernels that address a row in int32 do not support arrays of these shapes; None if they do."""
+    for name, shape in shapes.items():
+        if (numbers := math.prod(shape[1:])) >= _ADDRESSABLE:
+            return f"a row of {name} must have fewer than 2^31 numbers, got {numbers}"
     return None
 
 

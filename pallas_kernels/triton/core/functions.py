@@ -44,10 +44,16 @@ def softmax_step(scores, m, l, acc):
 
 
 @triton.jit
+def relu(scores):
+    """max(scores, 0). NaN stays."""
+    return tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def elementwise_weights(scores, SCORE: tl.constexpr):
     """Squared ReLU (1) or laplace (2), the normal distribution function of mean sqrt(1/2) and variance 1 / (4 pi)."""
     if SCORE == 1:
-        return tl.maximum(scores, 0.0) * tl.maximum(scores, 0.0)
+        return relu(scores) * relu(scores)
     else:
         return 0.5 + 0.5 * tl.erf((scores - 0.7071067811865476) * 2.5066282746310002)
 
@@ -56,7 +62,7 @@ def elementwise_weights(scores, SCORE: tl.constexpr):
 def elementwise_slopes(scores, SCORE: tl.constexpr):
     """Returns the derivatives of `elementwise_weights`."""
     if SCORE == 1:
-        return 2.0 * tl.maximum(scores, 0.0)
+        return 2.0 * relu(scores)
     else:
         # d/ds of 0.5 erf(u) is exp(-u^2) / sqrt(pi) times sqrt(2 pi).
         u = (scores - 0.7071067811865476) * 2.5066282746310002

@@ -436,10 +436,17 @@ def _delta(arrays: Named, call: Call) -> _Run:
 
 
 def _spans(run: _Run) -> tuple[int, int]:
-    """How many spans the chunks of a row are cut into, so that their programs fill the GPU, and their chunks."""
-    programs = run.batch * run.kv_heads * run.value_tiles(run.sizes.states)
-    most = run.sizes.spans if padded(run.features) <= 128 else 1
-    spans = min(most, 2 * MULTIPROCESSORS // programs, run.chunks // run.sizes.least_span)
+    """How many spans the chunks of a row are cut into, so that their programs fill the GPU, and their chunks.
+
+    The backward pass reads the forward pass's maps, so it takes as many, although its batch may differ: `vmap` of a
+    gradient has one for each cotangent.
+    """
+    if "maps" in run.arrays:
+        spans = run.arrays["maps"].shape[2]
+    else:
+        programs = run.batch * run.kv_heads * run.value_tiles(run.sizes.states)
+        most = run.sizes.spans if padded(run.features) <= 128 else 1
+        spans = min(most, 2 * MULTIPROCESSORS // programs, run.chunks // run.sizes.least_span)
     span = -(-run.chunks // max(1, spans))
     return -(-run.chunks // span), span
 
@@ -481,7 +488,7 @@ def _delta_forward(arrays: Named, call: Call, keep: bool) -> Named:
             tiles=-(-run.features // run.value_tile(sizes.maps)) + run.value_tiles(sizes.maps),
         )  # fmt: skip
     else:
-        run.arrays["maps"] = run.arrays["key_value"]  # not read
+        run.arrays["maps"] = run.arrays["key_value"][:, :, None]  # one span, not read
     total, last, run.arrays["states"], run.arrays["corrected"] = _by_span(
         run, kernels.delta_outputs, sizes.states,
         "queries weights reads writes inverse value beta starts ends factors key_value maps",

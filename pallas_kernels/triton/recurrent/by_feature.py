@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
-    feature_logs,
+    finite_logs,
     place,
     segment_after,
     segment_before,
@@ -46,7 +46,7 @@ def until_middle(token, other, level):
 @triton.jit
 def base2_logs(log, b, first, r, head, f, T: tl.constexpr, K: tl.constexpr, F: tl.constexpr):
     """The logarithms of a tile, finite, times log2(e): exp2 takes fewer instructions than exp."""
-    return feature_logs(tokens_by_features(log, b, first, r, head, f, T, K, F)) * 1.4426950408889634
+    return finite_logs(tokens_by_features(log, b, first, r, head, f, T, K, F)) * 1.4426950408889634
 
 
 @triton.jit

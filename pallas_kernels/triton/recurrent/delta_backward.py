@@ -23,8 +23,8 @@ from pallas_kernels.triton.recurrent.delta_forward import (
 )
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factors,
-    feature_logs,
     features_by_tokens,
+    finite_logs,
     log_decays,
     log_halves,
     operand,
@@ -273,7 +273,7 @@ def delta_gradients(
         written = tl.dot(value, after, written, input_precision=PRECISION)
         total += tl.sum(before.to(tl.float32) * after, 0)
     if BY_FEATURE:
-        logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+        logs = finite_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
         high, low = log_halves(logs, PRECISION)
         start = factors_of(sums, LEVELS + 1, high, low, r, PRECISION)
         end = factors_of(sums, LEVELS, high, low, r, PRECISION)

@@ -27,8 +27,8 @@ from pallas_kernels.triton.recurrent.by_feature import count_levels, reads_state
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
     chunk_factors,
-    feature_logs,
     features_by_tokens,
+    finite_logs,
     log_decays,
     log_halves,
     logs_after,
@@ -160,7 +160,7 @@ def delta_chunks(
         key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
         query = tokens_by_features(q, b, first, r, h, f, T, N, F)
         if BY_FEATURE:
-            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            logs = finite_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             high, low = log_halves(logs, PRECISION)
             overlap += tl.where(i == j, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
             for level in tl.range(levels, num_stages=STAGES):
@@ -204,7 +204,7 @@ def delta_chunks(
             own = segment_numbers(segments, b, first, r, T)
         for ft in tl.range(FT, num_stages=1):
             f = ft * FB + tl.arange(0, FB)
-            logs = feature_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
+            logs = finite_logs(tokens_by_features(log, b, first, r, kh, f, T, K, F))
             high, low = log_halves(logs, PRECISION)
             start = factors_of(sums, LEVELS + 1, high, low, r, PRECISION)
             if SEGMENTS:

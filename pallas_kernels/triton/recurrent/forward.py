@@ -10,8 +10,8 @@ import triton.language as tl
 
 from pallas_kernels.triton.recurrent.functions import (
     chunk_factor,
-    feature_logs,
     features_by_tokens,
+    finite_logs,
     log_decays,
     logs_after,
     logs_between,
@@ -73,7 +73,7 @@ def recurrent_sums(
             else:
                 factor = tl.full([BN], 1.0, tl.float32)
             if BY_FEATURE:
-                logs = feature_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
+                logs = finite_logs(features_by_tokens(log, b, first, r, kh, f, T, K, F))
                 which = r[:, None] <= r[None, :] if READS else r[:, None] > r[None, :]
                 left = (left * tl.exp(summed_features(logs, which, PRECISION) + gaps[:, None])).to(left.dtype)
                 gaps += tl.sum(logs, 1)

@@ -63,17 +63,24 @@ def store_numbers(x, numbers, b, first, rows, head, LENGTH: tl.constexpr, HEADS:
 @triton.jit
 def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """Numbers as an operand of a product. A GPU cuts float32 off to TF32's 10 bits; rounded here, errors of both signs
-    cancel out over the products to come."""
+    cancel out over the products to come. A GPU's NaN, 0x7fffffff, would become 0."""
     if PRECISION == "tf32" and dtype == tl.float32:
-        return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)
     else:
         return x.to(dtype)
 
 
 @triton.jit
+def finite_logs(logs):
+    """The logarithms of decays, finite, because exp(-200) is 0 in float32 and 0 times -inf is not. NaN stays."""
+    return tl.maximum(logs, -200.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def log_decays(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr):
-    """The logarithms of the decays: finite, because exp(-200) is 0 in float32 and 0 times -inf is not."""
-    return tl.maximum(token_numbers(log, b, first, rows, head, LENGTH, HEADS), -200.0)
+    """The finite logarithms of the tokens' decays."""
+    return finite_logs(token_numbers(log, b, first, rows, head, LENGTH, HEADS))
 
 
 @triton.jit
@@ -86,7 +93,7 @@ def logs_after(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.conste
     at = place(b, first, head, LENGTH, HEADS, 1)
     there = (rows + 1 < BLOCK) & (first + rows + 1 < LENGTH)
     later = tl.load(log + at + (rows + 1) * HEADS, mask=there, other=0.0).to(tl.float32)
-    return tl.cumsum(tl.maximum(later, -200.0), 0, reverse=True)
+    return tl.cumsum(finite_logs(later), 0, reverse=True)
 
 
 @triton.jit
@@ -102,12 +109,6 @@ def logs_between(logs, rows, columns):
 def logs_between_transposed(logs, rows, columns):
     """The same with the earlier tokens in the rows. logs: of the columns' tokens."""
     return tl.cumsum(tl.where(columns[None, :] > rows[:, None], logs[None, :], 0.0), 1)
-
-
-@triton.jit
-def feature_logs(logs):
-    """The logarithms of a tile of decays by feature, made finite as in `log_decays`."""
-    return tl.maximum(logs, -200.0)
 
 
 @triton.jit

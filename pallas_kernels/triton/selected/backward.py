@@ -58,7 +58,7 @@ def selected_key_gradient(
     """
     part, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
-    own = (b * K + kh) * PARTS + part
+    own = (b.to(tl.int64) * K + kh) * PARTS + part
     cols = tl.load(tiles + own) * BN + c
     at = ((b * S + cols[:, None]) * K + kh) * H + d[None, :]
     exists = (cols[:, None] < S) & (d[None, :] < H)
@@ -87,9 +87,10 @@ def selected_key_gradient(
         d_value = tl.dot(w.to(grad.dtype), grad, d_value, input_precision=PRECISION)
         ds = w * (tl.dot(value, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
         d_key = tl.dot(ds.to(query.dtype), query, d_key, input_precision=PRECISION)
-    at = (own * BN + c[:, None]) * H + d[None, :]
-    tl.store(d_keys + at, d_key * SCALE, mask=d[None, :] < H)
-    tl.store(d_values + at, d_value, mask=d[None, :] < H)
+    # The parts may have more than 2^31 numbers.
+    at = c[:, None] * H + d[None, :]
+    tl.store(d_keys + own * (BN * H) + at, d_key * SCALE, mask=d[None, :] < H)
+    tl.store(d_values + own * (BN * H) + at, d_value, mask=d[None, :] < H)
 
 
 def selected_sum_of_parts(
@@ -104,9 +105,9 @@ def selected_sum_of_parts(
     at_value = tl.zeros([BN, HP], tl.float32)
     of_tile = firsts + (b * K + kh) * (TILES + 1) + j
     for part in range(tl.load(of_tile), tl.load(of_tile + 1)):
-        at = (((b * K + kh) * PARTS + part) * BN + c[:, None]) * H + d[None, :]
-        at_key += tl.load(d_keys + at, mask=d[None, :] < H, other=0.0)
-        at_value += tl.load(d_values + at, mask=d[None, :] < H, other=0.0)
+        own, at = ((b.to(tl.int64) * K + kh) * PARTS + part) * (BN * H), c[:, None] * H + d[None, :]
+        at_key += tl.load(d_keys + own + at, mask=d[None, :] < H, other=0.0)
+        at_value += tl.load(d_values + own + at, mask=d[None, :] < H, other=0.0)
     cols = j * BN + c
     at = ((b * S + cols[:, None]) * K + kh) * H + d[None, :]
     exists = (cols[:, None] < S) & (d[None, :] < H)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -64,13 +63,14 @@ class Ranges(NamedTuple):
     end: Int[Array, "B S"]
 
 
-def squared_relu_unsupported(query: Any) -> str | None:
-    """Returns why the kernels do not support queries of this shape and dtype; None if they do."""
+def squared_relu_unsupported(query: Any, key: Any, value: Any) -> str | None:
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     if (reason := bridge.dtype_unsupported(query)) is not None:
         return reason
     if query.shape[3] > MOST_FEATURES:
         return f"head_dim must be at most {MOST_FEATURES}, got {query.shape[3]}"
-    return None
+    result = (*query.shape[:3], value.shape[3])
+    return bridge.row_unsupported(query=query.shape, key=key.shape, value=value.shape, result=result)
 
 
 def squared_relu_attention(
@@ -85,8 +85,7 @@ def squared_relu_attention(
     value. Blocks of keys that no query of a block sees are not read.
 
     Args:
-      query: (B, T, N, H), float32, bfloat16 or float16, H up to 256, scaled. Float16 is computed in TF32, which has the
-        same precision and a wider range; in float16 the squares of small numbers would be 0.
+      query: (B, T, N, H), float32 or bfloat16, H up to 256, scaled. In float16 the squares of small numbers would be 0.
       key: (B, S, K, H) and value: (B, S, K, V), of the same dtype, V of any size; K divides N.
       ranges: int32; keys outside are read too, so they must be finite.
 
@@ -96,27 +95,22 @@ def squared_relu_attention(
     Raises:
       NotImplementedError: `squared_relu_unsupported` gives a reason.
     """
-    bridge.refuse(squared_relu_unsupported(query))
-    dtype = query.dtype
-    precision = "ieee" if dtype == jnp.float32 else "tf32"
-    if dtype == jnp.float16:
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    arrays = vary_alike(query, key, value, *(x.astype(jnp.int32) for x in ranges))
-    return _attend(*arrays, precision).astype(dtype)
+    bridge.refuse(squared_relu_unsupported(query, key, value))
+    return _attend(*vary_alike(query, key, value, *(x.astype(jnp.int32) for x in ranges)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _attend(query, key, value, first, stop, begin, end, precision: str):
-    return _attend_forward(query, key, value, first, stop, begin, end, precision)[0]
+@jax.custom_vjp
+def _attend(query, key, value, first, stop, begin, end):
+    return _attend_forward(query, key, value, first, stop, begin, end)[0]
 
 
-def _attend_forward(query, key, value, first, stop, begin, end, precision: str):
-    (out,) = _run_forward(precision, query, key, value, first, stop)
+def _attend_forward(query, key, value, first, stop, begin, end):
+    (out,) = _run_forward(None, query, key, value, first, stop)
     return out, (query, key, value, first, stop, begin, end)
 
 
-def _attend_backward(precision: str, saved, d_out):
-    return *_run_backward(precision, *saved, d_out.astype(saved[0].dtype)), None, None, None, None
+def _attend_backward(saved, d_out):
+    return *_run_backward(None, *saved, d_out), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -128,7 +122,7 @@ def choose_tiles(features: int, dtype: Any) -> PairTiles:
     return bridge.tuned(_TILES, dtype, max(128, padded(features)), _FLOAT32, _INTERPRETED)
 
 
-def _sizes(query: Array, key: Array, value: Array, precision: str, tile: PairTile) -> dict[str, Any]:
+def _sizes(query: Array, key: Array, value: Array, tile: PairTile) -> dict[str, Any]:
     (_, length, heads, features), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     return {
         "T": length,
@@ -139,7 +133,7 @@ def _sizes(query: Array, key: Array, value: Array, precision: str, tile: PairTil
         "HP": padded(features),
         "V": value.shape[3],
         "VB": _value_tile(value),
-        "PRECISION": precision,
+        "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
         "BM": tile.block_q,
         "BN": tile.block_k,
     }
@@ -152,7 +146,7 @@ def _value_tile(value: Array) -> int:
 
 
 @bridge.fold_vmap
-def _run_forward(precision: str, query, key, value, first, stop):
+def _run_forward(_, query, key, value, first, stop):
     from pallas_kernels.triton.squared_relu import forward
 
     batch, length, heads, features = query.shape
@@ -163,13 +157,13 @@ def _run_forward(precision: str, query, key, value, first, stop):
         (query, key, value, first, stop),
         (jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), query.dtype),),
         (-(-length // tile.block_q), heads * value_tiles, batch),
-        _sizes(query, key, value, precision, tile),
+        _sizes(query, key, value, tile),
         tile,
     )
 
 
 @bridge.fold_vmap
-def _run_backward(precision: str, query, key, value, first, stop, begin, end, d_out):
+def _run_backward(_, query, key, value, first, stop, begin, end, d_out):
     from pallas_kernels.triton.squared_relu import backward
 
     batch, length, heads, features = query.shape
@@ -180,7 +174,7 @@ def _run_backward(precision: str, query, key, value, first, stop, begin, end, d_
     def launch(kernel, tile, arrays, result, grid):
         (gradient,) = bridge.launch(
             kernel, arrays, (jax.ShapeDtypeStruct(result.shape, result.dtype),), grid,
-            _sizes(query, key, value, precision, tile), tile,
+            _sizes(query, key, value, tile), tile,
         )  # fmt: skip
         return gradient
 

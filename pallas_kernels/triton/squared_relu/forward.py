@@ -31,4 +31,7 @@ def squared_relu_forward(
         seen = (cols[None, :] >= first[:, None]) & (cols[None, :] < stop[:, None])
         p = elementwise_weights(tl.where(seen, s, 0.0), 1)
         acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-    tl.store(out + offsets(b, rows, h, e, T, N, V), acc.to(out.dtype.element_ty), mask=inside(rows, T, e, V))
+    # The result may have more than 2^31 numbers.
+    row = out + b.to(tl.int64) * (T * N * V)
+    at = offsets(0, rows, h, e, T, N, V)
+    tl.store(row + at, acc.to(out.dtype.element_ty), mask=inside(rows, T, e, V))

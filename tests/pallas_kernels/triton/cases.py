@@ -19,6 +19,7 @@ import brl_jax
 from brl_jax.attention.local import far_patterns, patterns
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.recurrent import api as recurrent_api
 from pallas_kernels.triton.selected import api
 from tests.oracles import kernels as oracle
 
@@ -329,6 +330,43 @@ def mapped():
     np.testing.assert_allclose(jax.vmap(run)(query, strength), one_by_one, atol=1e-6)
 
 
+def mapped_gradient():
+    """A mapped gradient has a longer batch than its forward pass, which cut the row into three spans. Alone it would
+    take two."""
+    length = 200 if bridge.interprets() else 776
+    shapes = (*3 * [(1, length, 1, 16)], (1, 1, 16, 16), (1, length, 1))
+    query, key, value, state, beta = (random(i, *shape, dtype="float32") for i, shape in enumerate(shapes))
+
+    def last_state(query, key, value, state, beta):
+        operands = triton.Operands(query, key / 4, value, state, beta=jax.nn.sigmoid(beta))
+        return triton.recurrence(operands).key_value
+
+    with mock.patch.object(recurrent_api, "MULTIPROCESSORS", 2):
+        out, pull = jax.vjp(last_state, query, key, value, state, beta)
+        d_out = random(5, 2, *out.shape, dtype="float32")
+        want = [jnp.stack(each) for each in zip(*map(pull, d_out))]
+        close(("d_query", "d_key", "d_value", "d_state", "d_beta"), jax.vmap(pull)(d_out), want, "float32")
+
+
+def not_a_number():
+    """NaN stays NaN behind the ReLU, the bound on decays and the rounding to TF32's digits, as through XLA."""
+    query = random(0, 1, 40, 2, 16, dtype="float32").at[0, 20].set(jnp.nan)
+    few = random(1, 1, 8, 2, 16, dtype="float32")
+    out = triton.propagate(query, few, few, strength=jnp.ones(2), scale=0.25, score="relu2")
+    np.testing.assert_array_equal(jnp.isnan(out).all((0, 2, 3)), np.arange(40) == 20)
+    query = key = random(0, 1, 40, 2, 16, dtype="float32") / 4
+    operands = triton.Operands(query, key, query, jnp.zeros((1, 2, 16, 16)), beta=jnp.ones((1, 40, 2)))
+    for shape in ((1, 40, 2), (1, 40, 2, 16)):
+        log_decay = jnp.zeros(shape).at[0, 20].set(jnp.nan)
+        for beta in (None, operands.beta):
+            found = triton.recurrence(operands._replace(beta=beta, log_decay=log_decay))
+            assert jnp.isnan(found.total[:, 20:]).all()
+            assert jnp.isnan(found.key_value).all()
+    state = jnp.asarray(np.full((1, 2, 16, 16), 0x7FFFFFFF, np.uint32).view(np.float32))  # a GPU's own NaN
+    arrays = {name: getattr(operands, name).astype(jnp.float16) for name in ("query", "key", "value")}
+    assert jnp.isnan(triton.recurrence(operands._replace(key_value=state, **arrays)).total).all()
+
+
 def sharded():
     """Under `shard_map` devices share some arrays, whose gradients are summed over them."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -518,6 +556,8 @@ CASES = {
         "delta-decay", ids=[37, 70, 1, 42], heads=(1, 1), stateful=False
     ),
     "vmap": mapped,
+    "vmap-of-a-gradient": mapped_gradient,
+    "not-a-number": not_a_number,
     "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
     "public-window-after-a-cache": lambda: public(SLIDING(20, 0), is_causal=True, offset=30),

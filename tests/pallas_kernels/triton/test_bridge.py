@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.triton.core import bridge
 from pallas_kernels.triton.core.sizes import PairTile
+from pallas_kernels.triton.squared_relu.api import squared_relu_unsupported
 
 
 def no_kernel(x, out, SIZE):
@@ -73,7 +74,12 @@ def test_long_batches_are_several_calls(monkeypatch):
                 assert rows[-len(expected) :] == expected
     large = jax.ShapeDtypeStruct((1, 2**21, 8, 128), jnp.bfloat16)
     monkeypatch.setattr(bridge, "unsupported", lambda: None)
-    assert "fewer than 2^31 numbers" in bridge.array_unsupported(large, large, most_head_dim=256)
+    reason = "a row of query must have fewer than 2^31 numbers, got 2147483648"
+    assert bridge.array_unsupported(large, large, most_head_dim=256) == reason
+    few, wide = (jax.ShapeDtypeStruct((1, 2**15, *rest), jnp.bfloat16) for rest in ((8, 64), (1, 2**13)))
+    assert squared_relu_unsupported(few, few, few) is None
+    reason = reason.replace("query", "result")
+    assert squared_relu_unsupported(few, few, wide) == reason
 
 
 def test_vmap_is_one_call_on_a_longer_batch():
