@@ -55,7 +55,7 @@ def _assemble(a: Array) -> Array:
     size = a.shape[-1]
     width = 1 << (size - 1).bit_length()
     a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, width - size)] * 2)
-    blocks = jnp.ones((*a.shape[:-2], width, 1, 1), a.dtype)
+    blocks = vary_like(jnp.ones((*a.shape[:-2], width, 1, 1), a.dtype), (a,))
     block = 1
     while block < width:
         corners = [a[..., i + block : i + 2 * block, i : i + block] for i in range(0, width, 2 * block)]

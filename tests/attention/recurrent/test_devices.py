@@ -153,6 +153,7 @@ CASES = {
     "performer, packed": lambda: causal(performer, _projection, segment_ids=packed(96)),
     "performer, padded": lambda: causal(performer, _projection, key_value_seq_lengths=lengths(96)),
     "delta": lambda: _case(delta, scalars),
+    "delta, in chunks of a token": lambda: _case(delta, scalars, length=8, chunk_size=1),
     "delta, packed, from a state": lambda: _case(
         delta, scalars, segment_ids=packed(96), state=_delta_state(), return_state=True
     ),
