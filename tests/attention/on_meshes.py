@@ -1,6 +1,7 @@
 """Every attention function on meshes, computed in the process of simulated devices."""
 
 import functools
+import math
 import re
 from unittest import mock
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from brl_jax import nystromformer_attention
 from brl_jax.attention.dense import sharded
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.support.calls import CALLS, make_calls
@@ -59,7 +61,29 @@ def _compare(name, mesh, spec, **sizes):
     return worst, tuple(got.sharding.spec)
 
 
-PARTS = {f"explicit {name}": functools.partial(_explicit, name) for name in CALLS}
+def _convolution(**sizes):
+    """The gradients of Nystromformer's convolution and its values, on one device and on a mesh."""
+    draw = np.random.default_rng(0).standard_normal
+    value, kernel = (draw(shape).astype(np.float32) for shape in ((4, 24, 4, 6), (4, 5)))
+
+    def loss(value, kernel):
+        attend = nystromformer_attention
+        return jnp.sin(attend(value, value, value, num_landmarks=2, value_kernel=kernel)).sum()
+
+    alone = jax.jit(jax.grad(loss, (0, 1)))(value, kernel)
+    count = math.prod(sizes.values())
+    mesh = make_mesh(MeshConfig(fsdp=1, **sizes), jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(value, NamedSharding(mesh, P("data", "sequence")))
+        shared = jax.jit(jax.grad(loss, (0, 1)))(placed, kernel)
+    return [[np.asarray(x) for x in found] for found in (alone, shared)]
+
+
+PARTS = {
+    "convolved heads": lambda: _convolution(data=2, tensor=2),
+    "convolved tokens": lambda: _convolution(sequence=4, tensor=2),
+}
+PARTS |= {f"explicit {name}": functools.partial(_explicit, name) for name in CALLS}
 PARTS |= {f"heads {name}": functools.partial(_automatic, name, data=2, tensor=2) for name in CALLS}
 PARTS |= {f"tokens {name}": functools.partial(_automatic, name, data=2, sequence=2) for name in CALLS}
 PARTS |= {f"kernels {name}": functools.partial(_kernels, name) for name in CALLS}

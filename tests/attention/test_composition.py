@@ -13,6 +13,7 @@ from brl_jax import full_attention
 from brl_jax.attention.core import by_platform
 from tests.marks import slow_unless
 from tests.support.calls import CALLS
+from tests.support.meshes import check_equal
 
 # The fast tests take one function with a custom gradient and one that uses only kernels.
 _QUICK = ("local_both_sides", "propagate")
@@ -137,6 +138,13 @@ def test_an_automatic_mesh_divides_rows_and_heads_or_tokens(name, divided, devic
     worst, spec = devices.ask("tests.attention.on_meshes", f"{divided} {name}")
     assert worst < 1e-4
     assert spec[0] == "data"
+
+
+@pytest.mark.xdist_group("devices")
+@pytest.mark.parametrize("divided", ["heads", "tokens"])
+def test_a_convolution_has_its_gradient_on_a_mesh(divided, devices):
+    """XLA's partitioner would count the kernel's gradient once for each device that shares a part of the values."""
+    check_equal(*devices.ask("tests.attention.on_meshes", f"convolved {divided}"))
 
 
 @pytest.mark.slow

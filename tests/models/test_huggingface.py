@@ -84,7 +84,7 @@ CASES = {
         "linear_num_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": SCALINGS["yarn"],
     },
     "qwen3-5-with-images": {
-        "model_type": "qwen3_5", "text_config": QWEN35,
+        "model_type": "qwen3_5", "text_config": QWEN35, "tie_word_embeddings": True,
         "vision_config": {
             "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
             "num_position_embeddings": 16,
@@ -506,8 +506,9 @@ def test_tensors_of_gated_deltanet_hold_several_parameters():
 
 
 def test_the_text_model_of_a_network_of_text_and_images():
-    """config.json may tie the tables outside text_config."""
-    values = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": QWEN35}
+    """config.json ties the tables outside text_config, where transformers writes its default."""
+    text = QWEN35 | {"tie_word_embeddings": False}
+    values = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
     assert text_part(values) == {**QWEN35, "tie_word_embeddings": True}
     with pytest.raises(ValueError, match="text_config must be an object for qwen3_5, got None"):
         text_part({"model_type": "qwen3_5"})

@@ -7,11 +7,13 @@ import signal
 import socket
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from tests.support.processes import python, started
 from tests.support.texts import write_splits
+from train.cli.main import keep_programs
 from train.engine import hosts, watchdog
 
 TINY = (
@@ -155,6 +157,18 @@ def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
     assert done.returncode == status, done.stderr
     assert f"process 0 of 1 {line}" in done.stderr
     assert done.stderr.endswith("all resume from the last checkpoint in runs/x\n")
+
+
+def test_several_processes_on_cpus_keep_no_programs(monkeypatch):
+    """JAX's keys differ between them and the first one alone writes, so after a restart the others compile while it
+    runs, until Gloo gives up."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        keep_programs("")
+        assert not jax.config.jax_enable_compilation_cache
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
 
 
 def test_a_batch_script_without_srun_is_alone(monkeypatch):

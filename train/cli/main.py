@@ -167,9 +167,11 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
 
 def keep_programs(folder: str) -> None:
     """Keeps compiled programs for the next start: in the given folder, else in JAX's, else in the user's cache.
-    "none" keeps nothing.
+    "none" keeps nothing, nor do several processes on CPUs.
     """
-    if folder == "none":
+    # There only the first process would find its programs again. It waits for the others 30 seconds, and not for as
+    # long as they compile.
+    if folder == "none" or (jax.distributed.is_initialized() and jax.default_backend() == "cpu"):
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if folder:

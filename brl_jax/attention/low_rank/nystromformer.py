@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -9,12 +11,14 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import attention_function
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.halo import with_halo
 from brl_jax.attention.core.same_tokens import prepare_same_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.low_rank.few_keys import attend_to_few
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
 from brl_jax.fields import Count
+from brl_jax.sharding import sequence_axis, shard_call
 
 
 @attention_function
@@ -112,15 +116,35 @@ def _check_kernel(kernel: Array | None, heads: int) -> None:
 
 def _convolve(value: Float[Array, "B T K V"], kernel: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
     """sum_w kernel[w] value[t + w - W // 2] for each head, with zeros beyond both ends."""
+    axis = sequence_axis(value.shape[1])
+    tokens = None if axis is None else "length"
+    # The compiler multiplies the kernel's gradient by the size of mesh axes that divide neither, so each device
+    # convolves its own tokens.
+    return shard_call(
+        functools.partial(_convolve_shard, axis),
+        (value, kernel),
+        [("batch", tokens, "kv_heads", None), ("heads", None)],
+        ("batch", tokens, "heads", None),
+    )
+
+
+def _convolve_shard(
+    axis: str | None, value: Float[Array, "B T K V"], kernel: Float[Array, "N W"]
+) -> Float[Array, "B T N V"]:
+    """`_convolve` for rows that are sharded over a mesh axis."""
     heads, size = kernel.shape
     batch, length, kv_heads, value_dim = value.shape
+    side = size // 2
+    padding = (side, side) if axis is None else (0, 0)
+    if axis is not None:
+        value = with_halo(value, side, side, axis)
     value = jnp.repeat(value, heads // kv_heads, axis=2)
-    rows = value.transpose(0, 3, 1, 2).reshape(batch * value_dim, length, heads)
+    rows = value.transpose(0, 3, 1, 2).reshape(batch * value_dim, -1, heads)
     out = lax.conv_general_dilated(
         rows,
         kernel.astype(value.dtype).T[:, None],
         window_strides=(1,),
-        padding=[(size // 2, size // 2)],
+        padding=[padding],
         dimension_numbers=("NWC", "WIO", "NWC"),
         feature_group_count=heads,
     )

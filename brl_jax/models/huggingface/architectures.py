@@ -307,7 +307,8 @@ _MIXTURES = MappingProxyType({"gpt_oss": "num_local_experts", "qwen3_5_moe_text"
 
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config.json of the text model in a network of text and images; other values unchanged.
+    """Returns the config.json of the text model in a network of text and images; other values unchanged. Its tables are
+    tied if those of the network are, whatever text_config says.
 
     Raises:
       ValueError: text_config is missing or not an object.
@@ -319,7 +320,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config must be an object for {kind}, got {text!r}")
     tied = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-    return {"model_type": f"{kind}_text", **tied, **text}
+    return {"model_type": f"{kind}_text", **text, **tied}
 
 
 def architecture_of(values: Mapping[str, Any]) -> Architecture:
