@@ -103,6 +103,12 @@ class Evaluation(Generic[P]):
         run = open_run(self.tasks, workdir, options.checkpoint)
         found = self.measure(run, options)
         measured = found if isinstance(found, Measured) else Measured(found)
+        for name, value in measured.result.items():
+            if value != value:  # NaN, which JSON does not have
+                raise UserError(
+                    f"--workdir: {name} of {workdir} is NaN at step {run.step}, whose checkpoint may be damaged; "
+                    "--checkpoint STEP measures another"
+                )
         if self.kept is not None and self._is_standard(options):
             path = epath.Path(run.config.loop.workdir) / self._file(options)
             kept = {**measured.result, "measured_settings": _measured_settings(run.task, run.config)}

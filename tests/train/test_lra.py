@@ -111,6 +111,12 @@ def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsy
     assert "No space left on device" in err
 
 
+def test_a_measure_that_is_nan_is_an_error(runs, monkeypatch):
+    monkeypatch.setattr(eval.tasks.lra.EVALUATION, "measure", lambda run, options: {"loss": float("nan")})
+    with pytest.raises(UserError, match=r"--workdir: loss of .* is NaN at step .*may be damaged"):
+        eval.tasks.lra.main(["--workdir", str(runs / "run")])
+
+
 def test_the_table_measures_what_has_not_been(runs, tmp_path, capsys):
     shutil.copytree(runs / "run", tmp_path / "local")
     kept = tmp_path / "local" / "lra_test.json"

@@ -176,7 +176,7 @@ def _switch(
         return values[tuple(words)]
 
     return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=(0, 1),
+        nargs="*",
         metavar="[True|False]",
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, bool),
