@@ -22,8 +22,8 @@ class MaskedLM(nn.Module):
         model = MaskedLM(EncoderConfig(vocab_size=50265))
         logits = model.apply(variables, masked_tokens, places)
 
-    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. Its
-    params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
+    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU (by its tanh approximation), a norm, the embeddings and
+    a bias. params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
 
     Args of the call:
       inputs: (B, T) ints, the tokens, some of them masked.

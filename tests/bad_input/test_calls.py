@@ -345,6 +345,7 @@ CALLS = [
     (lambda: ours("nystromformer", value_kernel=array(4, 2)),
      r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)"),
     (lambda: ours("kernelized", scale=-1.0), "scale must be at least 0, got -1.0"),
+    (lambda: ours("informer", scale=-1.0), "scale must be at least 0, got -1.0"),
     (lambda: ours("skyformer", samples=None), "rng .* or samples must be given, and not both, got neither"),
     (lambda: ours("skyformer", rng=KEY), "rng .* or samples must be given, and not both, got both"),
     (lambda: ours("skyformer", samples=HALVES), r"samples must have shape \(num_samples,\), not empty, got"),

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.by_platform import recomputed
-from brl_jax.attention.core.checks import zero_padding
+from brl_jax.attention.core.checks import require, zero_padding
 from brl_jax.attention.core.decorators import divided
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.on_mesh import whole_rows
@@ -148,7 +148,7 @@ def informer_attention(
         divides N.
       rng: random key of the samples, which depend only on it and on the query's position.
       factor: c in the paper.
-      scale: scale of the scores; 1 / sqrt(H) by default.
+      scale: scale of the scores, at least 0; 1 / sqrt(H) by default.
       is_causal: as above.
       key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. Padding may contain anything, is
         neither sampled nor ranked, and gives 0. Without a state only.
@@ -169,6 +169,7 @@ def informer_attention(
         query, key, value, scale=scale, key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
         maker="init_informer_state", is_causal=is_causal, state=state, return_state=return_state, count=count,
     )  # fmt: skip
+    require(scale >= 0, f"scale must be at least 0, got {scale}")
     batch, length, heads, head_dim = query.shape
     if state is not None:
         check_state(
